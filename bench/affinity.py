@@ -25,12 +25,12 @@ from typing import Any
 from measure import machine, running_engine, say, write_random_moe
 
 from rlsys.config import Config
+from rlsys.core.types import Sample
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.push import PROBE_SECONDS
 from rlsys.router.router import Router
-from rlsys.types import Sample
 
 VOCAB, CONTEXT = 128, 2048
 LONG, SHORT = (1800, 4), (16, 96)

@@ -40,11 +40,11 @@ from measure import ROOT, machine, running_engine, say
 
 from rlsys.algo.preflight import check
 from rlsys.config import Config, dump_config, load_config
-from rlsys.errors import RlsysError
+from rlsys.core.errors import RlsysError
+from rlsys.core.owner import FOLDER as OWNERS
+from rlsys.core.owner import Owner, claim
+from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.obs.metrics import read_metrics
-from rlsys.owner import FOLDER as OWNERS
-from rlsys.owner import Owner, claim
-from rlsys.sockets import make_folder, remove_folder
 
 FOLDER = ROOT / "configs" / "algorithms"
 RECIPES = sorted(p.stem for p in FOLDER.glob("*.yaml"))

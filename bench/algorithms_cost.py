@@ -16,11 +16,11 @@ from rlsys.algo.anchors import CURRENT
 from rlsys.algo.objective import Objective
 from rlsys.config import load_config
 from rlsys.config.algo import CriticSection
-from rlsys.rollout.protocol import decode
+from rlsys.core.messages import decode
+from rlsys.core.types import Sample, SampleGroup, Taken
 from rlsys.trainer import step
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, SampleGroup, Taken
 
 GROUPS = 16
 """Of the step that is measured: the recorded groups over and over."""

@@ -59,16 +59,16 @@ from safetensors.torch import load_file
 
 from rlsys.config import Config, identity
 from rlsys.convert.config import HFConfig
+from rlsys.core.types import Prompt, Sample, SampleGroup, Taken
+from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.scoring import Scorer
-from rlsys.tickets import Canary
-from rlsys.types import Prompt, Sample, SampleGroup, Taken
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
+from rlsys.worker.scoring import Scorer
 
 TRACE = Path(__file__).with_name("traces") / "long_tail.json"
 GPU_LIKE_SECONDS = 0.03

@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from rlsys.config import Config
+from rlsys.core.types import Prompt, Sample
+from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.rollout.canaries import CANARIES, CANARY_TOKENS
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.tickets import Canary
-from rlsys.types import Prompt, Sample
 
 BATCH, GROUP_SIZE = 40, 2
 """Samples of a train step, N: the same in every mode, since it belongs to the algorithm. N' divides into whole groups

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 from gpu_figures import HERE, MODELS, ROOT, Figures, NoDevice
 
-from rlsys.devices import have_cuda
+from rlsys.core.devices import have_cuda
 from tests.helpers.engine_process import ENGINE_ARGS
 from tests.helpers.python_path import python_path
 

@@ -63,7 +63,7 @@ def families(figures: Figures) -> None:
 def checksums(figures: Figures) -> None:
     """SGLang's hash of a GPU tensor in plain torch: equal to the golden ones, GB/s, memory beside the tensor."""
     from rlsys.weights.hashes import TileHash
-    from tests.unit.test_hashes import GOLDEN, sample
+    from tests.unit.weights.test_hashes import GOLDEN, sample
 
     def digest(tensor: torch.Tensor) -> str:
         state = TileHash()

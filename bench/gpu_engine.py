@@ -20,15 +20,15 @@ from gpu_node import CUDA, gap, layer_config, need_cuda
 from measure import ROOT, running_engine
 
 from rlsys.config import Config
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Sample
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.spans import VersionSpan
-from rlsys.tickets import PushTicket
 from rlsys.trainer.pack import TrainSample
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.helpers.engine_process import engine_arguments
@@ -223,7 +223,7 @@ def quickstart(figures: Figures) -> None:
         overrides = [f"run.dir={run}", f"trainer.steps={steps}"]
         overrides += [f"engine.extra_args={json.dumps(engine_arguments())}"]
         start = time.monotonic()
-        command = [sys.executable, "-m", "rlsys.cli", "train", config, *overrides]
+        command = [sys.executable, "-m", "rlsys.cli.main", "train", config, *overrides]
         with subprocess.Popen(command, cwd=ROOT) as process:
             code = None
             while code is None:

@@ -26,9 +26,9 @@ from launch.ports import free_ports  # noqa: E402
 from rlsys.config import Config  # noqa: E402
 from rlsys.convert.config import HFConfig  # noqa: E402
 from rlsys.convert.table import entries  # noqa: E402
+from rlsys.core.identity import config_path, engine_identity, write_config  # noqa: E402
+from rlsys.core.owner import Owner  # noqa: E402
 from rlsys.engine.launch_args import engine_command  # noqa: E402
-from rlsys.identity import config_path, engine_identity, write_config  # noqa: E402
-from rlsys.owner import Owner  # noqa: E402
 from tests.helpers.engine_process import engine_arguments, engine_environment  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,14 +21,14 @@ from typing import Any
 
 from measure import ROOT, running_engine
 
-from launch.layout import lay_out
 from launch.plan import Node, Ports, Role, build_plan
 from rlsys.config import Config, dump_config, load_config
+from rlsys.core.identity import engine_identity
+from rlsys.core.owner import FOLDER, Owner, claim
+from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.engine.launch_args import engine_command
-from rlsys.identity import engine_identity
 from rlsys.obs.metrics import read_metrics
-from rlsys.owner import FOLDER, Owner, claim
-from rlsys.sockets import make_folder, remove_folder
+from rlsys.planner.layout import lay_out
 
 LOOK_SECONDS = 0.1
 LOG_PASSES = 1

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlsys.engine.cpu_platform import declare_torchvision_ops
+from rlsys.engine.cpu.platform import declare_torchvision_ops
 
 if not torch.cuda.is_available():
     declare_torchvision_ops()  # else transformers cannot import a torchvision that is built for CUDA
@@ -37,11 +37,11 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from rlsys.config import Config, load_config
+from rlsys.core.types import Prompt, Response
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
 from rlsys.rewards import make_score
-from rlsys.rewards.marks import read_mark
-from rlsys.types import Prompt, Response
+from rlsys.rewards.results import read_mark
 
 
 class Lines:

@@ -20,12 +20,12 @@ from typing import Any
 
 from measure import ROOT, machine
 
-from launch.preflight import read_model
-from launch.push import GB, LINK, seconds
 from rlsys.config import Config, load_config
+from rlsys.planner.model_preflight import read_model
+from rlsys.planner.weight_update_cost import GB, LINK, seconds
 from rlsys.rehearse.command import run_rank
 from rlsys.rehearse.kinds import Request, kinds_of_rank
-from rlsys.weights.senders import plan_senders
+from rlsys.weights.shard_plan import plan_senders
 
 SECONDS, BYTES = 180.0, 4e9
 PLANNED = 10.0

@@ -23,7 +23,7 @@ import torch
 from measure import machine, say
 from torch import Tensor
 
-from rlsys.tickets import EngineAddress
+from rlsys.core.weight_updates import EngineAddress
 from rlsys.weights.buckets import Areas, stream
 from rlsys.weights.relayed import RelayPush
 from tests.helpers.relay_host import Host, hosts

@@ -82,7 +82,7 @@ def routers_before(
 ) -> dict[str, tuple[str, psutil.Process]]:
     """Every router that can be had, started before this engine."""
     folder.mkdir()
-    ours = ["-m", "rlsys.cli", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
+    ours = ["-m", "rlsys.cli.main", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
     out = {"rlsys": stack.enter_context(serving(ours, folder / "rlsys.log"))}
     if unpacked or importlib.util.find_spec("sglang_router"):
         theirs = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--worker-urls", engine]

@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 from aiohttp import web
 
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Sample, Segment, Status
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.spans import VersionSpan
-from rlsys.types import Sample, Segment, Status
 
 PROMPT = 32
 VOCAB = 128

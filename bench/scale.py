@@ -57,7 +57,7 @@ def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(STAGE), "--coordinator", *common, "--folder", folder]
         command += ["--samples", str(args.samples), "--steps", str(args.steps)]
-        if (tree / "rlsys/rollout/workers.py").is_file():  # an older tree knows nothing of workers
+        if (tree / "rlsys/worker/workers.py").is_file():  # an older tree knows nothing of workers
             command += ["--workers", str(args.workers)]
         if args.history:
             command += ["--history", str(args.history)]

@@ -28,17 +28,17 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from rlsys.config import Config, identity
+from rlsys.core.messages import encode
+from rlsys.core.types import Prompt
+from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.protocol import encode
-from rlsys.rollout.scoring import Scorer
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import Canary
-from rlsys.types import Prompt
+from rlsys.worker.scoring import Scorer
 
 PROMPT, CHUNK, VOCAB, EOS = 32, 32, 100_000, 1
 """Tokens of a prompt; of one event of a stream, where the rollout's config does not say (rlsys before it derived
@@ -103,7 +103,9 @@ class Engine:
     async def _run(self, request: web.Request) -> web.Response:
         """From now on it belongs to the run in this folder: it writes routes there for those who ask for it, and
         streams as that run's config says."""
-        from rlsys.engine.route_writer import RouteWriter  # an older checkout's rollout also runs this file
+        from rlsys.engine.hooks.route_writer import (
+            RouteWriter,  # an older checkout's rollout also runs this file
+        )
 
         body = await request.json()
         self._interval = body["interval"]
@@ -267,7 +269,7 @@ def make_scorer() -> Scorer:
 
 
 def make_workers(config: Config, args: argparse.Namespace) -> Any:
-    from rlsys.rollout.workers import Workers  # an older checkout's rollout also runs this file
+    from rlsys.worker.workers import Workers  # an older checkout's rollout also runs this file
 
     (args.folder / "config.json").write_text(config.model_dump_json())
     names = ("engines", "port", "mean", "layers", "topk", "workers", "folder")
@@ -279,9 +281,9 @@ def make_workers(config: Config, args: argparse.Namespace) -> Any:
 
 async def work(args: argparse.Namespace) -> None:
     """A worker; when it is told to end, it writes down how late its loop was."""
-    from rlsys.rollout.generator import build_generator
-    from rlsys.rollout.turns import sampling_turns
-    from rlsys.rollout.worker import Worker, WorkerParts, leave, standard_input
+    from rlsys.generators.generator import build_generator
+    from rlsys.generators.turns import sampling_turns
+    from rlsys.worker.worker import Worker, WorkerParts, leave, standard_input
 
     config, lag = Config.model_validate_json((args.folder / "config.json").read_text()), Lag()
 

@@ -29,15 +29,15 @@ import numpy as np
 from measure import ROOT, machine
 from numpy.typing import NDArray
 
-from rlsys.records import FOLDER, HEADER_BYTES, Kind, SegmentReader, Whose, encode, head
-from rlsys.rollout.protocol import decode
-from rlsys.rollout.protocol import encode as to_wire
-from rlsys.rollout.saved import encode_routes
-from rlsys.rollout.segments import SegmentFile
-from rlsys.route_records import RouteFile
-from rlsys.spans import RoutePlace, RouteSpan, VersionSpan
+from rlsys.core.messages import decode
+from rlsys.core.messages import encode as to_wire
+from rlsys.core.spans import RoutePlace, RouteSpan, VersionSpan
+from rlsys.core.types import GroupState, Sample, SampleGroup, Status, Taken
+from rlsys.ledger.sample_rows import encode_routes
+from rlsys.ledger.segments import SegmentFile
+from rlsys.segments.records import FOLDER, HEADER_BYTES, Kind, SegmentReader, Whose, encode, head
+from rlsys.segments.route_records import RouteFile
 from rlsys.trainer.pack import Unread, pack, plan_bins
-from rlsys.types import GroupState, Sample, SampleGroup, Status, Taken
 
 LAYERS, TOPK, EXPERTS, GROUP = 58, 8, 256, 16
 """DeepSeek-V3's layers with experts, and a group's samples."""
@@ -69,7 +69,7 @@ class Sizes:
 
 
 class HoledRoutes:
-    """Writes records as an engine does (rlsys/route_records.py), of which only some layers are there."""
+    """Writes records as an engine does (rlsys/segments/route_records.py), of which only some layers are there."""
 
     def __init__(self, folder: Path, layers: list[int]) -> None:
         self._name = RouteFile(0, "engine-0", 1, 0, 1).name

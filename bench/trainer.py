@@ -29,17 +29,17 @@ from april import TRACE
 from measure import machine, say, spread, write_random_moe
 from torch import Tensor
 
-from launch.memory import model_size
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.spans import VersionSpan
-from rlsys.trainer.attention import PackedSequences
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Sample, SampleGroup, Segment, Status, Taken
+from rlsys.planner.memory import model_size
+from rlsys.trainer.model.attention import PackedSequences
+from rlsys.trainer.model.share import Share
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.share import Share
 from rlsys.trainer.step import micro_loss, ready, sample_table
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, SampleGroup, Segment, Status, Taken
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 16, 4, 24, 2048
 LR = 1e-5

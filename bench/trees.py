@@ -20,21 +20,21 @@ from statistics import mean
 
 from measure import ROOT, running_engine
 
-from rlsys.algo.repairs import Scope
+from rlsys.algo.methods.repairs import Scope
 from rlsys.config import Config, load_config
+from rlsys.core.forks import fork
+from rlsys.core.types import Prompt, Response, Sample
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.forks import fork
+from rlsys.generators.generator import build_generator
+from rlsys.generators.trees import TreeGenerator
+from rlsys.generators.turns import looking_turns, sampling_turns
+from rlsys.planning.repairs import Repairs
 from rlsys.rewards.answer import final_answer
 from rlsys.rewards.repairs import build_process_judge
-from rlsys.rollout.assembly import build_router
-from rlsys.rollout.generator import build_generator
-from rlsys.rollout.repairs import Repairs
-from rlsys.rollout.trees import TreeGenerator
-from rlsys.rollout.turns import looking_turns, sampling_turns
 from rlsys.router.router import Router
-from rlsys.types import Prompt, Response, Sample
+from rlsys.worker.assembly import build_router
 from tests.helpers.families import Siblings
 
 

@@ -34,10 +34,10 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.core.weight_updates import EngineAddress, PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.router.holdings import Checksums
-from rlsys.tickets import EngineAddress, PushTicket
+from rlsys.router.checksums import Checksums
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 

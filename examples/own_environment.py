@@ -8,11 +8,11 @@ in its tokens: after an interruption, or a crash, it is called again with those 
 """
 
 from rlsys.config import Config
+from rlsys.core.types import Prompt, Response, Sample, Status
 from rlsys.data import Tokenizer
+from rlsys.generators.generator import Generator
+from rlsys.generators.turns import Speak
 from rlsys.rewards.answer import final_answer
-from rlsys.rollout.generator import Generator
-from rlsys.rollout.turns import Speak
-from rlsys.types import Prompt, Response, Sample, Status
 
 
 def second_chance(config: Config, tokenizer: Tokenizer, speak: Speak) -> Generator:

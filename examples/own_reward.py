@@ -9,8 +9,8 @@ a str with `finished` (False where it was cut off), and gives a finite number, o
 from collections.abc import Callable
 
 from rlsys.config import Config
+from rlsys.core.types import Prompt, Response
 from rlsys.rewards.answer import final_answer
-from rlsys.types import Prompt, Response
 
 
 def reward(config: Config) -> Callable[[Prompt, Response], float]:

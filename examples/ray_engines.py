@@ -26,7 +26,7 @@ class Joiner:
 
     def run(self, run: str, folder: str) -> int:
         """Exit code of the command."""
-        command = [sys.executable, "-m", "rlsys.cli", "engines", "join", run]
+        command = [sys.executable, "-m", "rlsys.cli.main", "engines", "join", run]
         self._process = subprocess.Popen(
             [*command, "--host", ray.util.get_node_ip_address()], cwd=folder, start_new_session=True
         )

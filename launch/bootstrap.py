@@ -48,7 +48,7 @@ TORCH = "torch==2.13.0"
 # Without what its metadata asks for, which is CUDA; what it needs on a CPU stands in pyproject.toml's extra `cpu`.
 SGLANG = "sglang==0.5.23"
 # SGLang imports it at start. It is built for CUDA, so that transformers, which imports any torchvision that it finds,
-# would fail beside a CPU torch: only the engine's processes look into this folder (rlsys/engine/cpu_platform.py).
+# would fail beside a CPU torch: only the engine's processes look into this folder (rlsys/engine/cpu/platform.py).
 TORCHVISION = "torchvision==0.28.0"
 ENGINE_FOLDER = VENV / "engine"
 

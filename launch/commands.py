@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.diagnosis import ask
-from launch.layout import lay_out
 from launch.plan import Node, Ports, build_plan
-from launch.preflight import check_model
 from launch.rundir import CONFIG_FILE
 from launch.status import role_logs, show_logs, status_lines
 from launch.submit import SCRIPT, JobOptions, job_script, submit
 from rlsys.config import Config, load_config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.obs.coordinator import Silent
 from rlsys.obs.doctor import Finding, examine
+from rlsys.planner.layout import lay_out
+from rlsys.planner.model_preflight import check_model
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 Check = Callable[[Config], None]

@@ -7,10 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from launch.memory import Fact
 from launch.plan import LaunchPlan, Role
 from rlsys.config import Config
 from rlsys.config.algo import Spec
+from rlsys.planner.memory import Fact
 
 _PARAMS = 100
 """Characters of a plug-in's parameters."""

@@ -34,7 +34,7 @@ _WAITS = (
     ("rlsys/rollout/client.py", "commit", "the rollout process: its journal"),
     ("rlsys/rollout/client.py", "restore", "the rollout process: to restore a step"),
     ("rlsys/weights/", "", "an engine: weights on their way, in {function}"),
-    ("rlsys/trainer/checkpoint.py", "", "the disk: a checkpoint, in {function}"),
+    ("rlsys/trainer/checkpoints/checkpoint.py", "", "the disk: a checkpoint, in {function}"),
     ("scheduler_components/idle_sleeper.py", "", "nobody: a scheduler that has no request"),
     ("sglang/srt/managers/detokenizer_manager.py", "", "its scheduler: tokens to turn into text"),
     ("sglang/srt/model_executor/", "", "nobody: a scheduler in a forward pass"),

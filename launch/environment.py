@@ -8,7 +8,7 @@ import os
 from typing import Literal
 
 from rlsys.config import Config
-from rlsys.devices import VARIABLE, have_cuda
+from rlsys.core.devices import VARIABLE
 
 Kind = Literal["engine", "rollout", "trainer"]
 
@@ -31,11 +31,6 @@ CUDA_HOST = {
     # SGLang's own value, which it sets for itself: both ends of a communicator must map memory in the same way.
     "NCCL_CUMEM_ENABLE": "0",
 }
-
-
-def on_cuda(config: Config) -> bool:
-    """Whether the run's processes compute on GPUs: planned ones, or those that are here."""
-    return config.launch.gpus_per_node > 0 or have_cuda()
 
 
 def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = None) -> dict[str, str]:

@@ -26,14 +26,14 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from launch.backends import Backend
+from launch.console import Display
 from launch.plan import LaunchPlan
 from launch.process import RoleTold
 from launch.rundir import RunDir
 from launch.stops import StopSignals
 from launch.supervisor import Supervisor
-from launch.voice import Display
 from rlsys.config import Config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.obs.coordinator import replace
 
 HOST = "127.0.0.1"

@@ -17,19 +17,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launch.backends.local import LocalBackend
-from launch.environment import environment, on_cuda
+from launch.environment import environment
 from launch.plan import LaunchPlan, Role
 from launch.process import RoleProcess
 from launch.readiness import engine_answers
 from launch.rundir import CONFIG_FILE
 from launch.stops import StopSignals
-from rlsys import membership
 from rlsys.config import Config, load_config
-from rlsys.errors import UserError
-from rlsys.identity import config_path, engine_identity, write_config
-from rlsys.interfaces import is_loopback
+from rlsys.core import membership
+from rlsys.core.errors import UserError
+from rlsys.core.identity import config_path, engine_identity, write_config
+from rlsys.core.interfaces import is_loopback
+from rlsys.core.owner import Owner, current
 from rlsys.obs import coordinator
-from rlsys.owner import Owner, current
+from rlsys.planner.layout import on_cuda
 
 POLL_SECONDS = 0.5
 GONE_SECONDS = 60.0

@@ -15,7 +15,7 @@ SIGKILL to whatever there still is. SIGQUIT skips the wait.
 Descendants that left the group (a reward may start sessions of its own) are found because the keeper adopts
 orphans. A keeper can be killed too: launch/guard.py then ends what it kept. `--cgroup NAME`: the command gets
 a control group of its own where that can be had (launch/cgroup.py). The role's Unix sockets have a folder that lives
-as long as the role (rlsys/sockets.py). A command that fails leaves a last line about the memory that it used
+as long as the role (rlsys/core/sockets.py). A command that fails leaves a last line about the memory that it used
 (launch/memory_use.py).
 """
 
@@ -37,9 +37,9 @@ import psutil
 from launch import cgroup, memory_use
 from launch.guard import adopt_orphans, end_with, guarded
 from launch.memory_use import MemoryUse
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
+from rlsys.core.sockets import FOLDER_VARIABLE, make_folder, remove_folder
 from rlsys.obs.role import format_error
-from rlsys.sockets import FOLDER_VARIABLE, make_folder, remove_folder
 
 
 class Keeper:

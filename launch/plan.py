@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.environment import Kind, environment, on_cuda
-from launch.layout import Layout, NodeShare, push_plan
+from launch.environment import Kind, environment
 from rlsys.config import Config
 from rlsys.config.beside import reference_config, teacher_config
-from rlsys.errors import UserError
-from rlsys.identity import config_path
-from rlsys.membership import FOLDER as MEMBERS
-from rlsys.membership import WEIGHTS_VARIABLE
+from rlsys.core.errors import UserError
+from rlsys.core.identity import config_path
+from rlsys.core.membership import FOLDER as MEMBERS
+from rlsys.core.membership import WEIGHTS_VARIABLE
 from rlsys.obs.role import STACKS_VARIABLE
-from rlsys.records import FOLDER as SEGMENTS
-from rlsys.route_records import ROUTES_VARIABLE
+from rlsys.planner.layout import Layout, NodeShare, on_cuda, push_plan
+from rlsys.segments.records import FOLDER as SEGMENTS
+from rlsys.segments.route_records import ROUTES_VARIABLE
 
 EngineCommand = Callable[[Config, int, int], tuple[list[str], dict[str, str]]]
 """(config, index of the engine, its port) -> command line and environment."""
@@ -167,7 +167,7 @@ def build_tenants_plan(
 
 def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> LaunchPlan:
     """Fine-tuning on traces: the trainer alone."""
-    trainer = _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft", [])
+    trainer = _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft.sft", [])
     return LaunchPlan(trainer, nodes, config.run.dir, _shared(config))
 
 

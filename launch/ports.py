@@ -18,10 +18,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from launch.layout import Layout
 from launch.plan import Ports
 from rlsys.config import Config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
+from rlsys.planner.layout import Layout
 
 _LOWEST = 15000
 _SYSTEM_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

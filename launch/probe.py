@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 
-from rlsys.owner import KEY_HEADER, Owner
-from rlsys.sockets import UnixConnection, exchange
+from rlsys.core.owner import KEY_HEADER, Owner
+from rlsys.core.sockets import UnixConnection, exchange
 
 NO_ANSWER, OK, NOT_YET = 0, 200, 503
 SECONDS = 1.0

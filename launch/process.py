@@ -12,7 +12,7 @@ from launch import memory_use
 from launch.backends import END, END_NOW, STACKS, Backend
 from launch.plan import Role
 from launch.ranks import FAILED as RANK_FAILED
-from rlsys.errors import RlsysError, RunError, UserError
+from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.obs.role import describe_exit, parse_child_exit, parse_error
 
 LAST_LINES = 15

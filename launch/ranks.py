@@ -1,8 +1,8 @@
 """Starts the trainer's ranks of one node: `python -m launch.ranks --ranks N --address A -m MODULE ARGUMENT ...`.
 
 With `--first F --world W --meet HOST:PORT` they are ranks F, F + 1, ... of W on several nodes, and meet at rank 0's
-node. Ranks of one node meet in a file of a folder that nobody else can read (rlsys/rendezvous.py). Each start of the
-role has a new folder, so no rank reads what another start has left.
+node. Ranks of one node meet in a file of a folder that nobody else can read (rlsys/core/rendezvous.py). Each start
+of the role has a new folder, so no rank reads what another start has left.
 
 When a rank fails, the others get SIGTERM, and after some seconds SIGKILL: they wait for it in a collective. The exit
 code is that of the rank that failed first, 128 + n after signal n. SIGTERM is passed on.
@@ -18,10 +18,10 @@ import subprocess
 import sys
 from types import FrameType
 
-from rlsys.errors import UserError
-from rlsys.interfaces import choose_interface
+from rlsys.core.errors import UserError
+from rlsys.core.interfaces import choose_interface
+from rlsys.core.sockets import STORE_VARIABLE, role_folder
 from rlsys.obs.role import format_error
-from rlsys.sockets import STORE_VARIABLE, role_folder
 
 ENDING_SECONDS = 10
 """What the others may take after a rank has failed."""

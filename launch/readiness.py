@@ -9,8 +9,8 @@ import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
-from rlsys.errors import RunError
-from rlsys.identity import Identity
+from rlsys.core.errors import RunError
+from rlsys.core.identity import Identity
 from rlsys.obs.direct import opener
 
 PROBE_TIMEOUT = 1.0

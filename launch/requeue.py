@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.rundir import write_whole
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 FILE_NAME = "requeues.json"
 

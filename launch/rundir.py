@@ -2,7 +2,7 @@
 
 The lock is a flock that the supervisor takes and its keepers inherit: it is free again only when every
 process of the run has ended, also after a kill -9 of the supervisor. It keeps a second launch waiting where it works;
-what keeps an old launch from writing where it does not, or after a pause, is the epoch of rlsys.owner.
+what keeps an old launch from writing where it does not, or after a pause, is the epoch of rlsys.core.owner.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 
 from rlsys.config import Config, dump_config, identity_fields, load_config
-from rlsys.errors import UserError, disk_errors
+from rlsys.core.errors import UserError, disk_errors
+from rlsys.core.owner import Owner, claim
+from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
-from rlsys.owner import Owner, claim
-from rlsys.sockets import make_folder, remove_folder
 
 DEAD_HOST_SECONDS = 120.0
 """A file server keeps the locks of a machine that is gone for its lease, 90 s for NFS."""

@@ -12,7 +12,7 @@ from typing import Any
 from launch.backends.slurm import client
 from launch.submit import JOB
 from rlsys.config import load_config
-from rlsys.errors import RlsysError, UserError
+from rlsys.core.errors import RlsysError, UserError
 from rlsys.obs.metrics import FILE_NAME, MetricsTail, read_metrics
 
 FOLLOW_SECONDS = 0.5

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-from rlsys.errors import RlsysError, RunError
+from rlsys.core.errors import RlsysError, RunError
 from rlsys.obs.role import unless_ignored
 
 

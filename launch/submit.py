@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.backends.slurm import client
 from rlsys.config import Config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 SCRIPT, JOB = Path("logs/submit.sbatch"), Path("logs/job")
 """In the run folder: what was sent, and the id that Slurm gave it."""
@@ -67,7 +67,7 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
     lines += options.extra
     if broken := [line for line in lines if not line.isprintable()]:
         raise UserError(f"{broken[0]!r}: an option of sbatch cannot have line breaks or control characters")
-    command = [sys.executable, "-m", "rlsys.cli", "train", str(config_file), *overrides]
+    command = [sys.executable, "-m", "rlsys.cli.main", "train", str(config_file), *overrides]
     command += ["launch.backend=slurm", f"launch.nodes={launch.nodes}"]
     return "\n".join(
         [

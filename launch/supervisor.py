@@ -26,18 +26,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from launch.backends import Backend
-from launch.given_up import GivenUp
+from launch.console import Display, Voice
 from launch.plan import LaunchPlan, Role
 from launch.probe import NO_ANSWER, NOT_YET, OK, SECONDS, probe
 from launch.process import RoleFailed, RoleProcess, RoleTold
 from launch.readiness import PortTaken, engine_answers, listens
+from launch.retries import GivenUp
 from launch.rundir import RunDir
 from launch.silence import Silence
 from launch.stops import NodeLost, Stopped, StopSignals
-from launch.voice import Display, Voice
 from rlsys.config import Config
-from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.identity import config_path, engine_identity, write_config
+from rlsys.core.errors import RlsysError, RunError, UserError
+from rlsys.core.identity import config_path, engine_identity, write_config
 from rlsys.obs import coordinator
 from rlsys.obs.metrics import MetricsTail
 

@@ -4,8 +4,8 @@ Symptom: the first save of every rank spawns a multiprocessing manager, which im
 seconds, a second copy of torch and megatron in memory, and a process that outlives a killed rank.
 Upstream: 0.16.1 - 0.19.2.
 Why numbers stay equal: the queue carries the writers' results, not the tensors; both its ends are in this process,
-because rlsys.trainer.background writes in a thread. A writer in another process would fail loudly on the empty
-queue. Delete when: upstream makes the manager only where a process writes.
+because rlsys.trainer.checkpoints.background writes in a thread. A writer in another process would fail loudly on the
+empty queue. Delete when: upstream makes the manager only where a process writes.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Symptom: a step with adapters takes many times as long as one of the whole model
 of memory (56 MB a token with a vocabulary of 49,152): one product for each token, with a copy of the weight each.
 torch.matmul folds `[tokens, 1, size]` into a matrix only if the strides of all axes fit each other, and a
 transposed `[1, tokens, size]` has tokens * size for the axis of length 1. Where the weight needs a gradient it always
-folds. The gradient of the logits is such a tensor, and so is the embedding's output (rlsys/trainer/model.py).
+folds. The gradient of the logits is such a tensor, and so is the embedding's output (rlsys/trainer/model/model.py).
 Upstream: 0.16.1 - 0.19.2 (torch 2.13).
 Why numbers stay equal: the same sums; the order in which a product adds may differ in the last bit.
 Delete when: torch.matmul looks at no stride of an axis of length 1.

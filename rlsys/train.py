@@ -16,18 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from launch.layout import lay_out, push_plan
 from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
+from rlsys.core.owner import Owner, of_process
+from rlsys.core.types import Taken
 from rlsys.obs.role import run_role
-from rlsys.owner import Owner, of_process
+from rlsys.planner.layout import lay_out, push_plan
 from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.beside import add_models
-from rlsys.trainer.notes import write_notes
 from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
+from rlsys.trainer.token_log import write_notes
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Taken
 from rlsys.weights.delivery import Delivery
 
 

@@ -25,8 +25,8 @@ from launch.backends import keeper_command
 from launch.plan import Node, Role
 from launch.ports import HeldPorts
 from rlsys.config import Config
-from rlsys.errors import RunError, UserError
-from rlsys.sockets import make_folder, remove_folder
+from rlsys.core.errors import RunError, UserError
+from rlsys.core.sockets import make_folder, remove_folder
 
 JOIN_SECONDS = 60.0
 """For the nodes of a cluster that is just starting."""

@@ -29,7 +29,7 @@ from launch.backends.local import PipedKeeper
 from launch.plan import Node, Role
 from launch.ports import HeldPorts
 from rlsys.config import Config
-from rlsys.errors import RunError, UserError
+from rlsys.core.errors import RunError, UserError
 
 TAKEN = 128 + signal.SIGTERM
 """Exit code of an srun whose task the scheduler ended."""

@@ -20,7 +20,7 @@ from rlsys.agents.messages import (
     read_stream,
     read_text,
 )
-from rlsys.texts import load_json
+from rlsys.core.texts import load_json
 
 PATH = "/v1/messages"
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {

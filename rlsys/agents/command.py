@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 
 from rlsys.agents.hosting import open_host
-from rlsys.agents.meeting import Meeting
-from rlsys.errors import UserError
+from rlsys.agents.multi_policy import Meeting
+from rlsys.core.errors import UserError
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.role import unless_ignored
 

@@ -26,7 +26,7 @@ from aiohttp import web
 from rlsys.agents import anthropic, chat, responses
 from rlsys.agents.host import REWARD_URL
 from rlsys.agents.messages import Answer, Asked, BadRequest
-from rlsys.texts import load_json
+from rlsys.core.texts import load_json
 
 HOST = "127.0.0.1"
 ALIVE_SECONDS = 15.0

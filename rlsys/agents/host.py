@@ -1,5 +1,5 @@
 """The process that agents are forked from, started and spoken to by hosting.py only. It may run in the Python of the
-agent's own venv (rlsys/elsewhere/start.py), so it needs the standard library only.
+agent's own venv (rlsys/venv_runner/run.py), so it needs the standard library only.
 
 It imports the user's file once, and never runs it: each agent is a fork, which costs milliseconds where a start with
 its imports costs seconds, and shares their memory. An agent is the leader of a process group of its own, so all that
@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from rlsys.errors import UserError
-from rlsys.imports import place, resolve
+from rlsys.core.errors import UserError
+from rlsys.core.imports import place, resolve
 
 FIELD, EPISODE = "rollout.generator_params.run", "episode"
 """What names the function, for messages."""

@@ -16,9 +16,9 @@ from typing import Any
 
 from rlsys.agents import host as agents_host
 from rlsys.agents.host import LENGTH
-from rlsys.elsewhere import start
-from rlsys.errors import UserError
-from rlsys.workers import KEPT_VARIABLES
+from rlsys.core.errors import UserError
+from rlsys.core.workers import KEPT_VARIABLES
+from rlsys.venv_runner import run as start
 
 START_SECONDS = 120.0
 

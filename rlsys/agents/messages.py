@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlsys.core.texts import load_json
 from rlsys.engine_requests import ALIASES, ANY_ENGINE, RefusedPrompt, check_stop, short
 from rlsys.engine_requests import SAMPLING as ENGINE_SAMPLING
-from rlsys.texts import load_json
 
 Message = Mapping[str, Any]
 """{"role", "content": text}; of an assistant also "tool_calls", of a tool "tool_call_id"."""

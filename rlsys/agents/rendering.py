@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.agents.messages import BadRequest, Message
+from rlsys.core.errors import UserError
+from rlsys.core.texts import load_json
 from rlsys.data import Tokenizer
-from rlsys.errors import UserError
-from rlsys.texts import load_json
 
 _QUESTION, _TURN = "RLSYS-QUESTION", "RLSYS-TURN"
 

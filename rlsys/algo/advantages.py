@@ -17,7 +17,7 @@ from rlsys.algo.batch import Batch, Samples, check_floating
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import group_index, group_mean, group_std
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 Eps = Annotated[float, Field(ge=0)]
 

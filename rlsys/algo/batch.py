@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.segments import sum_by
-from rlsys.errors import UserError
-from rlsys.types import Sample, SampleGroup, Status
+from rlsys.core.errors import UserError
+from rlsys.core.types import Sample, SampleGroup, Status
 
 
 def check_floating(name: str, values: Tensor) -> None:

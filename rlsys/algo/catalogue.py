@@ -20,7 +20,7 @@ from rlsys.config import read_layers
 from rlsys.config.algo import AlgoSection, Spec
 from rlsys.config.shipped import folder
 from rlsys.config.trainer import SFTConfig
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 RECIPES = folder() / "algorithms"

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlsys.algo.imitation import Imitation, Tokens
 from rlsys.algo.objective import Objective
 from rlsys.algo.plugin import Plugin, evidence_of
-from rlsys.algo.preferences import Answers, Preference
 from rlsys.algo.preflight import check
 from rlsys.algo.registry import KINDS, SECTION_KINDS, TABLE, build, load
+from rlsys.algo.sft.imitation import Imitation, Tokens
+from rlsys.algo.sft.preferences import Answers, Preference
 from rlsys.algo.trial import Outcome, made_up_groups, made_up_step, try_objective
 from rlsys.config import Config
 from rlsys.config.algo import Spec
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 PIECES = (1, 2, 5, 1000)
 """Micro-batches of an update; the last is more than there are rows: each sequence by itself."""

@@ -46,7 +46,7 @@ states nothing. A run that uses a method known only as `N` or `A` says so when i
 1. A bound, a mask or a scale is computed from all tokens of the update. A plug-in gets a `Reduce` that sums over
    data-parallel ranks, and whole sequences under context parallelism. So loss, gradients and metrics are the same
    for every layout: within 1e-6 in float64, for every recipe and every single plug-in, on one process, two
-   data-parallel and two context-parallel ranks (tests/unit/test_algo_parallel.py).
+   data-parallel and two context-parallel ranks (tests/unit/algo/test_algo_parallel.py).
 2. The denominator is fixed before anything is masked or dropped, so a rejection never gives the others more weight.
    It counts all samples of the step, also those with advantage 0; with `over: active` only those with another
    advantage. What a `before` selector drops does not count. `d3s` is the exception: its loss is a mean over what it

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.algo.group_baselines import MaxRL
+from rlsys.algo.methods.group_baselines import MaxRL
+from rlsys.algo.methods.trust_regions import M2PO, Bapo
 from rlsys.algo.objective import Objective
-from rlsys.algo.trust_regions import M2PO, Bapo
 from rlsys.config import Config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 
 def check(config: Config, made: Mapping[str, Sequence[Any]]) -> None:

@@ -32,19 +32,19 @@ from rlsys.algo.figures import mismatch_sums
 from rlsys.algo.hooks import Hook
 from rlsys.algo.kl import KL_KINDS, kl_estimate
 from rlsys.algo.losses import Figures, Loss, Preparing, Sums, View
+from rlsys.algo.methods.put_off import PutOff
+from rlsys.algo.methods.token_baseline import score_norm
 from rlsys.algo.plugin import Plugin
-from rlsys.algo.put_off import PutOff
 from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, alone, table_sum
 from rlsys.algo.registry import make_all
 from rlsys.algo.segments import group_index
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
-from rlsys.algo.token_baseline import score_norm
-from rlsys.arrays import log_probs, token_ids
 from rlsys.config.algo import AlgoSection, CriticSection
-from rlsys.errors import UserError
-from rlsys.types import Sample, SampleGroup
+from rlsys.core.arrays import log_probs, token_ids
+from rlsys.core.errors import UserError
+from rlsys.core.types import Sample, SampleGroup
 
 Parameters = Callable[[], Iterable[tuple[str, Tensor]]]
 """This rank's parameters by name, for hooks that look at them."""

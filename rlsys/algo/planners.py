@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from rlsys.algo.plugin import Plugin
-from rlsys.types import SampleGroup
+from rlsys.core.types import SampleGroup
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Multiple = Annotated[float, Field(ge=1, le=1024)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from rlsys.config.section import Section
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 NEEDS: dict[str, str] = {
     "old": "the trainer's log-probs at the start of the step (one forward pass)",

@@ -6,22 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.algo import no_effect
-from rlsys.algo.allocation import Xrpo
 from rlsys.algo.anchors import ANCHOR_NEEDS
-from rlsys.algo.explore import Explore
 from rlsys.algo.hooks import BatchScaling, Hook
+from rlsys.algo.methods.allocation import Xrpo
+from rlsys.algo.methods.explore import Explore
+from rlsys.algo.methods.robust_advantages import McGrpo
 from rlsys.algo.objective import Objective
 from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, Lens, Planner, largest_size, start_size
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.reducers import Constant, TokenMean
 from rlsys.algo.registry import SECTION_KINDS, make_all
-from rlsys.algo.robust_advantages import McGrpo
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Overlong
 from rlsys.config import Config
 from rlsys.config.algo import AlgoSection
 from rlsys.config.rollout import TREES
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 
 def check(config: Config) -> None:

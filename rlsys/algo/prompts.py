@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr
 
 from rlsys.algo.plugin import Plugin
 from rlsys.config.section import Section
-from rlsys.types import SampleGroup
+from rlsys.core.types import SampleGroup
 
 Decay = Annotated[float, Field(gt=0, le=1)]
 

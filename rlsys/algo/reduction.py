@@ -1,8 +1,8 @@
 """What crosses ranks: sums over data-parallel ranks, and global thresholds.
 
 A plug-in never sees the layout. It gets whole sequences of its own rank (the trainer gathers what context-parallel
-ranks computed, see rlsys.trainer.share), the table of all samples, and a `Reduce` that sums a tensor over the ranks
-that hold other sequences. What it decides from such sums is the same on every rank and for every layout.
+ranks computed, see rlsys.trainer.model.share), the table of all samples, and a `Reduce` that sums a tensor over the
+ranks that hold other sequences. What it decides from such sums is the same on every rank and for every layout.
 """
 
 from __future__ import annotations

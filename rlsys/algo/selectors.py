@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.methods.put_off import PutOff
 from rlsys.algo.plugin import Plugin
-from rlsys.algo.put_off import PutOff
 from rlsys.algo.reduction import Reduce, threshold
 from rlsys.algo.segments import groups_of
 from rlsys.config.section import Fraction
@@ -29,7 +29,7 @@ class Selector(Plugin):
     before: ClassVar[bool] = False
     """Before the advantages: dropped samples were never there, for baselines and denominators too."""
     defers: ClassVar[bool] = False
-    """Dropped samples are kept for a later extra update (see rlsys.algo.put_off)."""
+    """Dropped samples are kept for a later extra update (see rlsys.algo.methods.put_off)."""
 
     def store(self) -> PutOff[Any]:
         """Of a selector that defers: where to."""
@@ -286,8 +286,8 @@ class RoRecomp(Selector):
     """Of each group train the short correct and the long wrong responses now; the rest later, in an extra update.
 
     Baselines are those of the whole group. The share alpha is cut from each end: the shortest of the correct, the
-    longest of the wrong. What is left goes to a first-in-first-out store (rlsys.algo.put_off). The paper's values of
-    alpha, of the store's size and of its schedule were not found; these are ours.
+    longest of the wrong. What is left goes to a first-in-first-out store (rlsys.algo.methods.put_off). The paper's
+    values of alpha, of the store's size and of its schedule were not found; these are ours.
     """
 
     paper: ClassVar[str] = "RoRecomp: rollout response recomposition"

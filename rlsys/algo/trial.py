@@ -27,9 +27,9 @@ from rlsys.algo.planners import start_size
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.registry import make_all
 from rlsys.config import Config
-from rlsys.errors import RlsysError, UserError
-from rlsys.spans import Fork, VersionSpan
-from rlsys.types import Sample, SampleGroup, Segment, Status
+from rlsys.core.errors import RlsysError, UserError
+from rlsys.core.spans import Fork, VersionSpan
+from rlsys.core.types import Sample, SampleGroup, Segment, Status
 
 GROUPS = 4
 LARGEST = 8

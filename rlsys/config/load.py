@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.schema import Config
 from rlsys.config.shipped import exists, find_config, find_model
-from rlsys.errors import UserError
-from rlsys.foreign.explain import explain_foreign
-from rlsys.yaml_text import parse_yaml
+from rlsys.core.errors import UserError
+from rlsys.core.yaml_text import parse_yaml
+from rlsys.importers.explain import explain_foreign
 
 
 def add_config(command: ArgumentParser) -> None:

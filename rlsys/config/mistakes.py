@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 
 class ConfigError(UserError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 _CHECKOUT = Path(__file__).parents[2] / "configs"
 _PREFIX = "configs"

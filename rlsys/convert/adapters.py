@@ -15,7 +15,7 @@ from rlsys.config.trainer import LoraConfig
 from rlsys.convert.config import HFConfig
 from rlsys.convert.rules import Rule
 from rlsys.convert.table import Entry, entries, is_matrix
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 ADAPTERS = "adapters."
 """Begins megatron's names of the factors, and their keys in a checkpoint."""

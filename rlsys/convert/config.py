@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from rlsys.config.precision import BLOCK
 from rlsys.convert.families import family_of
 from rlsys.convert.rope import ROPES, Rope, read_rope
 from rlsys.convert.rules import TABLE_PREFIX, Family, Feature, Rule
-from rlsys.errors import UserError
-from rlsys.model_folder import language_part
-from rlsys.precision import BLOCK
+from rlsys.core.errors import UserError
+from rlsys.core.model_folder import language_part
 
 
 @dataclass(frozen=True)

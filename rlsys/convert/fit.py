@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlsys.config import Config
+from rlsys.config.precision import BLOCK
 from rlsys.convert.adapters import check_lora
 from rlsys.convert.config import HFConfig
-from rlsys.errors import UserError
-from rlsys.model_folder import read_fields
-from rlsys.precision import BLOCK
+from rlsys.core.errors import UserError
+from rlsys.core.model_folder import read_fields
 
 
 def trained_model(config: Config) -> HFConfig:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlsys.config.precision import BLOCK
 from rlsys.convert.config import HFConfig
 from rlsys.convert.rules import Stack
 from rlsys.convert.table import check_names, entries, stacked_names
-from rlsys.errors import UserError
-from rlsys.precision import BLOCK
+from rlsys.core.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"

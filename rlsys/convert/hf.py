@@ -15,15 +15,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlsys.config.precision import BLOCK
 from rlsys.convert.config import HFConfig
 from rlsys.convert.folder import INDEX, MXFP4_BLOCKS, Place, find_tensors
 from rlsys.convert.output import partial_of
 from rlsys.convert.quantised import from_fp8, from_mxfp4
 from rlsys.convert.stack import part_of
 from rlsys.convert.table import carried_names
-from rlsys.errors import UserError
-from rlsys.model_folder import side_files
-from rlsys.precision import BLOCK
+from rlsys.core.errors import UserError
+from rlsys.core.model_folder import side_files
 
 MAX_FILE_BYTES = 4 << 30
 

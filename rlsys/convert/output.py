@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 
 def partial_of(folder: Path) -> Path:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlsys.convert.rules import Family
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 ROPES = ("rope_scaling", "rope_parameters")
 """The fields that tell of it, the older one first."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rlsys.convert.config import HFConfig
 from rlsys.convert.rows import M, P
 from rlsys.convert.rules import Rule, Stack
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 _METADATA = ".metadata"
 _WEIGHT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

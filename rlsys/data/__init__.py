@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.config.plugins import call, parse_params
+from rlsys.core.errors import UserError
+from rlsys.core.imports import resolve
 from rlsys.data.chain_sum import chain_sum_tail
 from rlsys.data.environment import environment
 from rlsys.data.faults import chain_sum_faults
@@ -13,9 +16,6 @@ from rlsys.data.mixture import Mixture, MixtureParams, part_config
 from rlsys.data.row_source import dataset, jsonl, parquet
 from rlsys.data.source import PromptSource, reasoning_gym
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
-from rlsys.imports import resolve
-from rlsys.plugins import call, parse_params
 
 
 def mixture(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from rlsys.config import Config
+from rlsys.config.plugins import parse_params
 from rlsys.config.section import Section
 from rlsys.data.source import Entry, ReasoningGymSource, Task
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.plugins import parse_params
 
 Terms = Annotated[int, Field(ge=2, le=64)]
 

@@ -13,15 +13,15 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from rlsys.config import Config
+from rlsys.config.plugins import parse_params
 from rlsys.config.section import NonNegative, Positive, Section
+from rlsys.core.errors import UserError
+from rlsys.core.seeds import stable_hash
 from rlsys.data.row_source import Paths
 from rlsys.data.rows import Entry, Message, check_texts, described, read_messages, read_row
-from rlsys.data.source import stable_hash
 from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
-from rlsys.errors import UserError
-from rlsys.plugins import parse_params
 
 Batches = Callable[[int], list[Trace]]
 """The traces of a 0-based step, always the same ones."""

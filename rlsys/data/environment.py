@@ -13,14 +13,14 @@ from pydantic import Field
 
 from rlsys.config import Config
 from rlsys.config.data import KeysConfig
+from rlsys.config.plugins import parse_params, tried
 from rlsys.config.section import NonNegative, Section
+from rlsys.core.errors import UserError
+from rlsys.core.imports import imported
 from rlsys.data.row_source import RowSource
 from rlsys.data.source import PromptSource
 from rlsys.data.tables import Arrow
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
-from rlsys.imports import imported
-from rlsys.plugins import parse_params, tried
 
 FIELD = "data.params.load"
 

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rlsys.config import Config
+from rlsys.config.plugins import parse_params
+from rlsys.core.seeds import stable_hash
+from rlsys.core.types import Prompt
 from rlsys.data.chain_sum import ChainSumParams, expression
-from rlsys.data.source import Entry, PromptSource, stable_hash
+from rlsys.data.source import Entry, PromptSource
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.traces import terms, working
-from rlsys.plugins import parse_params
-from rlsys.types import Prompt
 
 
 class FaultParams(ChainSumParams):

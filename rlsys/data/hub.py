@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rlsys.core.errors import UserError
 from rlsys.data.tables import Arrow
-from rlsys.errors import UserError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
 _SAVED = ("state.json", "dataset_dict.json")

@@ -18,10 +18,11 @@ from pydantic import Field
 from rlsys.config import Config
 from rlsys.config.data import KeysConfig
 from rlsys.config.section import Section
+from rlsys.core.errors import UserError
+from rlsys.core.seeds import stable_hash
+from rlsys.core.types import Prompt
 from rlsys.data.row_source import RowSource
-from rlsys.data.source import PromptSource, ReasoningGymSource, stable_hash
-from rlsys.errors import UserError
-from rlsys.types import Prompt
+from rlsys.data.source import PromptSource, ReasoningGymSource
 
 BLOCK = 1000
 """Prompts in a block: a weight is exact to one in so many."""

@@ -11,16 +11,17 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from rlsys.config import Config
+from rlsys.config.plugins import parse_params
 from rlsys.config.section import FilePath, NonNegative, Section
+from rlsys.core.errors import RowError, UserError
+from rlsys.core.seeds import stable_hash
+from rlsys.core.texts import valid_text
+from rlsys.core.types import Prompt
 from rlsys.data.hub import read_dataset
 from rlsys.data.rows import Row, check_texts, read_row
-from rlsys.data.source import PromptSource, is_heldout, stable_hash
+from rlsys.data.source import PromptSource, is_heldout
 from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import RowError, UserError
-from rlsys.plugins import parse_params
-from rlsys.texts import valid_text
-from rlsys.types import Prompt
 
 
 def _several(value: Any) -> Any:

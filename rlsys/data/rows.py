@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config.data import KeysConfig
-from rlsys.errors import RowError
-from rlsys.texts import is_valid_text, load_json
+from rlsys.core.errors import RowError
+from rlsys.core.texts import is_valid_text, load_json
 
 Entry = dict[str, Any]
 Message = dict[str, Any]

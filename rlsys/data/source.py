@@ -7,7 +7,6 @@ the problem's text, so they stay disjoint whatever the seeds, the number of held
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +16,12 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from rlsys.config import Config
+from rlsys.config.plugins import parse_params
 from rlsys.config.section import Positive, Section
+from rlsys.core.errors import UserError
+from rlsys.core.seeds import stable_hash
+from rlsys.core.types import Prompt
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
-from rlsys.plugins import parse_params
-from rlsys.types import Prompt
 
 HELDOUT_ONE_IN = 8
 """One problem in this many, by the hash of its text, belongs to the held-out side."""
@@ -40,12 +40,6 @@ class PromptSource(Protocol):
     def heldout(self, n: int) -> list[Prompt]:
         """The first `n` different held-out prompts; always the same, a longer list starts with a shorter."""
         ...
-
-
-def stable_hash(*parts: object, bits: int = 31) -> int:
-    """The same non-negative integer for the same parts in every process, unlike hash()."""
-    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - bits)
 
 
 def is_heldout(problem: str) -> bool:

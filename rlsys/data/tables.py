@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 _PARQUET = b"PAR1"
 """How a Parquet file begins."""

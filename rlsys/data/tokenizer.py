@@ -24,10 +24,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from rlsys.config import Config
-from rlsys.errors import RowError, UserError
-from rlsys.model_folder import TOKENIZER, read_stop_ids
-from rlsys.texts import is_valid_text, shortened
-from rlsys.tokenizer_files import CONFIG, tokenizer_folder
+from rlsys.core.errors import RowError, UserError
+from rlsys.core.model_folder import TOKENIZER, read_stop_ids
+from rlsys.core.texts import is_valid_text, shortened
+from rlsys.core.tokenizer_files import CONFIG, tokenizer_folder
 
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, each of which may be an id."""

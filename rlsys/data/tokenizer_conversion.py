@@ -28,9 +28,9 @@ from transformers.convert_slow_tokenizer import (
 )
 from transformers.models.gpt2 import tokenization_gpt2
 
-from rlsys.errors import UserError
-from rlsys.model_folder import TOKENIZER
-from rlsys.tokenizer_files import CONFIG
+from rlsys.core.errors import UserError
+from rlsys.core.model_folder import TOKENIZER
+from rlsys.core.tokenizer_files import CONFIG
 
 LINES = (
     "The quick brown fox jumps over the lazy dog; it's WE'LL they'd I'm don't.",

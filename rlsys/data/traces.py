@@ -13,14 +13,15 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rlsys.config import Config
+from rlsys.config.plugins import call, parse_params
 from rlsys.config.section import Fraction, Positive, Section
+from rlsys.core.imports import resolve
+from rlsys.core.seeds import stable_hash
 from rlsys.data.chain_sum import ChainSumParams, expression
 from rlsys.data.chats import chats, labels, pairs
-from rlsys.data.source import ReasoningGymSource, stable_hash
+from rlsys.data.source import ReasoningGymSource
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
-from rlsys.imports import resolve
-from rlsys.plugins import call, parse_params
 
 Part = Annotated[float, Field(ge=0, le=1)]
 

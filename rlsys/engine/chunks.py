@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pybase64
 
-from rlsys import support
-from rlsys.route_records import read_pointer
-from rlsys.spans import RouteSpan, VersionSpan
-from rlsys.types import Segment
+from rlsys.core.spans import RouteSpan, VersionSpan
+from rlsys.core.types import Segment
+from rlsys.segments import support
+from rlsys.segments.route_records import read_pointer
 
 VersionOf = Callable[[str], int]
 """The version that a label stands for."""

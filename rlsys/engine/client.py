@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.config.rollout import Truncation
+from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.types import Segment
 from rlsys.engine.chunks import decode_chunk, read_chunk, read_routes
-from rlsys.engine.peer_weights import GIVE, TAKE
+from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.sse import events
 from rlsys.engine.weight_calls import load_by, load_from_disk
 from rlsys.engine.wire import BAD_ANSWER, UNPLANNED, DeadEngine, EngineError, Limits, Stranger, Wire, parse
-from rlsys.identity import NOBODY, Identity
-from rlsys.route_records import ASK
-from rlsys.types import Segment
+from rlsys.segments.route_records import ASK
 
 IDLE_SECONDS = 30.0
 _VERSION_DIGITS = 18
@@ -186,7 +186,7 @@ class EngineClient(Wire):
         await self.post(call.path, call.body, self.limits.work)
 
     async def give_weights(self) -> None:
-        """Between begin and end of an update: write them for another engine (rlsys.engine.peer_weights)."""
+        """Between begin and end of an update: write them for another engine (rlsys.engine.hooks.peer_weights)."""
         await self._pass_weights(GIVE)
 
     async def take_weights(self) -> None:

@@ -7,11 +7,11 @@ import os
 import sys
 
 from rlsys.config import Config
-from rlsys.devices import VARIABLE, have_cuda
-from rlsys.engine.peer_weights import GIVE, TAKE
-from rlsys.errors import UserError
-from rlsys.model_folder import of_language_alone
-from rlsys.precision import engine_args
+from rlsys.config.precision import engine_args
+from rlsys.core.devices import VARIABLE, have_cuda
+from rlsys.core.errors import UserError
+from rlsys.core.model_folder import of_language_alone
+from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 
 
 def passes_on(config: Config) -> bool:

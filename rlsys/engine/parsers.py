@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from rlsys.config import Config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 _LISTS = {
     "tool_call_parser": ("srt/function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES"),

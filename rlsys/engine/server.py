@@ -26,12 +26,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from rlsys.engine import sockets
+from rlsys.core.model_folder import vocabulary_files
+from rlsys.core.tokenizer_files import tokenizer_folder
 from rlsys.engine.fence import Fence
-from rlsys.model_folder import vocabulary_files
+from rlsys.engine.hooks import sockets
 from rlsys.obs.role import run_role
-from rlsys.relay.install import install
-from rlsys.tokenizer_files import tokenizer_folder
+from rlsys.weights_relay.install import install
 
 
 def import_most() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from rlsys.engine.cpu_platform import declare_torchvision_ops
-from rlsys.workers import serve
+from rlsys.core.workers import serve
+from rlsys.engine.cpu.platform import declare_torchvision_ops
 
 if not torch.cuda.is_available():
     declare_torchvision_ops()  # else transformers cannot import a torchvision that is built for CUDA

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlsys.engine.bucket_order import Buckets
+from rlsys.engine.hooks.bucket_order import Buckets
 
 FORMAT = "rlsys_buckets"
 """What a call of a sharded push has in the place of SGLang's load formats."""
@@ -48,7 +48,7 @@ Line = Sequence[tuple[str, str]]
 
 
 def open_relay(token: str, line: Line, seconds: float) -> Call:
-    """A push through a chain begins; see rlsys/relay/relay.py."""
+    """A push through a chain begins; see rlsys/weights_relay/relay.py."""
     return Call("/relay/open", {"token": token, "line": [list(hop) for hop in line], "seconds": seconds})
 
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
+from rlsys.core.errors import RunError
+from rlsys.core.identity import NOBODY, Identity
 from rlsys.engine.chunks import Refused
 from rlsys.engine.fence import HEADER
-from rlsys.errors import RunError
-from rlsys.identity import NOBODY, Identity
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
 KEEPALIVE_SECONDS = 1.5

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.gateway.fleet import FleetInterruption, is_host
 from rlsys.gateway.front import FrontLimits
 from rlsys.gateway.serve import RouterOptions, run_router

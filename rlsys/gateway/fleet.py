@@ -19,13 +19,13 @@ from typing import Literal
 import aiohttp
 from yarl import URL
 
+from rlsys.core.errors import RunError, UserError
+from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.model_folder import read_fields, read_stop_ids
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.engine_requests import RESERVED_TOKENS, Limits
-from rlsys.errors import RunError, UserError
 from rlsys.gateway.proxy import Proxy
-from rlsys.identity import NOBODY, Identity
-from rlsys.model_folder import read_fields, read_stop_ids
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
 from rlsys.router.pool import Pool

@@ -26,15 +26,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rlsys.core.errors import RunError, UserError
 from rlsys.engine.wire import DeadEngine
 from rlsys.engine_requests import API_FIELDS, RefusedPrompt, check_request, short
-from rlsys.errors import RunError, UserError
+from rlsys.gateway.fair_queue import Places
 from rlsys.gateway.fleet import Fleet
 from rlsys.gateway.metrics import Metrics
-from rlsys.gateway.places import Places
 from rlsys.gateway.proxy import Job, Unavailable, error_body
 from rlsys.gateway.requests import engine_bodies, samples_of
-from rlsys.router.ladder import Poisonous
+from rlsys.router.failures import Poisonous
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -36,7 +36,7 @@ from rlsys.gateway.choices import DONE, Choices, Sink
 from rlsys.gateway.skip import Broken, parse, skipper
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.ladder import HTTP_FAILURES, SERVER_FAULT, End, Poisonous, attempt
+from rlsys.router.failures import HTTP_FAILURES, SERVER_FAULT, End, Poisonous, attempt
 from rlsys.router.strategy import Wish
 
 KEYS_KEPT = 65536

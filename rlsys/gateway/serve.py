@@ -12,12 +12,12 @@ from pathlib import Path
 
 from aiohttp import web
 
+from rlsys.core.errors import UserError
+from rlsys.core.identity import NOBODY, Identity, read_keys
 from rlsys.engine.wire import make_session
-from rlsys.errors import UserError
-from rlsys.gateway.door import Door, DoorLimits
+from rlsys.gateway.connection_limits import Door, DoorLimits
 from rlsys.gateway.fleet import Fleet, FleetInterruption
 from rlsys.gateway.front import Front, FrontLimits
-from rlsys.identity import NOBODY, Identity, read_keys
 from rlsys.obs.descriptors import RESERVE, raise_descriptors
 from rlsys.obs.role import unless_ignored
 

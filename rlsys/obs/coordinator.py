@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from rlsys.errors import RunError, disk_errors
-from rlsys.owner import FOLDER, KEY_HEADER, Owner, current
-from rlsys.sockets import UnixConnection, exchange
+from rlsys.core.errors import RunError, disk_errors
+from rlsys.core.owner import FOLDER, KEY_HEADER, Owner, current
+from rlsys.core.sockets import UnixConnection, exchange
 
 FILE_NAME = "coordinator.json"
 MAILBOX = ".ask"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 RESERVE = 256
 """For what is open beside requests: files, pipes of reward processes, control connections, clients."""

@@ -2,7 +2,7 @@
 
 Asked in another process, or on another node of a Slurm job: file systems that keep locks to one machine (Lustre's
 localflock, NFS with local_lock) show themselves only there. Both kinds of locks are tried, because a run folder's is
-a flock and SQLite's are POSIX ones, and what rlsys.owner rests on: creating a file exclusively.
+a flock and SQLite's are POSIX ones, and what rlsys.core.owner rests on: creating a file exclusively.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 FILE_NAME = "metrics.jsonl"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.obs.metrics import run_id_of
 from rlsys.obs.spans import Span, SpanId
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rlsys.errors import RlsysError
+from rlsys.core.errors import RlsysError
 
 _LINE = re.compile(r"^rlsys: error: (?P<message>.*?) \[exit (?P<code>\d+)\]$")
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlsys.types import Sample
+from rlsys.core.types import Sample
 
 Value = str | int | float | bool | Sequence[int]
 

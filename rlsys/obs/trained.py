@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rlsys.errors import UserError, disk_errors
+from rlsys.core.errors import UserError, disk_errors
 from rlsys.obs.coordinator import replace
 
 FOLDER = "trained"

@@ -4,7 +4,7 @@
     response lengths, a config           -> one simulated run: the rollout's own code, engines that only count
     several settings                     -> a table, and the best of them with the reason
 
-costs         seconds of a forward pass, of prefill, of training, of a push, on a machine (rlsys/machines.py)
+costs         seconds of a forward pass, of prefill, of training, of a push, on a machine (rlsys/core/machines.py)
 calibration   the same as a run of one's own shows them
 lengths       how long responses are
 virtual_time  an event loop in which waiting costs nothing

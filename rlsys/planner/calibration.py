@@ -13,12 +13,12 @@ from statistics import fmean, median
 import numpy as np
 
 from rlsys.config import Config, load_config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
+from rlsys.ledger.reader import Length, RunReader
 from rlsys.obs.metrics import read_metrics
 from rlsys.planner.costs import Costs
 from rlsys.planner.lengths import Lengths
 from rlsys.planner.simulation import simulate
-from rlsys.rollout.reader import Length, RunReader
 
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+),.*?gen throughput \(token/s\): ([\d.]+)")
 _PREFILL = re.compile(r"Prefill batch.*?#new-token: (\d+),.*?input throughput \(token/s\): ([\d.]+)")

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from launch.memory import Fact
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.machines import Machine
+from rlsys.core.machines import Machine
 from rlsys.planner.costs import Costs, costs_of
 from rlsys.planner.lengths import Lengths, long_tail
+from rlsys.planner.memory import Fact
 
 _DRAWS = 200
 """Groups whose longest response is averaged."""

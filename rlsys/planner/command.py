@@ -15,14 +15,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.duration import clock
-from launch.preflight import read_model
 from rlsys.config import Config, add_config, load_config
-from rlsys.errors import RunError, UserError
-from rlsys.machines import machines
+from rlsys.core.errors import RunError, UserError
+from rlsys.core.machines import machines
 from rlsys.planner.calibration import calibrated
 from rlsys.planner.costs import Costs, costs_of
+from rlsys.planner.duration import clock
 from rlsys.planner.lengths import Lengths, long_tail, read_trace
+from rlsys.planner.model_preflight import read_model
 from rlsys.planner.settings import PER_NODE, Setting, as_written, settings
 from rlsys.planner.simulation import Forecast, simulate
 

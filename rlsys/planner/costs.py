@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.memory import model_size, value_bytes
-from launch.push import GB, rate
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import crossover_length, forward_flops, visited_parameters
-from rlsys.machines import DECODE_SHARE, PASS_SECONDS, PREFILL_SHARE, TRAINED_SHARE, Machine
+from rlsys.core.machines import DECODE_SHARE, PASS_SECONDS, PREFILL_SHARE, TRAINED_SHARE, Machine
+from rlsys.planner.memory import model_size, value_bytes
+from rlsys.planner.weight_update_cost import GB, rate
 
 
 @dataclass(frozen=True)

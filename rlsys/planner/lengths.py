@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 import msgspec
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 _MEDIAN, _SIGMA = 0.085, 1.25
 """Of the cap, and of the log-normal's logarithm: half of all responses end within a tenth of the cap, a tail reaches

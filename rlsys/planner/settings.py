@@ -9,14 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from launch.layout import lay_out, push_plan
-from launch.memory import does_not_fit
 from rlsys.config import Config
 from rlsys.config.mistakes import explain_error
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_layout
-from rlsys.errors import UserError
-from rlsys.machines import Machine
+from rlsys.core.errors import UserError
+from rlsys.core.machines import Machine
+from rlsys.planner.layout import lay_out, push_plan
+from rlsys.planner.memory import does_not_fit
 
 PER_NODE = 8
 """GPUs of a node, where more than so many are asked for."""

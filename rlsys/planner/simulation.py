@@ -16,25 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, identity
+from rlsys.core.errors import RunError, UserError
+from rlsys.core.types import Prompt, Taken
+from rlsys.core.weight_updates import Canary, PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import Limits
-from rlsys.errors import RunError, UserError
+from rlsys.generators.generator import build_generator
+from rlsys.generators.turns import sampling_turns
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.store import FILE_NAME
 from rlsys.planner.costs import Costs
 from rlsys.planner.engine import END, FIRST_PROMPT, TOKEN, SimulatedEngine, Wire
 from rlsys.planner.lengths import Lengths
 from rlsys.planner.virtual_time import run_virtual
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.exploring import Explorer
-from rlsys.rollout.generator import build_generator
+from rlsys.planning.exploring import Explorer
+from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.store import FILE_NAME
-from rlsys.rollout.turns import sampling_turns
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import Canary, PushTicket
-from rlsys.types import Prompt, Taken
+from rlsys.worker.scoring import Scorer
 
 _NEVER = 1e9
 """Seconds: no limit of a run is met in here."""

@@ -13,7 +13,7 @@ import megatron_patches
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import trained_model
-from rlsys.errors import RlsysError
+from rlsys.core.errors import RlsysError
 from rlsys.rehearse import world
 from rlsys.rehearse.kinds import kinds_of_rank
 
@@ -24,7 +24,7 @@ def build(config: Config) -> None:
     import torch
 
     from rlsys.trainer import setup
-    from rlsys.trainer.model import build_layers  # imports megatron
+    from rlsys.trainer.model.model import build_layers  # imports megatron
 
     meta = torch.device("meta")
     hf = trained_model(config)

@@ -15,12 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from launch.memory import budget, model_size
-from launch.preflight import read_model
 from rlsys.config import Config, add_config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
-from rlsys.errors import RunError, UserError
+from rlsys.core.errors import RunError, UserError
+from rlsys.planner.memory import budget, model_size
+from rlsys.planner.model_preflight import read_model
 from rlsys.rehearse.figures import Figures
 from rlsys.rehearse.kinds import Request, kinds_of_rank, name_of_kind, one_rank, stage_of
 from rlsys.rehearse.report import describe, problems

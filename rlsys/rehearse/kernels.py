@@ -1,6 +1,6 @@
 """What the kernels of a GPU keep and cost, where a CPU has others: fused attention and norm, grouped GEMM.
 
-Shapes are as in rlsys.trainer.attention: T packed tokens of this rank, n heads, g key-value heads, d head size.
+Shapes are as in rlsys.trainer.model.attention: T packed tokens of this rank, n heads, g key-value heads, d head size.
 By the kernels' published behaviour; nobody has compared it with a GPU yet.
 """
 

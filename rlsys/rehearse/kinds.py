@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import stage_layers
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,6 @@ def micro_batches(config: Config, request: Request) -> int:
 
 
 def node_of(config: Config) -> Callable[[int], int]:
-    """Ranks fill nodes in order (launch.layout); without a number of GPUs all are on one."""
+    """Ranks fill nodes in order (rlsys.planner.layout); without a number of GPUs all are on one."""
     per_node = config.launch.gpus_per_node or config.parallel.world_size
     return lambda rank: rank // per_node

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import megatron_patches
 from rlsys.config import Config, load_config
-from rlsys.errors import RlsysError
+from rlsys.core.errors import RlsysError
 from rlsys.rehearse import world
 from rlsys.rehearse.figures import HOST, Figures
 from rlsys.rehearse.kinds import Request, micro_batches, node_of, stage_of

@@ -24,12 +24,13 @@ from rlsys.convert.table import Entry
 from rlsys.rehearse import kernels
 from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.routes import routing_map
-from rlsys.trainer import passes, weights
-from rlsys.trainer.attention import PackedAttention
+from rlsys.trainer import passes
 from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.model import weights
+from rlsys.trainer.model.attention import PackedAttention
+from rlsys.trainer.model.routing import LayerReplay
+from rlsys.trainer.model.weights import LocalWeights
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.routing import LayerReplay
-from rlsys.trainer.weights import LocalWeights
 
 When = Literal["always", "fake", "gpu"]
 """fake: where tensors have no values. gpu: where the layout is for GPUs, and the tensors are fake."""

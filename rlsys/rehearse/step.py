@@ -14,19 +14,19 @@ from megatron_patches.distributed_optimizer_step import begin_states
 from megatron_patches.registry import target
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
+from rlsys.config.precision import token_multiple
 from rlsys.convert.config import HFConfig
-from rlsys.precision import token_multiple
 from rlsys.rehearse.figures import HOST
 from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.stand_ins import Setting
 from rlsys.rehearse.tensors import FakeTensors
 from rlsys.trainer import trainer as trainer_module
-from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.model import build_model
+from rlsys.trainer.model.chunks import Chunks
+from rlsys.trainer.model.model import build_model
+from rlsys.trainer.model.share import padded_lengths
 from rlsys.trainer.pack import MicroBatch, TrainSample
-from rlsys.trainer.share import padded_lengths
 from rlsys.trainer.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rlsys.config import Config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.obs.packages import installed, mismatches
 
 PACKAGES = ("megatron-core", "torch")

@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.imports import resolve
+from rlsys.core.imports import resolve
+from rlsys.core.types import Prompt, Response
 from rlsys.rewards.answer import (
     answer_and_format,
     exact_answer,
@@ -26,14 +27,13 @@ from rlsys.rewards.code import code
 from rlsys.rewards.consistency import reasoning_answer_consistency
 from rlsys.rewards.environment import agent, environment
 from rlsys.rewards.judge_training import fapo_judge
-from rlsys.rewards.marks import Mark, join_marks, read_mark
 from rlsys.rewards.maths import math
+from rlsys.rewards.results import Mark, join_marks, read_mark
 from rlsys.rewards.service import ServiceReward, find_service, is_url, service_name
 from rlsys.rewards.shapes import format_, json_schema, length, regex
 from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.rewards.slime_names import install
 from rlsys.rewards.workers import RewardWorkers
-from rlsys.types import Prompt, Response
 
 RewardFn = Callable[[Prompt, Response], Awaitable[Mark]]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from rlsys.config import Config
-from rlsys.types import Prompt, Response
+from rlsys.core.types import Prompt, Response
 
 _ANSWER = re.compile("<answer>.*?</answer>", re.DOTALL)
 _LINE = re.compile(r"^Answer:[ \t]*(.*?)[ \t]*$", re.MULTILINE)

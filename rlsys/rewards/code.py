@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
 from rlsys.rewards.sandbox import Outcome, run_program
-from rlsys.types import Prompt
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 Run = Callable[[str, str], Outcome]

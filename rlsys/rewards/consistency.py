@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.config.plugins import call
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt, Response
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
-from rlsys.plugins import call
 from rlsys.rewards.answer import final_answer, form_of
 from rlsys.rewards.judges import find_judge
 from rlsys.rewards.workers import RewardError
-from rlsys.types import Prompt, Response
 
 ASK = """Problem:
 {problem}

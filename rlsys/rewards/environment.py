@@ -11,11 +11,11 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.config.data import RewardSpec
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt, Response
 from rlsys.data.environment import load_environment
-from rlsys.errors import UserError
-from rlsys.rewards.marks import SCORE, TURNS
+from rlsys.rewards.results import SCORE, TURNS
 from rlsys.rewards.signatures import Score, adapt, is_async
-from rlsys.types import Prompt, Response
 
 
 def agent(config: Config) -> Score:

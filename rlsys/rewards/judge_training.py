@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlsys.config import Config
+from rlsys.core.types import Prompt, Response
 from rlsys.rewards.answer import final_answer
-from rlsys.types import Prompt, Response
 
 
 def judge_reward(said: int | None, truth: int, steps: int) -> float:

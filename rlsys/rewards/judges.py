@@ -16,9 +16,9 @@ from typing import Any
 import aiohttp
 
 from rlsys.config import Config
-from rlsys.imports import resolve
-from rlsys.plugins import call
-from rlsys.texts import valid_text
+from rlsys.config.plugins import call
+from rlsys.core.imports import resolve
+from rlsys.core.texts import valid_text
 
 Judge = Callable[[str], Awaitable[str]]
 

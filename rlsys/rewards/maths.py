@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.core.types import Prompt, Response
 from rlsys.rewards.answer import FORMS
-from rlsys.types import Prompt, Response
 
 _HASHES = "####"
 """GSM8K's solutions end with it and the answer."""

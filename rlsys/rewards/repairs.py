@@ -7,11 +7,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from rlsys.config import Config
+from rlsys.config.plugins import call, expect_function
+from rlsys.core.imports import resolve
+from rlsys.core.types import Prompt
 from rlsys.data.chain_sum import expression
 from rlsys.data.traces import working
-from rlsys.imports import resolve
-from rlsys.plugins import call, expect_function
-from rlsys.types import Prompt
 
 
 class Repair(NamedTuple):

@@ -21,10 +21,10 @@ import aiohttp
 import msgspec
 
 from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
 from rlsys.rewards.workers import RewardError
-from rlsys.types import Prompt
 
 TOKEN = "RLSYS_REWARD_TOKEN"
 """Environment variable with the bearer token that the service wants, if it wants one."""

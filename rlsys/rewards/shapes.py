@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt, Response
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
 from rlsys.rewards.answer import final_answer
-from rlsys.types import Prompt, Response
 
 Score = Callable[[Prompt, Response], float]
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)

@@ -12,11 +12,11 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.config.data import RewardSpec
+from rlsys.config.plugins import call, expect_function
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt, Response
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import UserError
-from rlsys.plugins import call, expect_function
 from rlsys.rewards.slime_names import Options, Sample, provide
-from rlsys.types import Prompt, Response
 
 Score = Callable[[Prompt, Response], Any]
 """What it gives is read by marks.read_mark, or awaited first; None: this reward does not apply."""

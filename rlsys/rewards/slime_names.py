@@ -2,7 +2,7 @@
 makes one response, or judges one. `install` puts them where `import slime...` looks, also where slime itself is
 there: its requests would go to a server that a run of ours has not.
 
-What a function asks engines through `post` goes to who made its sample (rlsys/rollout/slime_generator.py).
+What a function asks engines through `post` goes to who made its sample (rlsys/generators/slime_generator.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlsys.core.errors import GeneratorError
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.errors import GeneratorError
 
 PENDING = "pending"
 Answer = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.imports import place
+from rlsys.core.imports import place
+from rlsys.core.workers import serve
 from rlsys.rewards import make_scores
 from rlsys.rewards.signatures import is_async
-from rlsys.workers import serve
 
 
 def prepare(message: bytes) -> Callable[[bytes], list[Any]]:

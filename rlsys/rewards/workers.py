@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.types import Prompt, Response
-from rlsys.workers import WorkerError, Workers
+from rlsys.core.types import Prompt, Response
+from rlsys.core.workers import WorkerError, Workers
 
 PlainScores = Callable[[Prompt, Response], Awaitable[list[Any]]]
 """What each plain reward function gives a response, in the order of data.reward. Raises RewardError."""

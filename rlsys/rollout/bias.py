@@ -11,8 +11,8 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from rlsys.config import Config
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.types import Sample, SampleGroup, Status
+from rlsys.core.types import Sample, SampleGroup, Status
+from rlsys.ledger.buffer import RolloutBuffer
 
 WINDOW_STEPS = 8
 """Train steps that the comparison covers."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+from rlsys.core.types import Sample, SampleGroup
 from rlsys.data import PromptSource
 from rlsys.engine_requests import Limits
-from rlsys.types import Sample, SampleGroup
 
 CANARIES = 4
 """How many prompts, and how many responses."""

@@ -12,25 +12,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
-from rlsys.errors import RunError
-from rlsys.owner import KEY_HEADER, START_HEADER
+from rlsys.core.errors import RunError
+from rlsys.core.messages import decode, encode
+from rlsys.core.owner import KEY_HEADER, START_HEADER
+from rlsys.core.sockets import UnixConnection, exchange
+from rlsys.core.types import Scored, Taken, Unscored
+from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.evaluation.results import EvalResult, Evaluated
 from rlsys.rollout.protocol import (
     OPENING_STATUS,
     RECONNECT_SECONDS,
     REQUEST_HEADER,
     BeginPushRequest,
     EndPushRequest,
-    EvalResult,
-    Evaluated,
     ScoresRequest,
     StepRequest,
-    decode,
     decode_error,
-    encode,
 )
-from rlsys.sockets import UnixConnection, exchange
-from rlsys.tickets import Canary, PushTicket
-from rlsys.types import Scored, Taken, Unscored
 
 POLL_SECONDS = 0.25
 PROBE_TIMEOUT = 5.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from rlsys.config import Config
-from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.config.slots import _ceiling
+from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.runner import SampleRunner
 
 GAIN = 0.5
@@ -30,17 +31,6 @@ def next_factor(factor: float, target: Target, wanted: float, measured: float, c
     else:
         ratio = ((measured + 0.01) / (wanted + 0.01)) ** (GAIN / 2)
     return min(max(factor * min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE), 1.0), ceiling)
-
-
-def most_slots(config: Config) -> int:
-    """The most samples that a run can ever have in flight."""
-    return round(_ceiling(config) * config.samples_per_step)
-
-
-def _ceiling(config: Config) -> float:
-    if config.rollout.over_provision != "auto":
-        return config.over_provision
-    return 1.0 + config.rollout.max_staleness  # admission lets no more in
 
 
 class OverProvision:

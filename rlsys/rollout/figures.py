@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from rlsys.config import Config
+from rlsys.core.types import GroupState, SampleGroup, Status
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.planning.planning import Planning
 from rlsys.rollout.bias import BiasMonitor
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.engines import Engines
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.scoring import Scorer
-from rlsys.types import GroupState, SampleGroup, Status
+from rlsys.router.engines import Engines
+from rlsys.worker.scoring import Scorer
 
 _BUSIEST = sorted(Status, key=lambda status: (status is not Status.IN_FLIGHT, status.terminal))
 """A sample of several sequences is as its busiest one."""

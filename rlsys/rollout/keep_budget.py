@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from rlsys.config import Config
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.types import Sample
+from rlsys.core.types import Sample
+from rlsys.ledger.buffer import RolloutBuffer
 
 FIRST_SHARE = 0.25
 """Of the samples in flight, before anything was measured."""

@@ -12,36 +12,36 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rlsys.config import Config
+from rlsys.core.errors import RunError
+from rlsys.core.types import CensorCause, GroupState, Sample, SampleGroup, Scored, Status, Taken, Unscored
+from rlsys.core.weight_updates import Canary, PushTicket
 from rlsys.data import PromptSource, Tokenizer
-from rlsys.errors import RunError
-from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.evaluation.eval_sets import AskedSet
+from rlsys.evaluation.evaluator import Evaluator
+from rlsys.evaluation.results import EvalResult, Evaluated
+from rlsys.generators.generator import build_generator
+from rlsys.generators.tools import ToolPenalties
+from rlsys.generators.turns import sampling_turns
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.commits import Commits
+from rlsys.ledger.ledger import Ledger, check_conservation
+from rlsys.ledger.samples import SampleQuery, Seen
+from rlsys.planning.planning import Planning
 from rlsys.rollout.canaries import Canaries
-from rlsys.rollout.commits import Commits
 from rlsys.rollout.controller import OverProvision
-from rlsys.rollout.engines import Engines
-from rlsys.rollout.eval_sets import AskedSet
-from rlsys.rollout.evaluator import Evaluator
 from rlsys.rollout.figures import Figures
-from rlsys.rollout.generator import build_generator
 from rlsys.rollout.keep_budget import KeepBudget
-from rlsys.rollout.ledger import Ledger, check_conservation
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.protocol import EvalResult, Evaluated
 from rlsys.rollout.received import Received
-from rlsys.rollout.repeat import Repeat, Stops, record_of
 from rlsys.rollout.runner import SampleRunner
-from rlsys.rollout.sample_spans import SampleSpans
-from rlsys.rollout.samples import SampleQuery, Seen
-from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.selection import Selection
-from rlsys.rollout.streams import Streams
-from rlsys.rollout.tools import ToolPenalties
-from rlsys.rollout.turns import sampling_turns
 from rlsys.rollout.waiting import Waiting
-from rlsys.rollout.workers import Workers
+from rlsys.router.engines import Engines
 from rlsys.router.router import Router
-from rlsys.tickets import Canary, PushTicket
-from rlsys.types import CensorCause, GroupState, Sample, SampleGroup, Scored, Status, Taken, Unscored
+from rlsys.worker.repeat import Repeat, Stops, record_of
+from rlsys.worker.sample_spans import SampleSpans
+from rlsys.worker.scoring import Scorer
+from rlsys.worker.streams import Streams
+from rlsys.worker.workers import Workers
 
 
 class RolloutManager:

@@ -1,4 +1,4 @@
-"""Engines that join and leave while the run goes on, as RUN/engines says (rlsys/membership.py)."""
+"""Engines that join and leave while the run goes on, as RUN/engines says (rlsys/core/membership.py)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from rlsys.config import Config
+from rlsys.core.membership import Member, forget, members
+from rlsys.core.owner import Owner
 from rlsys.engine.client import EngineClient
-from rlsys.membership import Member, forget, members
-from rlsys.owner import Owner
-from rlsys.rollout.engines import Engines
+from rlsys.router.engines import Engines
 
 LOOK_SECONDS = 1.0
 LOST_SECONDS = 300.0

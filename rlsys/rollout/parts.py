@@ -7,25 +7,25 @@ from functools import partial
 from aiohttp import ClientSession
 
 from rlsys.config import Config
+from rlsys.core.identity import NOBODY, Identity, engine_identity
+from rlsys.core.owner import Owner
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.mixture import check_teachers
 from rlsys.engine.client import EngineClient
-from rlsys.identity import NOBODY, Identity, engine_identity
-from rlsys.owner import Owner
+from rlsys.generators.generator import build_generator
+from rlsys.generators.turns import sampling_turns
+from rlsys.planning.exploring import Explorer
+from rlsys.planning.planning import Planning
+from rlsys.planning.prompt_scores import ReferenceScores
+from rlsys.planning.repairs import Repairs
+from rlsys.planning.teacher import build_teacher
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
 from rlsys.rewards.repairs import build_process_judge
-from rlsys.rollout.assembly import ask_engines, build_router, build_scorer, client_maker
-from rlsys.rollout.engines import Engines
-from rlsys.rollout.exploring import Explorer
-from rlsys.rollout.generator import build_generator
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.prompt_scores import ReferenceScores
-from rlsys.rollout.repairs import Repairs
-from rlsys.rollout.teacher import build_teacher
-from rlsys.rollout.turns import sampling_turns
-from rlsys.rollout.workers import Workers, worker_commands
+from rlsys.router.engines import Engines
 from rlsys.router.router import Router
+from rlsys.worker.assembly import ask_engines, build_router, build_scorer, client_maker
+from rlsys.worker.workers import Workers, worker_commands
 
 
 class Parts:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.imports import resolve
 from rlsys.data import SOURCES
 from rlsys.engine.parsers import check_parsers
-from rlsys.errors import UserError
-from rlsys.imports import resolve
+from rlsys.generators.generator import find_generator
 from rlsys.rewards import find_reward
 from rlsys.rewards.judges import find_judge
 from rlsys.rewards.repairs import build_process_judge
-from rlsys.rollout.generator import find_generator
 
 
 def check_names(config: Config) -> None:

@@ -9,17 +9,16 @@ Until the ledger is open every answer is a 503 whose text says how far that is.
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import msgspec
 
-from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.rollout.samples import Seen
-from rlsys.texts import valid_text
-from rlsys.tickets import Canary, PushTicket
-from rlsys.types import Scored, Taken, Unscored
+from rlsys.core.errors import RlsysError, RunError, UserError
+from rlsys.core.messages import decode, encode
+from rlsys.core.texts import valid_text
+from rlsys.core.types import Scored, Taken, Unscored
+from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.evaluation.results import EvalResult, Evaluated
 
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409
@@ -29,47 +28,7 @@ RECONNECT_SECONDS = 30.0
 """For a connection that broke: so long the trainer tries again, and so long its command is kept for it."""
 
 
-@dataclass(slots=True)
-class Evaluated:
-    """What became of an evaluation in the background. Done without a result: its engine died, it is given up."""
-
-    done: bool
-    result: EvalResult | None = None
-
-
-@dataclass(slots=True)
-class EvalResult:
-    accuracy: float
-    prompts: int
-    mean_length: float
-    truncated: int
-    weight_version: int = 0
-    """That sampled every token of it."""
-    sets: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Figures of the named sets."""
-    same_answer: float | None = None
-    """Share of the prompts that got the commonest answer; None where answers are not known."""
-    constant: float | None = None
-    """Accuracy of who gives the best constant answer; None where the data has no right answers."""
-    left_out: int = 0
-    """Prompts without an answer, or without a verdict on it; they are not among `prompts`."""
-
-    def figures(self) -> dict[str, float]:
-        """Of an `eval` line of metrics.jsonl; those of a set are called SET/FIGURE."""
-        own = {
-            "accuracy": self.accuracy, "mean_length": self.mean_length, "prompts": self.prompts,
-            "truncated": self.truncated, "weight_version": self.weight_version, "left_out": self.left_out,
-        }  # fmt: skip
-        for name, share in (("same_answer_share", self.same_answer), ("constant_accuracy", self.constant)):
-            if share is not None:
-                own[name] = share
-        return own | {f"{name}/{key}": v for name, found in self.sets.items() for key, v in found.items()}
-
-
 Result = Taken | PushTicket | EvalResult | Evaluated | list[Unscored] | dict[str, float] | bool | None
-
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -101,40 +60,10 @@ class ScoresRequest:
 
 
 @dataclass
-class SamplesAnswer:
-    """`error`: what the reader's user can mend; empty: nothing."""
-
-    samples: list[Seen] = field(default_factory=list)
-    error: str = ""
-
-
-@dataclass
 class ErrorAnswer:
     error: str
     """UserError or RunError."""
     message: str
-
-
-def encode(message: object) -> bytes:
-    """msgpack; floats keep all their 64 bits."""
-    return msgspec.msgpack.encode(message, enc_hook=_to_bytes)
-
-
-def decode(body: bytes, kind: type[T]) -> T:
-    """Raises msgspec.DecodeError for what `encode` did not make of a `kind`."""
-    return msgspec.msgpack.decode(body, type=kind, dec_hook=_from_bytes)
-
-
-def _to_bytes(value: object) -> bytes:
-    if isinstance(value, array):
-        return value.typecode.encode() + value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} in a message")
-
-
-def _from_bytes(kind: type, value: bytes) -> array[Any]:
-    if kind is not array:
-        raise NotImplementedError(f"{kind.__name__} in a message")
-    return array(value[:1].decode(), value[1:])
 
 
 def encode_error(error: RlsysError) -> tuple[int, bytes]:

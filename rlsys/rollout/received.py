@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlsys.errors import RunError
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.engines import Engines
+from rlsys.core.errors import RunError
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.router.engines import Engines
 
 
 class Received:

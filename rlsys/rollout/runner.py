@@ -15,23 +15,24 @@ from typing import Any
 
 from rlsys.algo.planners import Accept, Decision, Hold, More
 from rlsys.config import Config
-from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.imports import place
+from rlsys.core.errors import RlsysError, RunError, UserError
+from rlsys.core.imports import place
+from rlsys.core.seeds import sample_seed
+from rlsys.core.texts import shortened, valid_text
+from rlsys.core.types import LONGEST_REASON, CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
+from rlsys.generators.censoring import REFUSED, FailedSamples, boundary, named
+from rlsys.ledger.buffer import DEAD, RolloutBuffer
+from rlsys.ledger.commits import Commits
+from rlsys.planning.planning import Planning
+from rlsys.planning.teacher import AWAY, EngineTeacher
 from rlsys.rollout.beside import Means
-from rlsys.rollout.buffer import DEAD, RolloutBuffer
-from rlsys.rollout.censoring import REFUSED, FailedSamples, boundary, named
-from rlsys.rollout.commits import Commits
 from rlsys.rollout.occupancy import Occupancy
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.repeat import Repeat
-from rlsys.rollout.sample_spans import SampleSpans
-from rlsys.rollout.schedule import admission_capacity, sample_seed
-from rlsys.rollout.scoring import take_turns
-from rlsys.rollout.streams import Streams
-from rlsys.rollout.teacher import AWAY, EngineTeacher
-from rlsys.rollout.workers import Workers
-from rlsys.texts import shortened, valid_text
-from rlsys.types import LONGEST_REASON, CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
+from rlsys.rollout.schedule import admission_capacity
+from rlsys.worker.repeat import Repeat
+from rlsys.worker.sample_spans import SampleSpans
+from rlsys.worker.scoring import take_turns
+from rlsys.worker.streams import Streams
+from rlsys.worker.workers import Workers
 
 CENSORED_STEPS = 2
 """Train steps' worth of groups censored in a row that stop the run: then it is no accident."""

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
-from rlsys.data.source import stable_hash
-from rlsys.spans import TokenSpan
-from rlsys.types import Sample, SampleGroup
-
-ResumeOrder = Literal["oldest", "nearest_done", "longest"]
+from rlsys.core.spans import TokenSpan
+from rlsys.core.types import Sample, SampleGroup
 
 
 def admission_capacity(*, max_staleness: int, trained_steps: int, groups_per_step: int, accepted: int) -> int:
@@ -23,27 +19,6 @@ def admission_capacity(*, max_staleness: int, trained_steps: int, groups_per_ste
     while `trained_steps` is the checkpoint's: nothing is let in until the trainer has caught up.
     """
     return (max_staleness + trained_steps + 1) * groups_per_step - accepted
-
-
-def sample_seed(run_seed: int, group_id: int, index: int) -> int:
-    """Seed of one sample, 1 .. 2**31 - 1; the same in every process and every run with this run.seed."""
-    return 1 + stable_hash(run_seed, group_id, index) % (2**31 - 1)
-
-
-def resume_key(order: ResumeOrder, sample: Sample, group: SampleGroup) -> tuple[int, ...]:
-    """Samples with smaller keys go on first; ties by age.
-
-    oldest: no sample waits behind a younger one. nearest_done: groups that lack the fewest samples, since a group
-    is of use only when it is whole; in a group, the longest first. longest: the least budget left, so that the tail
-    starts early.
-    """
-    length = sample.tokens
-    if order == "nearest_done":
-        missing = sum(not s.status.terminal for s in group.samples)
-        return missing, group.group_id, -length, sample.sample_id
-    if order == "longest":
-        return -length, sample.sample_id
-    return (sample.sample_id,)
 
 
 def choose(ready: Sequence[SampleGroup], wanted: int) -> list[SampleGroup] | None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import takewhile
 
 from rlsys.config import Config
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.repeat import Repeat
+from rlsys.core.types import Sample, SampleGroup, Unscored
+from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.schedule import choose, choose_in_time, too_old
-from rlsys.types import Sample, SampleGroup, Unscored
+from rlsys.worker.repeat import Repeat
 
 
 class Selection:

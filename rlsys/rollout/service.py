@@ -20,19 +20,23 @@ import msgspec
 from aiohttp import web
 
 from rlsys.config import Config, identity, load_config
+from rlsys.config.slots import most_slots
+from rlsys.core.errors import RlsysError, RunError, UserError
+from rlsys.core.imports import place
+from rlsys.core.messages import decode, encode
+from rlsys.core.owner import KEY_HEADER, START_HEADER, Owner, of_process
+from rlsys.core.texts import shortened
+from rlsys.core.types import LONGEST_REASON
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.errors import RlsysError, RunError, UserError
-from rlsys.imports import place
+from rlsys.evaluation.evaluation import open_sets
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.samples import SampleQuery, SamplesAnswer, check_query
+from rlsys.ledger.store import FILE_NAME
 from rlsys.obs.coordinator import publish, withdraw
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.role import run_role
-from rlsys.owner import KEY_HEADER, START_HEADER, Owner, of_process
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.controller import most_slots
-from rlsys.rollout.evaluation import open_sets
-from rlsys.rollout.loop_watch import loop_watch
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.members import Members
 from rlsys.rollout.once import Once
@@ -43,20 +47,14 @@ from rlsys.rollout.protocol import (
     BeginPushRequest,
     EndPushRequest,
     Result,
-    SamplesAnswer,
     ScoresRequest,
     StepRequest,
-    decode,
-    encode,
     encode_error,
 )
-from rlsys.rollout.sample_spans import SampleSpans
-from rlsys.rollout.samples import SampleQuery, check_query
-from rlsys.rollout.store import FILE_NAME
-from rlsys.rollout.workers import Workers
 from rlsys.router.router import Router
-from rlsys.texts import shortened
-from rlsys.types import LONGEST_REASON
+from rlsys.worker.loop_watch import loop_watch
+from rlsys.worker.sample_spans import SampleSpans
+from rlsys.worker.workers import Workers
 
 LARGEST_REQUEST = 2**30
 PROBE_SECONDS = 0.5

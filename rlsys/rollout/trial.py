@@ -16,30 +16,30 @@ from typing import TypeVar, cast
 from rlsys.algo.planners import Accept, More
 from rlsys.config import Config
 from rlsys.config.data import EvalSet
+from rlsys.config.plugins import tried
+from rlsys.core.errors import UserError
+from rlsys.core.model_folder import vocabulary_files
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Prompt, Sample, SampleGroup, Segment, Status
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.mixture import check_teachers
 from rlsys.data.row_source import RowSource
 from rlsys.engine_requests import Limits, RefusedPrompt
-from rlsys.errors import UserError
-from rlsys.model_folder import vocabulary_files
-from rlsys.plugins import tried
+from rlsys.evaluation.eval_sets import config_of, heldout_of
+from rlsys.generators.agent import AgentGenerator
+from rlsys.generators.censoring import exceptions_unlogged, named, train_prompt
+from rlsys.generators.environment import EnvironmentGenerator
+from rlsys.generators.functions import FunctionTurns
+from rlsys.generators.generator import build_generator
+from rlsys.generators.parser_client import ToolFailed
+from rlsys.generators.turns import within
+from rlsys.planning.planning import Planning
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
-from rlsys.rewards.marks import TURNS
+from rlsys.rewards.results import TURNS
 from rlsys.rewards.service import is_url
-from rlsys.rollout.agent import AgentGenerator
-from rlsys.rollout.assembly import build_scorer, limits_of
-from rlsys.rollout.censoring import exceptions_unlogged, named, train_prompt
-from rlsys.rollout.environment import EnvironmentGenerator
-from rlsys.rollout.eval_sets import config_of, heldout_of
-from rlsys.rollout.functions import FunctionTurns
-from rlsys.rollout.generator import build_generator
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.turn_reader import ToolFailed
-from rlsys.rollout.turns import within
-from rlsys.spans import VersionSpan
-from rlsys.types import Prompt, Sample, SampleGroup, Segment, Status
+from rlsys.worker.assembly import build_scorer, limits_of
+from rlsys.worker.scoring import Scorer
 
 RESPONSE = "<answer>0</answer>"
 """What the model is taken to say."""
@@ -268,7 +268,7 @@ def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
             prompt = planning.prompt(group_id)
         if not isinstance(prompt, Prompt):
             raise UserError(
-                f"{field}: prompt {group_id} is a {type(prompt).__name__}, expected rlsys.types.Prompt"
+                f"{field}: prompt {group_id} is a {type(prompt).__name__}, expected rlsys.core.types.Prompt"
             )
         why = why_unused(prompt, limits)
         if why is None:

@@ -9,12 +9,12 @@ from contextlib import suppress
 from typing import TypeVar
 
 from rlsys.config import Config
-from rlsys.errors import RunError
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.engines import Engines
+from rlsys.core.errors import RunError
+from rlsys.core.types import SampleGroup
+from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.selection import Selection
-from rlsys.types import SampleGroup
+from rlsys.router.engines import Engines
 
 LOOK_SECONDS = 0.5
 """How often a waiting command looks for stale engines, failures and progress."""

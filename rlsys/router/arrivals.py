@@ -6,13 +6,13 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
+from rlsys.core.types import Sample, Segment
 from rlsys.engine.wire import EngineError
 from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.router.dispatch import EVALUATION, Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.ladder import SERVER_FAULT, Suspects
+from rlsys.router.failures import SERVER_FAULT, Suspects
 from rlsys.router.turn_ends import TurnEnds, shortened
-from rlsys.types import Sample, Segment
 
 
 class Arrivals:

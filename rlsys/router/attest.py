@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from rlsys.config import Config
-from rlsys.model_folder import read_fields
+from rlsys.core.model_folder import read_fields
 
 DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5), "fp8": (0.1, 2.0)}
 """Largest mean and 99.9th percentile: in float32 of 2 layers and 128 tokens, else of models of up to 4 layers. Those

@@ -13,11 +13,11 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+from rlsys.core.types import Sample
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.engine_state import NEVER, EngineState, Flight
 from rlsys.router.pool import NobodyExplores, Pool
 from rlsys.router.strategy import Strategy, Wish
-from rlsys.types import Sample
 
 EVALUATION = -1
 """Id of samples and groups outside the ledger."""

@@ -13,13 +13,13 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
+from rlsys.core.types import Sample, Segment
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError, NobodyListens, Stranger
 from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
-from rlsys.router.holdings import Match
+from rlsys.router.checksums import Match
 from rlsys.router.speed import Speed
-from rlsys.types import Sample, Segment
 
 log = logging.getLogger("rlsys.router")
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection
 
 from rlsys.config.rollout import JOINED, EngineConfig
+from rlsys.core.errors import RunError
 from rlsys.engine.client import EngineClient
-from rlsys.errors import RunError
 from rlsys.router.engine_state import NEVER, UNBOUNDED, EngineState
 
 

@@ -12,15 +12,15 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rlsys.core.errors import RunError
+from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.wire import EngineError
-from rlsys.errors import RunError
 from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
+from rlsys.router.checksums import Checksums, Match
 from rlsys.router.dispatch import Dispatcher, Interruption
 from rlsys.router.engine_state import NEVER, EngineState
-from rlsys.router.holdings import Checksums, Match
-from rlsys.router.ladder import REFUSES
+from rlsys.router.failures import REFUSES
 from rlsys.router.pool import Pool
-from rlsys.tickets import Canary, EngineAddress
 
 PROBE_SECONDS = 1.0
 TRIES = 5

@@ -10,16 +10,16 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from rlsys.config.rollout import Truncation
+from rlsys.core.spans import Tops
+from rlsys.core.types import Sample, Status
 from rlsys.engine_requests.sampling import MOST_STOPS
 from rlsys.router.arrivals import Arrivals
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.ladder import Suspects, attempt
+from rlsys.router.failures import Suspects, attempt
 from rlsys.router.pool import Pool
 from rlsys.router.strategy import Wish
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.spans import Tops
-from rlsys.types import Sample, Status
 
 TURNS = 64
 """About so many of the last ones count for the mean length of a turn."""

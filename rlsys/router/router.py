@@ -12,23 +12,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from rlsys.config.rollout import EngineConfig, Truncation
+from rlsys.core.errors import UserError
+from rlsys.core.spans import Tops
+from rlsys.core.types import Sample, Segment, Status
+from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import Aborted, EngineClient
 from rlsys.engine_requests import Limits, RefusedPrompt
-from rlsys.errors import UserError
 from rlsys.router.arrivals import Arrivals, with_shares
 from rlsys.router.attest import Bounds
-from rlsys.router.copies import Copies
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import UNBOUNDED, Flight
-from rlsys.router.ladder import Poisonous, Suspects, attempt
+from rlsys.router.failures import Poisonous, Suspects, attempt
+from rlsys.router.peer_weights import Copies
 from rlsys.router.pool import NobodyExplores, PinLost, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, states
 from rlsys.router.request import Requests, Turn
 from rlsys.router.strategy import STRATEGIES, Wish
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.spans import Tops
-from rlsys.tickets import Canary, EngineAddress
-from rlsys.types import Sample, Segment, Status
 
 __all__ = ["EVALUATION", "NobodyExplores", "PinLost", "Poisonous", "RefusedPrompt", "Router"]
 

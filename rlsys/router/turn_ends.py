@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from rlsys.spans import before
-from rlsys.types import Sample, Segment
+from rlsys.config import Config
+from rlsys.core.spans import before
+from rlsys.core.types import Sample, Segment
+from rlsys.data import Tokenizer
 
 LONGEST_CHARACTER = 4
 """Tokens that may be needed for one character: as many as it has bytes."""
@@ -94,3 +96,8 @@ def shortened(segment: Segment, tokens: int, dropped: int) -> Segment:
         call_spans=None if (call := segment.call_spans) is None else before(call, call[-1].end - dropped),
         support=None if segment.support is None else b"".join(row + b"\0" for row in rows),
     )
+
+
+def turn_ends(config: Config, tokenizer: Tokenizer) -> TurnEnds:
+    """What ends a response or a turn: the model's own end, and the texts of rollout.stop."""
+    return TurnEnds(tokenizer.stop_ids, config.rollout.stop, tokenizer.decode)

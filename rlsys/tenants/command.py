@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.config import Config, add_config, load_config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.tenants.keys import check_names, key_file, key_of
 
 ADAPTERS_AT_ONCE = 8

@@ -23,7 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.tenants.keys import Keys
 from rlsys.tenants.ledger import Conflict
 from rlsys.tenants.messages import NotServed, read_request

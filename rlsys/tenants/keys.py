@@ -11,7 +11,7 @@ import re
 import secrets
 from pathlib import Path
 
-from rlsys.errors import UserError, disk_errors
+from rlsys.core.errors import UserError, disk_errors
 
 FOLDER = "tenants"
 PREFIX = "tml-"

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.flops import crossover_length
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.tenants.losses import LOSSES, LossKind, token_losses
 from rlsys.tenants.messages import Datum
 from rlsys.tenants.requests import AdamParams
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, plan_bins
 from rlsys.trainer.resident import AdapterState, Resident
-from rlsys.trainer.sft import at_temperature_one
+from rlsys.trainer.sft.sft import at_temperature_one
 from rlsys.trainer.trainer import Trainer
 
 HELD = 8

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsys.errors import RunError, UserError, disk_errors
+from rlsys.core.errors import RunError, UserError, disk_errors
 from rlsys.obs.filesystem import is_local
 
 _SCHEMA = """

@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import aiohttp
 
+from rlsys.core.errors import UserError
+from rlsys.core.identity import Identity
 from rlsys.engine.wire import DeadEngine, EngineError, Limits, Wire
 from rlsys.engine_requests import (
     DEATHS_POISONOUS,
@@ -24,8 +26,6 @@ from rlsys.engine_requests import (
     check_request,
 )
 from rlsys.engine_requests import Limits as EngineLimits
-from rlsys.errors import UserError
-from rlsys.identity import Identity
 from rlsys.tenants.messages import Sampled
 from rlsys.tenants.requests import Sample
 

@@ -17,13 +17,13 @@ from aiohttp import web
 
 from rlsys.config import Config, load_config
 from rlsys.convert.adapters import matrices
+from rlsys.core.errors import UserError
+from rlsys.core.identity import engine_identity
+from rlsys.core.owner import of_process
 from rlsys.engine.wire import Limits, make_session
 from rlsys.engine_requests import RESERVED_TOKENS
-from rlsys.errors import UserError
-from rlsys.identity import engine_identity
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
-from rlsys.owner import of_process
 from rlsys.tenants.front import Front, Served
 from rlsys.tenants.keys import FOLDER, Keys, key_of
 from rlsys.tenants.learner import Learner

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.tenants.ledger import Ledger, Request
 from rlsys.tenants.messages import sample_result
 from rlsys.tenants.requests import Sample, read

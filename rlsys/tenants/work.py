@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.tenants.learner import Learner, NotFinite, Passed, check_data, loss_of
 from rlsys.tenants.ledger import Change, Ledger, Request, as_json
 from rlsys.tenants.messages import NotServed, read_request, train_result

@@ -14,12 +14,12 @@ from torch import Tensor
 from rlsys.algo.objective import Objective
 from rlsys.config.algo import CriticSection
 from rlsys.trainer import setup
-from rlsys.trainer.chunks import Chunks
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores, aligned
+from rlsys.trainer.model.chunks import Chunks
+from rlsys.trainer.model.share import Share
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import ScoresOf
-from rlsys.trainer.share import Share
 from rlsys.trainer.trainer import Trainer
 
 

@@ -10,15 +10,15 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
 from torch import Tensor
 
-from rlsys.algo.distill import divergence, with_rest
-from rlsys.trainer.entropy import (
+from rlsys.algo.methods.distill import divergence, with_rest
+from rlsys.trainer.model.entropy import (
     logprob_and_candidates,
     logprob_and_entropy,
     logprobs_and_entropy,
     sum_pi_squared,
 )
-from rlsys.trainer.share import Share
-from rlsys.trainer.value_head import ValueHead
+from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.value_head import ValueHead
 
 NEVER = -1e30
 """Logit of an id that cannot be drawn. Its probability is exactly 0; minus infinity times that would be no number."""
@@ -36,7 +36,7 @@ class Scores:
     )
 
     divergence: Tensor | None = None  # from a teacher's distribution
-    chance: Tensor | None = None  # that a candidate is the token, without gradient (rlsys.algo.imitation)
+    chance: Tensor | None = None  # that a candidate is the token, without gradient (rlsys.algo.sft.imitation)
     expected: Tensor | None = None  # the mean log-prob of candidates
 
     def to(self, device: torch.device) -> Self:
@@ -79,7 +79,7 @@ def token_scores(
 ) -> Scores:
     """`token_logprobs`, on request with the entropy and with the sum of squares of the distribution that each token
     was drawn from, and with `values` `[P / c]` of the token before it: the state in which it was chosen. `direction`:
-    that of the divergence from a teacher, where the share has its log-probs (rlsys.algo.distill)."""
+    that of the divergence from a teacher, where the share has its log-probs (rlsys.algo.methods.distill)."""
     critic = None if values is None else aligned(share, values)
     logits = as_drawn(logits, share, temperature)
     squared = (

@@ -29,8 +29,8 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.layout import to_hf, to_megatron
 from rlsys.convert.rules import Rule
 from rlsys.convert.table import entries, is_matrix
-from rlsys.trainer.chunks import Chunks
-from rlsys.trainer.weights import LocalWeights, shard, unshard
+from rlsys.trainer.model.chunks import Chunks
+from rlsys.trainer.model.weights import LocalWeights, shard, unshard
 
 MOMENTUM = 0.95
 STEPS = 5

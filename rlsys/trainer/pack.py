@@ -18,13 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys import opinions, support
 from rlsys.algo.batch import Batch
-from rlsys.errors import RunError
-from rlsys.records import Arrays, SegmentReader
-from rlsys.route_records import LayerRoutes, read_routes
-from rlsys.spans import RouteSpan
-from rlsys.types import Sample
+from rlsys.core.errors import RunError
+from rlsys.core.spans import RouteSpan
+from rlsys.core.types import Sample
+from rlsys.segments import support
+from rlsys.segments import teacher_logprobs as opinions
+from rlsys.segments.records import Arrays, SegmentReader
+from rlsys.segments.route_records import LayerRoutes, read_routes
 
 T = TypeVar("T")
 Values = Sequence[float] | NDArray[Any]
@@ -40,7 +41,8 @@ class TrainSample:
     in the sample table, `place` the sequence's number within its sample. `turns`: the number of each token's turn
     within the sample, -1 where no model sampled it; all are of turn 0 where it is not given. `transferred`: mu is of
     the same response to another prompt. `support`: a row for each response token of the ids that sampling had kept
-    (rlsys/support.py); empty: it kept all. `opinions`: of a teacher that is an engine (rlsys/opinions.py).
+    (rlsys/segments/support.py); empty: it kept all. `opinions`: of a teacher that is an engine
+    (rlsys/segments/teacher_logprobs.py).
     """
 
     prompt_ids: Sequence[int]

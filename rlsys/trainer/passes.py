@@ -18,13 +18,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlsys.config import Config
-from rlsys.precision import token_multiple
-from rlsys.trainer.attention import PackedSequences
+from rlsys.config.precision import token_multiple
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.mtp import Prediction
+from rlsys.trainer.model.attention import PackedSequences
+from rlsys.trainer.model.mtp import Prediction
+from rlsys.trainer.model.routing import Routing
+from rlsys.trainer.model.share import Share, padded_lengths
 from rlsys.trainer.pack import MicroBatch, Packer
-from rlsys.trainer.routing import Routing
-from rlsys.trainer.share import Share, padded_lengths
 
 T = TypeVar("T")
 

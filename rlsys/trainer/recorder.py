@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.core.types import Sample, SampleGroup, Status
 from rlsys.data import Tokenizer
 from rlsys.obs.metrics import MetricsWriter, mismatch_quantiles, read_metrics
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.spans import step_spans
 from rlsys.obs.symptoms import Watch
-from rlsys.records import SegmentReader
-from rlsys.types import Sample, SampleGroup, Status
+from rlsys.segments.records import SegmentReader
 
 SAMPLES = 3
 """Shown with a warning, each of another group."""

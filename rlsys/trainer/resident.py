@@ -19,11 +19,11 @@ from megatron.core import parallel_state
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rlsys.errors import RunError, UserError
-from rlsys.trainer.lora import first_a
+from rlsys.core.errors import RunError, UserError
+from rlsys.trainer.model.lora import first_a
+from rlsys.trainer.model.weights import shard
 from rlsys.trainer.passes import Begun
 from rlsys.trainer.trainer import Trainer
-from rlsys.trainer.weights import shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each number, as torch names it."""

@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
-from rlsys.errors import UserError
-from rlsys.precision import check_device
-from rlsys.rendezvous import store_of_ranks
-from rlsys.trainer.chunks import Chunks
+from rlsys.config.precision import check_device
+from rlsys.core.errors import UserError
+from rlsys.core.rendezvous import store_of_ranks
+from rlsys.trainer.model.chunks import Chunks
 
 log = logging.getLogger("rlsys.trainer")
 

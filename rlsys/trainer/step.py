@@ -28,16 +28,16 @@ from torch import Tensor
 from rlsys.algo.batch import Samples, fork_columns
 from rlsys.algo.figures import engine_gaps, loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
-from rlsys.errors import RunError, UserError
+from rlsys.core.errors import RunError, UserError
+from rlsys.core.types import Sample, SampleGroup, Scored, Taken, Unscored
 from rlsys.obs.metrics import MISMATCH_EDGES
-from rlsys.route_records import in_hand
+from rlsys.segments.route_records import in_hand
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.notes import Noted
 from rlsys.trainer.pack import MicroBatch, Unread
 from rlsys.trainer.teacher import Teachers
+from rlsys.trainer.token_log import Noted
 from rlsys.trainer.trainer import Trainer, learning_rate
-from rlsys.types import Sample, SampleGroup, Scored, Taken, Unscored
 
 
 def train_step(

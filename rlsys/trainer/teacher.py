@@ -20,12 +20,12 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_teacher
 from rlsys.convert.flops import crossover_length
 from rlsys.trainer.logprobs import Scores, aligned, as_drawn
-from rlsys.trainer.model import build_model
+from rlsys.trainer.model.model import build_model
+from rlsys.trainer.model.routing import Routing
+from rlsys.trainer.model.share import Share
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import Passes
-from rlsys.trainer.routing import Routing
 from rlsys.trainer.setup import local_device
-from rlsys.trainer.share import Share
 from rlsys.trainer.trainer import Trainer
 
 

@@ -32,23 +32,23 @@ from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.convert.peft import write_adapter
 from rlsys.convert.stack import stacked
-from rlsys.errors import RunError
-from rlsys.owner import Owner
-from rlsys.records import SegmentReader
-from rlsys.tickets import Canary
+from rlsys.core.errors import RunError
+from rlsys.core.owner import Owner
+from rlsys.core.weight_updates import Canary
+from rlsys.segments.records import SegmentReader
 from rlsys.trainer import setup
-from rlsys.trainer.checkpoint import Checkpoints, Learner
-from rlsys.trainer.chunks import MTP, Chunks
+from rlsys.trainer.checkpoints.checkpoint import Checkpoints, Learner
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scoring
-from rlsys.trainer.lora import Lora, fingerprint
-from rlsys.trainer.model import build_model
-from rlsys.trainer.mtp import OwnClipping, Prediction, predicted, take_metrics
+from rlsys.trainer.model.chunks import MTP, Chunks
+from rlsys.trainer.model.lora import Lora, fingerprint
+from rlsys.trainer.model.model import build_model
+from rlsys.trainer.model.mtp import OwnClipping, Prediction, predicted, take_metrics
+from rlsys.trainer.model.routing import Routing
+from rlsys.trainer.model.weights import LocalWeights, gather_hf
 from rlsys.trainer.muon import add_muon
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import LossFn, Passes, ScoresOf
-from rlsys.trainer.routing import Routing
-from rlsys.trainer.weights import LocalWeights, gather_hf
 
 T = TypeVar("T")
 
@@ -57,9 +57,10 @@ T = TypeVar("T")
 class Updated:
     """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums.
 
-    `routing`: figures of replay and expert load (rlsys.trainer.routing), empty for a dense model. `padding_share`:
-    of the tokens computed, those that are padding. `skipped`: the gradient was not finite, and the weights are as
-    they were. `prediction`: figures of multi-token prediction (rlsys.trainer.mtp), empty where it is not trained.
+    `routing`: figures of replay and expert load (rlsys.trainer.model.routing), empty for a dense model.
+    `padding_share`: of the tokens computed, those that are padding. `skipped`: the gradient was not finite, and the
+    weights are as they were. `prediction`: figures of multi-token prediction (rlsys.trainer.model.mtp), empty where
+    it is not trained.
     """
 
     loss: float
@@ -86,11 +87,11 @@ def learning_rate(t: TrainerConfig, step: int, schedule: Schedule, end: float) -
 
 
 class Trainer:
-    """Raises UserError for a layout or a model folder that does not fit; see rlsys.trainer.model.
+    """Raises UserError for a layout or a model folder that does not fit; see rlsys.trainer.model.model.
 
     `signals` (of rlsys.algo.plugin.NEEDS) is what scores have beyond log-probs: `entropy`, `values` (builds a value
     head, unless `algo.critic` is given). `ref` keeps a copy of this rank's first weights in host memory. `owner`: see
-    Checkpoints. `candidates`: see rlsys.algo.imitation.
+    Checkpoints. `candidates`: see rlsys.algo.sft.imitation.
     """
 
     critic: Trainer | None = None

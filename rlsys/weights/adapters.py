@@ -11,9 +11,9 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.peft import adapter_config
+from rlsys.core.errors import RunError
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.weight_calls import forget_adapter, load_adapter
-from rlsys.errors import RunError
-from rlsys.tickets import PushTicket
 from rlsys.weights.buckets import Areas
 from rlsys.weights.receivers import Gone, Receivers
 from rlsys.weights.transports import as_handed_over, prepare_sglang, serializer

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlsys.tickets import PushTicket
+from rlsys.core.weight_updates import PushTicket
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.adapters import AdapterPush
 from rlsys.weights.checksums import EngineChecksums, put_together, under_adapter
 from rlsys.weights.fp8 import for_engines
 from rlsys.weights.plan import PushPlan
-from rlsys.weights.senders import plan_senders
+from rlsys.weights.shard_plan import plan_senders
 from rlsys.weights.sharded import ShardedPush
 from rlsys.weights.shards import Shards
 from rlsys.weights.sync import WeightSync

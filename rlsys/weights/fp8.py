@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.config import Config
-from rlsys.precision import BLOCK, SCALE, is_quantised
+from rlsys.config.precision import BLOCK, SCALE, is_quantised
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

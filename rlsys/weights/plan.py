@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 
 @dataclass(frozen=True, order=True)
@@ -74,8 +74,8 @@ def plan_push(
     are reached by relay, whatever the method for all others is.
 
     `tensor` goes by memory alone; `broadcast` by memory between ranks of one GPU, else by a group; `sharded` by
-    groups alone, one for each sender (rlsys.weights.senders). Raises UserError for an engine that cannot be reached
-    so, and where a group would hold two ranks of one GPU.
+    groups alone, one for each sender (rlsys.weights.shard_plan). Raises UserError for an engine that cannot be
+    reached so, and where a group would hold two ranks of one GPU.
     """
     if method == "sharded":
         if gpus:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from rlsys.core.errors import RunError
+from rlsys.core.weight_updates import EngineAddress
 from rlsys.engine.fence import HEADER
 from rlsys.engine.weight_calls import Call
-from rlsys.errors import RunError
 from rlsys.obs.direct import opener
-from rlsys.tickets import EngineAddress
 
 Answers = dict[str, Future[dict[str, Any]]]
 """URL of an engine -> what it says."""

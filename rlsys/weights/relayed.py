@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlsys.core.errors import RunError
+from rlsys.core.weight_updates import EngineAddress
 from rlsys.engine.weight_calls import feed_from_relay, load_relayed, open_relay, relay_state
-from rlsys.errors import RunError
-from rlsys.relay.feeder import WINDOW, Feeder, Hop
-from rlsys.relay.pieces import Bytes, Payload, Piece, digest, encode, pieces_in
-from rlsys.relay.store import Store
-from rlsys.tickets import EngineAddress
 from rlsys.weights.buckets import Flat
 from rlsys.weights.receivers import Gone, Receivers, post
+from rlsys.weights_relay.feeder import WINDOW, Feeder, Hop
+from rlsys.weights_relay.pieces import Bytes, Payload, Piece, digest, encode, pieces_in
+from rlsys.weights_relay.store import Store
 
 LOOK_SECONDS = 0.1
 """Between two questions whether an engine has all."""

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.engine.bucket_order import taker
+from rlsys.core.errors import RunError
+from rlsys.core.weight_updates import EngineAddress
+from rlsys.engine.hooks.bucket_order import taker
 from rlsys.engine.weight_calls import leave_group
-from rlsys.errors import RunError
-from rlsys.tickets import EngineAddress
 from rlsys.trainer.control import Control
 from rlsys.weights.receivers import Gone, Receivers
 from rlsys.weights.transports import Meeting, abort, offsets

@@ -1,4 +1,6 @@
-"""A sharded push: the trainer ranks that own tensors send them, all at once (rlsys.weights.senders). Collective."""
+"""A sharded push: the trainer ranks that own tensors send them, all at once (rlsys.weights.shard_plan).
+Collective.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ import torch
 from torch import Tensor
 
 from rlsys.config import Config
-from rlsys.engine.bucket_order import Buckets, Described, aligned, description
+from rlsys.core.weight_updates import PushTicket
+from rlsys.engine.hooks.bucket_order import Buckets, Described, aligned, description
 from rlsys.engine.weight_calls import load_from_senders
-from rlsys.tickets import PushTicket
 from rlsys.trainer.control import Control
 from rlsys.weights.buckets import Areas, Bucket, Flat, as_bytes, overlapped
 from rlsys.weights.fp8 import for_engines
 from rlsys.weights.receivers import Answers, Receivers
-from rlsys.weights.senders import Part, SendersPlan
 from rlsys.weights.senders_group import SendersGroup, SendersGroups
+from rlsys.weights.shard_plan import Part, SendersPlan
 from rlsys.weights.shards import Shards
 from rlsys.weights.transports import prepare_sglang
 
@@ -25,8 +27,8 @@ Prepare = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 
 class ShardedPush:
     """Every trainer rank has one. Rank 0 asks each engine once; the engines then take all buckets in their order
-    (rlsys.engine.bucket_order). All ranks go through the buckets round by round, sending or helping, so nobody waits
-    for a rank that waits for an engine that waits for the first: what an engine still wants of a round has been
+    (rlsys.engine.hooks.bucket_order). All ranks go through the buckets round by round, sending or helping, so nobody
+    waits for a rank that waits for an engine that waits for the first: what an engine still wants of a round has been
     gathered before any rank goes on to the next but one.
     """
 

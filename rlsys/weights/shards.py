@@ -12,8 +12,8 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.layout import to_hf
 from rlsys.convert.stack import stacked
 from rlsys.convert.table import Entry
-from rlsys.trainer.weights import LocalWeights, join_shards
-from rlsys.weights.senders import Part
+from rlsys.trainer.model.weights import LocalWeights, join_shards
+from rlsys.weights.shard_plan import Part
 
 
 class Shards:

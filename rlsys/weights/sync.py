@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.hf import write_hf
+from rlsys.core.weight_updates import EngineAddress, PushTicket
 from rlsys.engine.weight_calls import load_from_disk
-from rlsys.tickets import EngineAddress, PushTicket
 from rlsys.weights.buckets import Areas, Flat, stream
 from rlsys.weights.groups import Groups
 from rlsys.weights.plan import PushPlan

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlsys.core.errors import RunError
+from rlsys.core.rendezvous import bound_store
+from rlsys.core.sockets import FOLDER_VARIABLE
+from rlsys.core.weight_updates import EngineAddress
 from rlsys.engine.weight_calls import Call, join_group, leave_group, load_from_group, load_from_memory
-from rlsys.errors import RunError
-from rlsys.rendezvous import bound_store
-from rlsys.sockets import FOLDER_VARIABLE
-from rlsys.tickets import EngineAddress
 from rlsys.weights.buckets import Flat
 from rlsys.weights.peers import Peers
 from rlsys.weights.plan import PushPlan
@@ -353,7 +353,7 @@ def _start_memory_manager() -> None:
 def prepare_sglang() -> None:
     """Import what a push needs of SGLang, which takes seconds: by those ranks alone that send."""
     if not torch.cuda.is_available():
-        from rlsys.engine.cpu_platform import declare_torchvision_ops
+        from rlsys.engine.cpu.platform import declare_torchvision_ops
 
         declare_torchvision_ops()
         # The default strategy passes file descriptors over a socket with a secret that another server lacks.

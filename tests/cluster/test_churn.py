@@ -63,7 +63,7 @@ def test_slurm(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     began, run = time.monotonic(), tmp_path / "run"
     script = (ROOT / "slurm/engines.sbatch").read_text()
     mine = tmp_path / "engines.sbatch"
-    mine.write_text(script.replace(".venv/bin/rlsys", f"{sys.executable} -m rlsys.cli"))
+    mine.write_text(script.replace(".venv/bin/rlsys", f"{sys.executable} -m rlsys.cli.main"))
     command = [*RLSYS, "submit", *started(run, "weights.method=broadcast")]
     done = subprocess.run(command, cwd=ROOT, env=slurm.env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Which test files a change can reach: `python -m tests.gate.selection [BASE]` prints them, the nearest first.
 
-One file reaches another when it imports it, or names it in a string: as a module (`-m rlsys.cli`,
+One file reaches another when it imports it, or names it in a string: as a module (`-m rlsys.cli.main`,
 "tests.helpers.saboteur:reward") or as a path ("configs/quickstart.yaml"). Imports inside functions count. A
 change reaches a test file when a chain of such steps leads from the test file to what has changed. A changed file
 that no Python file names (Makefile, pyproject.toml) may change everything: then all test files are printed, as they

@@ -11,15 +11,15 @@ import torch
 
 from megatron_patches import have_transformer_engine
 from rlsys.config import Config
+from rlsys.config.precision import check_device
+from rlsys.core.errors import UserError
+from rlsys.core.types import Sample
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.errors import UserError
-from rlsys.precision import check_device
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.fp8 import for_engines
 from rlsys.weights.sync import WeightSync

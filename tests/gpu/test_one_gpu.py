@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from rlsys.config import Config
+from rlsys.core.types import Sample, Status
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, Status
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.helpers import trainer_cases as cases

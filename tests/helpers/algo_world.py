@@ -15,7 +15,7 @@ from rlsys.algo.losses import Sums
 from rlsys.algo.objective import Objective, StepPlan
 from rlsys.algo.reduction import Reduce, alone
 from rlsys.config.algo import AlgoSection
-from rlsys.types import Sample, SampleGroup
+from rlsys.core.types import Sample, SampleGroup
 
 DOUBLE = torch.float64
 PASSED = ("old", "now", "ewma", "ref", "entropy", "values", "sum_pi_squared")

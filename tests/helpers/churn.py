@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from launch.joining import engines
-from rlsys.cli import main
+from rlsys.cli.main import main
 from rlsys.obs.coordinator import Silent
 from tests.helpers.runs import steps_done
 

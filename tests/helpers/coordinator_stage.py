@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from rlsys.config import Config, identity
+from rlsys.core.weight_updates import Canary
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.clock_record import ClockRecord
+from rlsys.ledger.segments import SegmentTable
+from rlsys.ledger.store import FILE_NAME
 from rlsys.obs.role import end_with_parent
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.clock_record import ClockRecord
+from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.segments import SegmentTable
-from rlsys.rollout.store import FILE_NAME
-from rlsys.rollout.worker_engines import WorkerEngines
-from rlsys.rollout.worker_process import WorkerProcess
-from rlsys.rollout.workers import Workers
-from rlsys.tickets import Canary
+from rlsys.worker.scoring import Scorer
+from rlsys.worker.worker_engines import WorkerEngines
+from rlsys.worker.worker_process import WorkerProcess
+from rlsys.worker.workers import Workers
 from tests.helpers.engine_server import expected
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers

@@ -5,7 +5,7 @@ import os
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from rlsys.engine.cpu_platform import declare_torchvision_ops
+from rlsys.engine.cpu.platform import declare_torchvision_ops
 
 
 class Peer(BaseHTTPRequestHandler):

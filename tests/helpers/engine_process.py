@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 
-from launch.environment import CPU_HOST, EVERYWHERE, environment, on_cuda
+from launch.environment import CPU_HOST, EVERYWHERE, environment
 from rlsys.config import Config
-from rlsys.devices import VARIABLE
+from rlsys.core.devices import VARIABLE
+from rlsys.planner.layout import on_cuda
 
 ENGINE_ARGS = "RLSYS_BENCH_ENGINE_ARGS"
 """Environment variable: further arguments of every engine that tests and benches start, such as an attention backend

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp import web
 
-from rlsys.types import Sample
+from rlsys.core.types import Sample
 from tests.helpers.scripted_engine import ScriptedEngine, logprob, token
 
 

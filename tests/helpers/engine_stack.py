@@ -13,15 +13,15 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.core.types import Sample
+from rlsys.core.weight_updates import Canary, PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.records import SegmentReader
-from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.tickets import Canary, PushTicket
-from rlsys.types import Sample
+from rlsys.segments.records import SegmentReader
+from rlsys.segments.route_records import in_hand
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.helpers.servers import TINY_MOE, tiny_moe_model

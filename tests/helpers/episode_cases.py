@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rlsys.config import Config
-from rlsys.rollout.generator import Generator
-from rlsys.rollout.turns import Speak
-from rlsys.spans import TokenSpan, VersionSpan
-from rlsys.types import Prompt, Sample, SampleGroup, Status
+from rlsys.core.spans import TokenSpan, VersionSpan
+from rlsys.core.types import Prompt, Sample, SampleGroup, Status
+from rlsys.generators.generator import Generator
+from rlsys.generators.turns import Speak
 
 
 def split(sample: Sample, cuts: Sequence[int]) -> Sample:

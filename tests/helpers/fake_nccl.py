@@ -24,10 +24,10 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launch.layout import lay_out
 from launch.plan import Node, Ports, Role, build_plan
 from rlsys.config import Config
-from rlsys.tickets import EngineAddress
+from rlsys.core.weight_updates import EngineAddress
+from rlsys.planner.layout import lay_out
 from rlsys.trainer import setup
 from rlsys.weights import receivers, transports
 

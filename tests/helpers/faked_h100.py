@@ -81,7 +81,7 @@ def resolved(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from rlsys.engine.cpu_platform import declare_torchvision_ops
+    from rlsys.engine.cpu.platform import declare_torchvision_ops
 
     declare_torchvision_ops()
     fake_gpus()

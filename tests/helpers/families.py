@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rlsys.types import Sample
+from rlsys.core.types import Sample
 
 
 class Siblings:

@@ -10,10 +10,10 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from rlsys.core.identity import NOBODY, Identity
 from rlsys.engine.wire import make_session
 from rlsys.gateway.fleet import Fleet, FleetInterruption
 from rlsys.gateway.front import Front, FrontLimits
-from rlsys.identity import NOBODY, Identity
 from tests.helpers.http_engine import HttpEngine, token_at
 
 PROMPT = [1, 2, 3, 4]

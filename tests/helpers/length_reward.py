@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlsys.config import Config
-from rlsys.types import Prompt
+from rlsys.core.types import Prompt
 
 
 def shorter(config: Config) -> Callable[[Prompt, str], float]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from rlsys.records import SegmentReader
-from rlsys.types import SampleGroup
+from rlsys.core.types import SampleGroup
+from rlsys.segments.records import SegmentReader
 
 
 def loaded(run: Path, groups: Iterable[SampleGroup]) -> list[SampleGroup]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rlsys.config import Config
-from rlsys.tickets import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, PushTicket
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.sync import WeightSync
 

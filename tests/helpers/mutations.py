@@ -25,9 +25,9 @@ import yaml
 from rlsys.algo.preflight import check
 from rlsys.algo.registry import SECTION_KINDS, TABLE, load
 from rlsys.algo.trial import try_objective
-from rlsys.cli_explain import describe_run
+from rlsys.cli.explain import describe_run
 from rlsys.config import load_config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.rollout.preflight import check_names
 from rlsys.rollout.trial import build_inputs, conclude_groups
 
@@ -43,7 +43,7 @@ VALUES: tuple[Any, ...] = (
     0.0, 0.5, -0.5, 1.5, 1e-30, 1e20, 1e308, -1e308, float("nan"), float("inf"), float("-inf"),
     "", " ", "0", "1e20", "none", "null", ".", "..", "/", "/dev/null", "~", LONG, LONG * 20, "/".join([LONG] * 3),
     "a\0b", "a\nb", "é", "\ud83d\ude00", ":", "a:", ":a", "a:b", "no.such:thing", "json:loads", "math:pi",
-    "rlsys.types:Prompt", "rlsys..types:x", ".x:y", "http://", "http://[", "http://a:b", "http://a:99999",
+    "rlsys.core.types:Prompt", "rlsys..types:x", ".x:y", "http://", "http://[", "http://a:b", "http://a:99999",
     "http://u:p@h", "https://h/ x", "grpo", "clip", "kl", "dapo", "float16", "2026-01-01",
     [], [0], [1, 2, 3], ["clip"], [[]], [None], {}, {"a": 1}, {"name": None}, {"name": "clip"}, {"name": ["clip"]},
     {1: 2}, {None: None}, [{"name": "clip", "clip_low": "x"}], [1e20, -1],

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from rlsys.core.owner import Owner
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError
-from rlsys.owner import Owner
-from rlsys.rollout import store
-from rlsys.rollout.store import FILE_NAME
+from rlsys.ledger import store
+from rlsys.ledger.store import FILE_NAME
 from tests.helpers import nemesis_launch
 from tests.helpers.history import Verdict, judge
 from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed

@@ -16,9 +16,9 @@ import aiohttp
 from aiohttp.client_reqrep import ConnectionKey
 
 from rlsys.config import Config
-from rlsys.identity import Identity
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.types import Prompt
+from rlsys.core.identity import Identity
+from rlsys.core.types import Prompt
+from rlsys.ledger.buffer import RolloutBuffer
 from tests.helpers.history import Emission, History
 from tests.helpers.scripted_engine import Request, ScriptedEngine, logprob
 from tests.helpers.virtual_processes import (

@@ -15,31 +15,30 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from rlsys.config import identity
+from rlsys.core.errors import RunError
+from rlsys.core.identity import engine_identity
+from rlsys.core.messages import decode, encode
+from rlsys.core.owner import KEY_HEADER, START_HEADER, claim
+from rlsys.core.types import Taken
+from rlsys.core.weight_updates import Canary, EngineAddress, PushTicket
 from rlsys.engine.client import EngineClient
-from rlsys.errors import RunError
-from rlsys.identity import engine_identity
-from rlsys.owner import KEY_HEADER, START_HEADER, claim
-from rlsys.rollout.buffer import RolloutBuffer
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.store import FILE_NAME
+from rlsys.planning.planning import Planning
 from rlsys.rollout.client import POLL_SECONDS, Broken
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
 from rlsys.rollout.protocol import (
     RECONNECT_SECONDS,
     REQUEST_HEADER,
     BeginPushRequest,
     EndPushRequest,
     StepRequest,
-    decode,
     decode_error,
-    encode,
 )
-from rlsys.rollout.scoring import Scorer
 from rlsys.rollout.service import EngineWatch, make_app
-from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import Canary, EngineAddress, PushTicket
-from rlsys.types import Taken
+from rlsys.worker.scoring import Scorer
 from tests.helpers.history import Saved, Training
 from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed

@@ -32,15 +32,15 @@ from launch.backends.local import LocalBackend
 from launch.plan import LaunchPlan, Role
 from launch.rundir import open_run_dir
 from launch.stops import StopSignals
-from rlsys import owner as owner_module
 from rlsys.config import Config, load_config
-from rlsys.identity import Identity, engine_identity
+from rlsys.core import owner as owner_module
+from rlsys.core.identity import Identity, engine_identity
+from rlsys.core.owner import of_process
+from rlsys.core.types import Taken
+from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
-from rlsys.owner import of_process
 from rlsys.rollout.client import RolloutClient
-from rlsys.tickets import Canary, EngineAddress
-from rlsys.types import Taken
 from tests.helpers.history import Emission, Saved, Training, to_line
 from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, INITIAL, mixed

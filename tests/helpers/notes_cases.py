@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from rlsys.algo.objective import Objective
-from rlsys.trainer.notes import Noted, write_notes
 from rlsys.trainer.step import train_step
+from rlsys.trainer.token_log import Noted, write_notes
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import signal_cases as cases
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.types import Sample, SampleGroup
+from rlsys.core.types import Sample, SampleGroup
 from tests.helpers.rollout_rig import make_config
 
 BUDGET = {"rollout": {"groups_per_step": 2, "group_size": 2}}

@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from rlsys.algo import build
-from rlsys.algo.preferences import Preference
+from rlsys.algo.sft.preferences import Preference
 from rlsys.data.trace import Trace
-from rlsys.trainer.preference import preference_step
-from rlsys.trainer.sft import trainer_for
+from rlsys.trainer.sft.preference import preference_step
+from rlsys.trainer.sft.sft import trainer_for
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 

@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.layout import lay_out, push_plan
 from rlsys.config import Config
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
+from rlsys.planner.layout import lay_out, push_plan
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlsys.engine.bucket_hooks import Arrivals
-from rlsys.engine.bucket_order import Buckets
-from rlsys.engine.cpu_platform import declare_torchvision_ops
+from rlsys.engine.cpu.platform import declare_torchvision_ops
+from rlsys.engine.hooks.bucket_hooks import Arrivals
+from rlsys.engine.hooks.bucket_order import Buckets
 from rlsys.engine.weight_calls import FORMAT
 
 GROUPS: dict[str, Any] = {}

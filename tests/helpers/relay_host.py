@@ -86,7 +86,7 @@ def main(folder: Path | None) -> None:
     from starlette.responses import JSONResponse, Response
 
     from rlsys.engine.fence import Fence
-    from rlsys.relay.install import install
+    from rlsys.weights_relay.install import install
 
     held: dict[str, Any] = {"loads": 0, "tensors": {}, "damaged": 0}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlsys.core.types import Response, Sample, Status
 from rlsys.data import Tokenizer
-from rlsys.types import Response, Sample, Status
 
 EOS = "<eos>"
 """Of the quickstart's tokenizer."""

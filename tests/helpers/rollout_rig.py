@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlsys.config import Config, identity
+from rlsys.core.types import Prompt, Sample, SampleGroup, Taken
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.ledger import check
+from rlsys.ledger.store import FILE_NAME
+from rlsys.planning.planning import Planning, PromptScores
+from rlsys.planning.teacher import EngineTeacher
 from rlsys.rewards.judges import PatientJudge
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.ledger import check
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning, PromptScores
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.store import FILE_NAME
-from rlsys.rollout.teacher import EngineTeacher
-from rlsys.types import Prompt, Sample, SampleGroup, Taken
+from rlsys.worker.scoring import Scorer
 from tests.helpers.loaded import loaded
 from tests.helpers.scripted_router import ScriptedRouter
 

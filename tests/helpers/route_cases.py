@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.engine.route_writer import RouteWriter
-from rlsys.records import FOLDER
+from rlsys.engine.hooks.route_writer import RouteWriter
+from rlsys.segments.records import FOLDER
 
 LAYERS, TOPK = 5, 2
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.types import Sample, Status
+from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
-from rlsys.identity import NOBODY, Identity
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.tickets import Canary
-from rlsys.types import Sample, Status
 from tests.helpers.scripted_engine import (
     EOS,
     Network,

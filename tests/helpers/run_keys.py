@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from rlsys.identity import config_path
+from rlsys.core.identity import config_path
 
 
 def check_secrets(run_dir: Path, processes: list[psutil.Process]) -> None:

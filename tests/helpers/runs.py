@@ -12,7 +12,7 @@ from typing import Any
 from rlsys.obs.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-RLSYS = (sys.executable, "-m", "rlsys.cli")
+RLSYS = (sys.executable, "-m", "rlsys.cli.main")
 TINY = (
     "rollout.groups_per_step=4",
     "rollout.group_size=4",

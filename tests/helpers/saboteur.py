@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.core.types import Prompt
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.segments import SegmentTable
 from rlsys.rewards import reasoning_gym
-from rlsys.rollout.buffer import RolloutBuffer
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.segments import SegmentTable
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.push import WeightPush
-from rlsys.types import Prompt
 
 FOLDER = "killed"
 """In the run folder: a file of the name of each boundary at which it was killed."""

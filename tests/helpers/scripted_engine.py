@@ -22,9 +22,9 @@ import aiohttp
 import numpy as np
 from aiohttp.client_reqrep import ConnectionKey
 
-from rlsys.engine.peer_weights import GIVE, TAKE
-from rlsys.engine.route_writer import RouteWriter
-from rlsys.route_records import ASK
+from rlsys.engine.hooks.peer_weights import GIVE, TAKE
+from rlsys.engine.hooks.route_writer import RouteWriter
+from rlsys.segments.route_records import ASK
 
 EOS = 2
 LATENCY = 0.001  # between a request's departure and its registration

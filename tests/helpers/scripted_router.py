@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Sample, Segment, Status
+from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine_requests import Limits
 from rlsys.router.router import RefusedPrompt
-from rlsys.spans import VersionSpan
-from rlsys.tickets import Canary, EngineAddress
-from rlsys.types import Sample, Segment, Status
 
 URL = "http://engine:1"
 

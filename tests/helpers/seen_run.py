@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from rlsys.config import dump_config
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status
 from rlsys.data.tokenizer import Tokenizer
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.store import FILE_NAME
 from rlsys.obs.trained import TokenFigures, to_floats, write_trained
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.store import FILE_NAME
-from rlsys.spans import VersionSpan
-from rlsys.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status
 from tests.helpers.rollout_rig import make_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,12 +18,12 @@ import torch
 
 from launch.ports import free_ports
 from rlsys.config import Config
-from rlsys.engine.cpu_platform import declare_torchvision_ops
+from rlsys.core.identity import engine_identity, write_config
+from rlsys.core.owner import Owner, claim
+from rlsys.engine.cpu.platform import declare_torchvision_ops
 from rlsys.engine.launch_args import engine_command
-from rlsys.identity import engine_identity, write_config
-from rlsys.owner import Owner, claim
-from rlsys.records import FOLDER
-from rlsys.route_records import ROUTES_VARIABLE
+from rlsys.segments.records import FOLDER
+from rlsys.segments.route_records import ROUTES_VARIABLE
 from tests.helpers.engine_process import engine_arguments, engine_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ def running_router(folder: Path, *args: str) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    argv = [sys.executable, "-m", "rlsys.cli", "router", "--port", str(port), *args]
+    argv = [sys.executable, "-m", "rlsys.cli.main", "router", "--port", str(port), *args]
     with (folder / f"router-{port}.log").open("wb") as log:
         process = subprocess.Popen(argv, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
     try:

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from rlsys.owner import Owner
+from rlsys.core.owner import Owner
+from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.service import make_app
-from rlsys.sockets import make_folder, remove_folder
 from tests.helpers.rollout_rig import Rig
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ SMALL = (
 )
 GROUPS = 4
 """Of a step."""
-RLSYS = (sys.executable, "-m", "rlsys.cli")
+RLSYS = (sys.executable, "-m", "rlsys.cli.main")
 PATIENCE = 1000.0
 """A guard, no claim."""
 

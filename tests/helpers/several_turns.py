@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rlsys.config import Config
+from rlsys.core.spans import TurnMark
+from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
-from rlsys.rollout.generator import Generator
-from rlsys.rollout.turns import Speak
-from rlsys.spans import TurnMark
-from rlsys.types import Prompt, Sample, Status
+from rlsys.generators.generator import Generator
+from rlsys.generators.turns import Speak
 from tests.helpers.scripted_engine import EOS
 
 SEQUENCES, MOST = 3, 20

@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from launch.layout import lay_out, push_plan
 from rlsys.config import Config
+from rlsys.core.weight_updates import Canary, PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
+from rlsys.planner.layout import lay_out, push_plan
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import Canary, PushTicket
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights import delivery
 from rlsys.weights.delivery import Delivered, Delivery

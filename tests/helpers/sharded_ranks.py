@@ -12,12 +12,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from rlsys.tickets import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, PushTicket
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights import delivery
 from rlsys.weights.delivery import Delivery
 from rlsys.weights.plan import PushPlan
-from rlsys.weights.senders import plan_senders
+from rlsys.weights.shard_plan import plan_senders
 from tests.helpers import trainer_cases as cases
 from tests.helpers.receiving_engine import sha
 

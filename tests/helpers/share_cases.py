@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.protocol import decode
-from rlsys.rollout.store import FILE_NAME
-from rlsys.spans import RouteSpan, VersionSpan
+from rlsys.core.messages import decode
+from rlsys.core.spans import RouteSpan, VersionSpan
+from rlsys.core.types import GroupState, Prompt, Sample, Scored, Segment, Status, Taken, Unscored
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.store import FILE_NAME
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import pack_rows, score_parked
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import GroupState, Prompt, Sample, Scored, Segment, Status, Taken, Unscored
 from tests.helpers import trainer_cases as cases
 
 GROUPS, SIZE, LAYERS, EXPERTS, TOPK = 12, 4, 4, 8, 2

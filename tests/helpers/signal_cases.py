@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.algo.objective import Objective
-from rlsys.arrays import log_probs
 from rlsys.config import Config, load_config
 from rlsys.config.algo import CriticSection
-from rlsys.rollout.protocol import decode
-from rlsys.spans import Fork, TokenSpan, TurnMark
+from rlsys.core.arrays import log_probs
+from rlsys.core.messages import decode
+from rlsys.core.spans import Fork, TokenSpan, TurnMark
+from rlsys.core.types import Sample, SampleGroup, Status, Taken
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, SampleGroup, Status, Taken
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))

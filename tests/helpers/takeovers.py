@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.owner import Owner
-from rlsys.rollout import store
+from rlsys.core.owner import Owner
+from rlsys.ledger import store
 
 
 def between_look_and_commit(owner: Owner, do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:

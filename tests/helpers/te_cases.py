@@ -56,7 +56,7 @@ def converted(workplace: Path, families: Sequence[str]) -> dict[str, bool]:
     """Of each family: whether a folder converted there and back has the same bytes."""
     from safetensors.torch import load_file
 
-    from rlsys.trainer import conversion
+    from rlsys.trainer.checkpoints import conversion
 
     same = {}
     for family in families:

@@ -1,7 +1,7 @@
 """A tiny random model of every family, made by transformers. A new family is one entry of TINY.
 
 What every family must show is in tests/integration/test_families.py, and its name table's round trip in
-tests/unit/test_convert.py.
+tests/unit/convert/test_convert.py.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def load(folder: Path) -> Any:
 def write(folder: Path, tiny: Tiny, *, mtp: bool = False, **changes: Any) -> Path:
     """In float32. Norms and biases are random too: transformers begins with ones and zeros, which hide mistakes.
     `mtp`: with a layer for multi-token prediction, which transformers does not have."""
-    from rlsys.engine.cpu_platform import declare_torchvision_ops
+    from rlsys.engine.cpu.platform import declare_torchvision_ops
 
     declare_torchvision_ops()
     import transformers

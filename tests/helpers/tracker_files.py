@@ -28,7 +28,7 @@ def told_first(run: Path) -> Held:
 
 
 def held_by_wandb(run: Path) -> Held:
-    from rlsys.trackers.to_wandb import history
+    from rlsys.viewer.trackers.to_wandb import history
 
     files = list((run.parent / "trackers" / "wandb").glob("*run-*/run-*.wandb"))
     out: Held = {}
@@ -79,7 +79,7 @@ def held_by_trackio(run: Path) -> Held:
 
 
 def held_by_swanlab(run: Path) -> Held:
-    from rlsys.trackers.to_swanlab import scalars
+    from rlsys.viewer.trackers.to_swanlab import scalars
 
     out: Held = {}
     for name, step, value in scalars(list((run.parent / "trackers" / "swanlab").glob("run-*/run-*.swanlab"))):

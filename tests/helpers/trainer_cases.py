@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys import support
 from rlsys.config import Config
-from rlsys.spans import RouteSpan
+from rlsys.core.spans import RouteSpan
+from rlsys.segments import support
 from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.model.weights import shard
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
-from rlsys.trainer.weights import shard
 from tests.helpers import tiny
 
 BUDGET = 128

@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from rlsys.trainer import manifest
+from rlsys.trainer.checkpoints import manifest
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 

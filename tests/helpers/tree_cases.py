@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rlsys.algo.planners import Accept, Decision, More, Planner, Prefix
 from rlsys.config import Config
-from rlsys.forks import Forced
-from rlsys.rollout.trees import Tree, TreeGenerator
-from rlsys.rollout.turns import Speak
-from rlsys.types import SampleGroup
+from rlsys.core.forks import Forced
+from rlsys.core.types import SampleGroup
+from rlsys.generators.trees import Tree, TreeGenerator
+from rlsys.generators.turns import Speak
 
 
 class Bushes(TreeGenerator):

@@ -11,14 +11,14 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
+from rlsys.generators.generator import build_generator
+from rlsys.generators.turns import sampling_turns
 from rlsys.obs.role import end_with_parent
-from rlsys.rollout.generator import build_generator
-from rlsys.rollout.repeat import Stops, record_of
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.turns import sampling_turns
-from rlsys.rollout.worker import Worker, WorkerParts, leave, standard_input
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
+from rlsys.worker.repeat import Stops, record_of
+from rlsys.worker.scoring import Scorer
+from rlsys.worker.worker import Worker, WorkerParts, leave, standard_input
 from tests.helpers.rollout_rig import length_reward
 from tests.helpers.scripted_engine import EOS
 

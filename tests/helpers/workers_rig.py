@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, identity
-from rlsys.records import FOLDER
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.ledger import check
+from rlsys.core.types import Taken
+from rlsys.core.weight_updates import Canary
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.ledger import check
+from rlsys.ledger.store import FILE_NAME
+from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.store import FILE_NAME
-from rlsys.rollout.workers import Workers
-from rlsys.tickets import Canary
-from rlsys.types import Taken
+from rlsys.segments.records import FOLDER
+from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import Workers
 from tests.helpers.engine_server import expected, served
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, make_config

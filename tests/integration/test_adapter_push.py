@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.layout import lay_out, push_plan
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.weight_calls import ADAPTER
 from rlsys.engine.wire import make_session
+from rlsys.planner.layout import lay_out, push_plan
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.delivery import Delivery
 from tests.helpers import tiny

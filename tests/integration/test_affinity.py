@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import Config
+from rlsys.core.types import Sample
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.types import Sample
 from tests.helpers.servers import running_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

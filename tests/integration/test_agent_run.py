@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlsys.ledger.reader import RunReader
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.reader import RunReader
 from tests.helpers.sessions import GROUPS, Session, check_agreement, check_ledger, command_line
 
 pytestmark = pytest.mark.integration

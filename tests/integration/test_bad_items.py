@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from rlsys.config import load_config
+from rlsys.core.seeds import stable_hash
+from rlsys.core.types import LONGEST_REASON, CensorCause, Sample
 from rlsys.data import Tokenizer, build_source
-from rlsys.data.source import stable_hash
+from rlsys.ledger.reader import RunReader
+from rlsys.ledger.samples import SampleQuery
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.reader import RunReader
-from rlsys.rollout.samples import SampleQuery
-from rlsys.types import LONGEST_REASON, CensorCause, Sample
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import RLSYS, SMALL, Session, check_agreement, check_ledger
 from tests.integration.test_tool_agents import module

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.rollout.environment_services import ServiceParams, Services
+from rlsys.generators.environment_services import ServiceParams, Services
 from tests.helpers.venvs import venv
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

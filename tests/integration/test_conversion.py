@@ -19,14 +19,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlsys.cli import main as rlsys
+from rlsys.cli.main import main as rlsys
 from rlsys.config import Config
 from rlsys.config.trainer import ModelConfig, ParallelConfig
 from rlsys.convert import output
 from rlsys.convert.torch_dist import DistWriter
-from rlsys.errors import RunError, UserError
-from rlsys.trainer import manifest, setup
-from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
+from rlsys.core.errors import RunError, UserError
+from rlsys.trainer import setup
+from rlsys.trainer.checkpoints import manifest
+from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import family_cases
 from tests.helpers import trainer_cases as cases
@@ -273,7 +274,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(model: Path, tmp_path: Pa
         "    put(self, rank, key, *rest)\n"
         "    if 'layernorm' in key: os.kill(os.getpid(), signal.SIGKILL)\n"
         "DistWriter.put = last\n"
-        "from rlsys.cli import main\n"
+        "from rlsys.cli.main import main\n"
         "main(sys.argv[1:])\n"
     )
     argv = ["convert", "hf-to-megatron", "--hf", str(model), "--out", str(out)]

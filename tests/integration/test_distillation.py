@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.preflight import check_model
 from rlsys.convert.layout import to_hf
 from rlsys.convert.table import entries
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
+from rlsys.planner.model_preflight import check_model
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.teacher import Teachers, add_teacher

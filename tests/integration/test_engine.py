@@ -16,14 +16,14 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.core.errors import RunError
+from rlsys.core.types import Status
+from rlsys.core.weight_updates import EngineAddress, PushTicket
 from rlsys.engine.client import EngineClient
-from rlsys.errors import RunError
-from rlsys.records import SegmentReader
-from rlsys.route_records import in_hand
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
-from rlsys.tickets import EngineAddress, PushTicket
-from rlsys.types import Status
+from rlsys.segments.records import SegmentReader
+from rlsys.segments.route_records import in_hand
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.engine_stack import (
     CANARIES,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.ledger.reader import RunReader
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.reader import RunReader
 from tests.helpers.sessions import GROUPS, Session, check_agreement, check_ledger, command_line
 from tests.integration.test_agent_run import HOST, kill, parents_line
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from rlsys.config import Config
-from rlsys.identity import NOBODY
-from rlsys.rollout.evaluation import evaluate
+from rlsys.core.identity import NOBODY
+from rlsys.evaluation.evaluation import evaluate
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
 

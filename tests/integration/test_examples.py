@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.evaluation.tryout import PROMPTS, SAMPLES
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.tryout import PROMPTS, SAMPLES
 from tests.helpers.python_path import python_path
 from tests.helpers.runs import ROOT
 
@@ -28,7 +28,7 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "rlsys.cli",
+        "rlsys.cli.main",
         "train",
         f"examples/{name}.yaml",
         *SMALL,
@@ -43,7 +43,7 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
 
 def test_what_new_writes_can_be_tried_tested_and_trained(tmp_path: Path) -> None:
     def rlsys(*words: str) -> str:
-        command = [sys.executable, "-m", "rlsys.cli", *words]
+        command = [sys.executable, "-m", "rlsys.cli.main", *words]
         env = os.environ | {"PYTHONPATH": python_path(ROOT)}
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -18,10 +18,10 @@ from torch import Tensor
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.table import entries
-from rlsys.trainer.choices import best_biased, best_in_groups
-from rlsys.trainer.chunks import EXPERT_BIAS
-from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
+from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.model.choices import best_biased, best_in_groups
+from rlsys.trainer.model.chunks import EXPERT_BIAS
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny

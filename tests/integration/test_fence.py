@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from rlsys.config import Config
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.wire import EngineError
-from rlsys.tickets import PushTicket
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.helpers.engine_stack import CANARIES, ENGINE_TENSORS, canaries, stack, tensors

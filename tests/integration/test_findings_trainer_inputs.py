@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlsys.errors import RunError, UserError
-from rlsys.spans import RouteSpan
+from rlsys.core.errors import RunError, UserError
+from rlsys.core.spans import RouteSpan
 from rlsys.trainer import setup
-from rlsys.trainer.conversion import verify
+from rlsys.trainer.checkpoints.conversion import verify
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, Packer, TrainSample
 from rlsys.trainer.trainer import Trainer, Updated

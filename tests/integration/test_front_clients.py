@@ -108,7 +108,7 @@ def load_client(url: str, model: Path, folder: Path) -> dict[str, Any]:
     out = folder / "bench.jsonl"
     argv = [
         sys.executable, "-c",
-        "from rlsys.engine.cpu_platform import declare_torchvision_ops as d; d(); import runpy\n"
+        "from rlsys.engine.cpu.platform import declare_torchvision_ops as d; d(); import runpy\n"
         "runpy.run_module('sglang.bench_serving', run_name='__main__')",
         "--backend", "sglang", "--base-url", url, "--model", str(model), "--dataset-name", "random-ids",
         "--random-input-len", "24", "--random-output-len", "16", "--random-range-ratio", "1", "--num-prompts", "24",

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch.layout import lay_out, push_plan
 from rlsys.config import Config, load_config
-from rlsys.tickets import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, PushTicket
+from rlsys.planner.layout import lay_out, push_plan
 from rlsys.trainer import setup
 from rlsys.weights import transports
 from rlsys.weights.buckets import Areas
@@ -154,7 +154,7 @@ def test_a_group_with_an_engine_that_died_is_aborted(noticed: bool, monkeypatch:
         events = list(machines.events)
     ends = [e for e in events if e.endswith(LEAVE) or e.split()[0] in ("abort", "destroy")]
     assert ends[0] == "abort nccl"
-    # Both sides at once, so in any order (tests/unit/test_group_transport.py: engines are asked first).
+    # Both sides at once, so in any order (tests/unit/weights/test_group_transport.py: engines are asked first).
     assert sorted(ends[1:]) == sorted(["destroy nccl", *(url + LEAVE for url in left)])
     assert [e for e in events if "broadcast" in e] == ["broadcast nccl"] * 2
     assert {group.watched for group in machines.groups if group.engines} == {False}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.ledger.store import FILE_NAME
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.store import FILE_NAME
 from tests.helpers import saboteur
 from tests.helpers.sessions import GROUPS, Session, check_ledger, step_lines
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import PushTicket
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.buckets import buckets
 from rlsys.weights.checksums import EngineChecksums

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlsys.config import dump_config
 from rlsys.convert.hf import write_hf
 from rlsys.convert.torch_dist import DistReader
-from rlsys.errors import RunError
-from rlsys.trainer.conversion import megatron_to_hf
+from rlsys.core.errors import RunError
+from rlsys.trainer.checkpoints.conversion import megatron_to_hf
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hf import HFTensors
 from rlsys.convert.table import entries
-from rlsys.trainer.chunks import EXPERT_BIAS
-from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
+from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.mtp import PredictingModel, predicted
+from rlsys.trainer.model.chunks import EXPERT_BIAS
+from rlsys.trainer.model.mtp import PredictingModel, predicted
+from rlsys.trainer.model.share import Share
 from rlsys.trainer.pack import MicroBatch, TrainSample
-from rlsys.trainer.share import Share
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases

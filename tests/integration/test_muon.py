@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlsys.convert.layout import to_hf
 from rlsys.convert.table import entries, is_matrix
-from rlsys.errors import RunError
+from rlsys.core.errors import RunError
 from rlsys.trainer.muon import orthogonal
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases

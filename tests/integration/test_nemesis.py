@@ -21,8 +21,8 @@ import pytest
 
 from launch.ports import free_ports
 from rlsys.config import Config, dump_config
-from rlsys.rollout.store import FILE_NAME
-from rlsys.sockets import make_folder, remove_folder
+from rlsys.core.sockets import make_folder, remove_folder
+from rlsys.ledger.store import FILE_NAME
 from tests.helpers.history import History, add_lines, judge
 from tests.helpers.nemesis_engine import INITIAL
 from tests.helpers.nemesis_roles import FOLDER, module

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlsys.core.types import Segment
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.types import Segment
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.servers import running_engine

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlsys.config import Config
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 from rlsys.trainer import setup
 from tests.helpers import trainer_cases as cases
 from tests.helpers.python_path import python_path

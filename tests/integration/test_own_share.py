@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.errors import RunError
-from rlsys.rollout.protocol import decode, encode
+from rlsys.core.errors import RunError
+from rlsys.core.messages import decode, encode
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import share_cases
 from tests.helpers import trainer_cases as cases

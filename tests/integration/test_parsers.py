@@ -19,7 +19,7 @@ from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.rollout.turn_reader import Call, TurnReader
+from rlsys.generators.parser_client import Call, TurnReader
 from tests.helpers.engine_stack import SLOW
 from tests.helpers.servers import running_engine, running_router
 

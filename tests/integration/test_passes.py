@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config.algo import AlgoSection
-from rlsys.spans import RouteSpan
+from rlsys.core.spans import RouteSpan
+from rlsys.core.types import Taken, Unscored
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import (
     micro_loss,
@@ -27,7 +28,6 @@ from rlsys.trainer.step import (
     train_step,
 )  # fmt: skip
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Taken, Unscored
 from tests.helpers import signal_cases as cases
 
 pytestmark = pytest.mark.integration

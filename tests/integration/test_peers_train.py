@@ -22,7 +22,15 @@ SMALL = ("trainer.steps=3", "rollout.groups_per_step=4", "eval.every=3")
 def test_a_task_of_theirs_trains_three_steps(peer: str, tmp_path: Path) -> None:
     config = write_task(peer, tmp_path)
     path = os.pathsep.join([str(ROOT), str(FOLDER / "prime_rl")])  # and the stand-in for verifiers
-    command = [sys.executable, "-m", "rlsys.cli", "train", str(config), *SMALL, f"run.dir={tmp_path}/run"]
+    command = [
+        sys.executable,
+        "-m",
+        "rlsys.cli.main",
+        "train",
+        str(config),
+        *SMALL,
+        f"run.dir={tmp_path}/run",
+    ]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )

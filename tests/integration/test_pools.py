@@ -9,12 +9,12 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.core.types import Sample
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import PushTicket
-from rlsys.types import Sample
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.helpers.engine_stack import (

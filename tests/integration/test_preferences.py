@@ -17,16 +17,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlsys.algo import build
-from rlsys.algo.preferences import Answers
+from rlsys.algo.sft.preferences import Answers
 from rlsys.config import Config
 from rlsys.convert.layout import to_hf
 from rlsys.convert.table import entries
+from rlsys.core.errors import UserError
 from rlsys.data.quickstart_model import write_model
 from rlsys.data.trace import Trace
-from rlsys.errors import UserError
 from rlsys.obs.metrics import read_metrics
-from rlsys.trainer import preference, setup, sft
-from rlsys.trainer.sft import sft as run_sft
+from rlsys.trainer import setup
+from rlsys.trainer.sft import preference, sft
+from rlsys.trainer.sft.sft import sft as run_sft
 from tests.helpers import preference_cases as cases
 from tests.helpers import trainer_cases
 

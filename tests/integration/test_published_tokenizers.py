@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from rlsys.config import Config
+from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer
-from rlsys.errors import UserError
 from rlsys.obs.metrics import read_metrics
 from rlsys.rollout.trial import build_inputs
 from tests.helpers.published_tokenizers import CODE_FORMS, FORMS, write_kimi

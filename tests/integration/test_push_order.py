@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.owner import claim
-from rlsys.rollout.protocol import EvalResult
-from rlsys.tickets import PushTicket
+from rlsys.core.owner import claim
+from rlsys.core.weight_updates import PushTicket
+from rlsys.evaluation.results import EvalResult
 from rlsys.train import Loop
 from rlsys.trainer import setup
-from rlsys.trainer.checkpoint import Checkpoints
+from rlsys.trainer.checkpoints.checkpoint import Checkpoints
 from tests.helpers import trainer_cases as cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]

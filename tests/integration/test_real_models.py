@@ -20,12 +20,12 @@ import pytest
 import torch
 
 from rlsys.config import Config
+from rlsys.core.errors import RunError
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.errors import RunError
 from rlsys.obs.metrics import read_metrics
-from rlsys.router.holdings import Checksums
-from rlsys.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
+from rlsys.router.checksums import Checksums
+from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers import tiny
@@ -254,7 +254,7 @@ def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_
         "trainer.steps": 1, "trainer.lr": 1e-5, "trainer.token_budget": 1024, "eval.prompts": 4,
         "engine.max_running_requests": 16, "engine.max_total_tokens": 8192,
     }  # fmt: skip
-    command = [sys.executable, "-m", "rlsys.cli", "train", "configs/quickstart.yaml"]
+    command = [sys.executable, "-m", "rlsys.cli.main", "train", "configs/quickstart.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,14 +13,14 @@ import pytest
 from rlsys.config import Config
 from rlsys.config.rollout import PoolConfig
 from rlsys.convert.config import HFConfig
+from rlsys.core.identity import engine_identity
+from rlsys.core.owner import claim
+from rlsys.core.weight_updates import PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.identity import engine_identity
 from rlsys.obs.metrics import read_metrics
-from rlsys.owner import claim
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import PushTicket
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.sync import WeightSync

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from rlsys.config import Config
+from rlsys.core.spans import RouteSpan, VersionSpan
+from rlsys.core.types import Sample, Unscored
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.records import SegmentReader
-from rlsys.route_records import in_hand
-from rlsys.spans import RouteSpan, VersionSpan
+from rlsys.segments.records import SegmentReader
+from rlsys.segments.route_records import in_hand
+from rlsys.trainer.model.routing import decode
 from rlsys.trainer.pack import MicroBatch, TrainSample
-from rlsys.trainer.routing import decode
 from rlsys.trainer.step import score_parked
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, Unscored
 from tests.helpers import trainer_cases as cases
 from tests.helpers.engine_stack import keep_model, stack
 from tests.helpers.servers import TINY_MOE, running_engine, tiny_moe_model

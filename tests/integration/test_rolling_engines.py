@@ -14,20 +14,20 @@ import pytest
 
 from rlsys.config import Config, identity
 from rlsys.convert.config import HFConfig
+from rlsys.core.types import Prompt, Sample
+from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.ledger import check
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.ledger import check
+from rlsys.ledger.store import FILE_NAME
+from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.store import FILE_NAME
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.tickets import Canary
-from rlsys.types import Prompt, Sample
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
+from rlsys.worker.scoring import Scorer
 from tests.helpers.engine_stack import ENGINE_TENSORS, logprobs, tensors, worst_gap
 from tests.helpers.loaded import loaded
 from tests.helpers.servers import running_engine

@@ -18,25 +18,25 @@ import pytest
 import torch
 
 from rlsys.config import Config, identity
+from rlsys.core.types import Prompt, Sample, Taken
+from rlsys.core.weight_updates import Canary
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.generator import build_generator
-from rlsys.rollout.ledger import check
+from rlsys.generators.generator import build_generator
+from rlsys.generators.tools import Calculator, around_answer
+from rlsys.generators.turns import sampling_turns
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.ledger import check
+from rlsys.ledger.store import FILE_NAME
+from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
-from rlsys.rollout.planning import Planning
-from rlsys.rollout.schedule import resume_key
-from rlsys.rollout.scoring import Scorer
-from rlsys.rollout.store import FILE_NAME
-from rlsys.rollout.tools import Calculator, around_answer
-from rlsys.rollout.turns import sampling_turns
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.tickets import Canary
-from rlsys.types import Prompt, Sample, Taken
 from rlsys.weights.sync import WeightSync
+from rlsys.worker.resume_order import resume_key
+from rlsys.worker.scoring import Scorer
 from tests.helpers.engine_stack import (
     EOS,
     PROMPT,

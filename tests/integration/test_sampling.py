@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from rlsys.config import Config, load_config
+from rlsys.core.types import GroupState, Prompt, SampleGroup, Taken
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.rollout.assembly import build_router
-from rlsys.rollout.buffer import RolloutBuffer
-from rlsys.rollout.store import FILE_NAME
-from rlsys.rollout.turns import sampling_turns
+from rlsys.generators.turns import sampling_turns
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.store import FILE_NAME
 from rlsys.router.router import Router
 from rlsys.trainer.step import pack_rows
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import GroupState, Prompt, SampleGroup, Taken
+from rlsys.worker.assembly import build_router
 from tests.helpers.engine_stack import SLOW, until
 from tests.helpers.servers import ROOT, running_engine
 

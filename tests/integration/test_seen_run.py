@@ -25,7 +25,7 @@ import yaml
 from launch.exporter import targets_of
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import sent_from_here
-from rlsys.trackers.tracker import PACKAGES
+from rlsys.viewer.trackers.tracker import PACKAGES
 from tests.helpers.browser import CHROMIUM, Page, browser
 from tests.helpers.otlp_receiver import Receiver, receiving
 from tests.helpers.runs import RLSYS, ROOT
@@ -103,7 +103,7 @@ def dashboard(run: Path) -> Iterator[str]:
 def kill_all(session: Session) -> None:
     """The supervisor, the trackers' process and everything else of the run, at once."""
     doomed = session.processes()
-    assert not TRACKERS or any("rlsys.trackers.follow" in command_line(p) for p in doomed)
+    assert not TRACKERS or any("rlsys.viewer.trackers.follow" in command_line(p) for p in doomed)
     session.kill()
     for process in doomed:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
+from rlsys.core.types import Unscored
 from rlsys.obs.trained import read_floats, read_trained
-from rlsys.trainer.entropy import ROWS, logprob_and_entropy
-from rlsys.trainer.notes import Noted, write_notes
+from rlsys.trainer.model.entropy import ROWS, logprob_and_entropy
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import Early, go_backward, ready, sample_table, score_parked, train_step
+from rlsys.trainer.token_log import Noted, write_notes
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Unscored
 from tests.helpers import notes_cases as notes
 from tests.helpers import signal_cases as cases
 
@@ -304,7 +304,7 @@ WITHOUT = {
 ROLLOUT_SIDE = {
     "aoi", "dapo", "dare", "explore", "fapo", "fapo_judge", "latr", "prompt_augmentation", "scope", "vade",
 }  # fmt: skip
-"""Recipes that change what is rolled out: tests/unit/test_planning.py."""
+"""Recipes that change what is rolled out: tests/unit/planning/test_planning.py."""
 
 
 def test_every_recipe_changes_what_it_claims(outcomes: dict[str, Any]) -> None:

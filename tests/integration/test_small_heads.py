@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlsys.engine.cpu_platform import declare_torchvision_ops
-from rlsys.engine.rope_hooks import FUSED_HEAD_SIZES, TARGET, fused_where_the_kernel_has_the_size
+from rlsys.engine.cpu.platform import declare_torchvision_ops
+from rlsys.engine.hooks.rope_hooks import FUSED_HEAD_SIZES, TARGET, fused_where_the_kernel_has_the_size
 
 pytestmark = pytest.mark.integration
 

@@ -16,11 +16,11 @@ import torch
 from rlsys.config import load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine.client import EngineClient
-from rlsys.engine.cpu_platform import declare_torchvision_ops
+from rlsys.engine.cpu.platform import declare_torchvision_ops
 from rlsys.engine.wire import make_session
+from rlsys.ledger.reader import RunReader
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.reader import RunReader
-from rlsys.rollout.teacher import AWAY
+from rlsys.planning.teacher import AWAY
 from rlsys.trainer.pack import TrainSample
 from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer

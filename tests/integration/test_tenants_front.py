@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from rlsys.core.identity import NOBODY
 from rlsys.engine.wire import UNPLANNED, make_session
-from rlsys.identity import NOBODY
 from rlsys.tenants.front import BODY_BYTES, Front
 from rlsys.tenants.keys import FOLDER, Keys, key_of
 from rlsys.tenants.learner import Learner

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.errors import RunError, UserError
+from rlsys.core.errors import RunError, UserError
 from rlsys.trainer.resident import AdapterState, Resident
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from rlsys.core.types import Sample
+from rlsys.ledger.reader import RunReader
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.reader import RunReader
-from rlsys.types import Sample
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import (
     GROUPS,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlsys.algo import build
+from rlsys.core.types import SampleGroup
 from rlsys.data import Tokenizer
-from rlsys.rollout.reader import RunReader
-from rlsys.rollout.tools import NO_CALL, tool_penalty
+from rlsys.generators.tools import NO_CALL, tool_penalty
+from rlsys.ledger.reader import RunReader
 from rlsys.trainer.step import sample_table
-from rlsys.types import SampleGroup
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import RLSYS, check_ledger
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlsys.config import Config
-from rlsys.errors import RunError, UserError
-from rlsys.trainer.attention import Padding
+from rlsys.core.errors import RunError, UserError
 from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.model.attention import Padding
 from rlsys.trainer.pack import MicroBatch, pack
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.errors import RunError
-from rlsys.trainer import checkpoint
+from rlsys.core.errors import RunError
+from rlsys.trainer.checkpoints import checkpoint
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlsys.algo.imitation import CrossEntropy
+from rlsys.algo.sft.imitation import CrossEntropy
 from rlsys.config import Config
 from rlsys.config.trainer import Schedule, TrainerConfig
 from rlsys.data.quickstart_model import write_model
 from rlsys.data.trace import Trace
 from rlsys.obs.metrics import read_metrics
 from rlsys.trainer import setup
-from rlsys.trainer import sft as sft_module
-from rlsys.trainer.sft import sft
+from rlsys.trainer.sft import sft as sft_module
+from rlsys.trainer.sft.sft import sft
 from rlsys.trainer.trainer import learning_rate
 from tests.helpers import trainer_cases as cases
 

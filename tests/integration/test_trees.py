@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rlsys.config import Config
+from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
-from rlsys.rollout.generator import build_generator
-from rlsys.rollout.trees import TreeGenerator
-from rlsys.rollout.turns import looking_turns, sampling_turns
-from rlsys.types import Prompt, Sample, Status
+from rlsys.generators.generator import build_generator
+from rlsys.generators.trees import TreeGenerator
+from rlsys.generators.turns import looking_turns, sampling_turns
 from tests.helpers.engine_stack import EOS, PROMPT, logprobs, stack
 from tests.helpers.families import Siblings
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rlsys.algo.objective import Objective
-from rlsys.forks import fork
+from rlsys.core.forks import fork
+from rlsys.core.spans import Fork, VersionSpan
+from rlsys.core.types import Sample, SampleGroup, Segment, Status
+from rlsys.ledger.reader import RunReader
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.reader import RunReader
-from rlsys.spans import Fork, VersionSpan
 from rlsys.trainer.trainer import Trainer
-from rlsys.types import Sample, SampleGroup, Segment, Status
 from tests.helpers import signal_cases as cases
 from tests.helpers.sessions import GROUPS, Session, check_agreement, check_ledger
 from tests.integration.test_passes import gradients
@@ -56,7 +56,7 @@ def test_trees_and_repairs_of_two_workers_outlive_worker_and_coordinator(tmp_pat
     session = Session(run, *TREES, "engine.count=2", "rollout.workers=2")
     try:
         session.wait_for_steps(1)
-        session.find("rlsys.rollout.worker", "--number", "1").kill()
+        session.find("rlsys.worker.worker", "--number", "1").kill()
         session.wait_for_steps(3)
         session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
         code, output = session.end()

@@ -45,7 +45,7 @@ def newer_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rlsys(*words: str, path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlsys.cli", *words]
+    command = [sys.executable, "-m", "rlsys.cli.main", *words]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.ledger.reader import RunReader
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.reader import RunReader
 from tests.helpers.sessions import GROUPS, Session, check_ledger, step_lines
 from tests.integration.test_environment_run import OVERRIDES
 
@@ -24,7 +24,7 @@ def test_a_worker_of_a_real_run_is_killed_and_the_run_goes_on(tmp_path: Path) ->
     session = Session(run_dir, *TWO)
     try:
         session.wait_for_steps(2)
-        killed = session.find("rlsys.rollout.worker", "--number", "1")
+        killed = session.find("rlsys.worker.worker", "--number", "1")
         killed.kill()
         count = step_lines(run_dir)
         session.wait_for(lambda: step_lines(run_dir) > count)
@@ -45,7 +45,7 @@ def test_environments_and_agents_of_two_workers_outlive_worker_and_coordinator(
     session = Session(run_dir, *OVERRIDES[kind], *TWO)
     try:
         session.wait_for_steps(2)
-        session.find("rlsys.rollout.worker", "--number", "1").kill()
+        session.find("rlsys.worker.worker", "--number", "1").kill()
         session.wait_for_steps(4)
         session.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
         code, output = session.end()

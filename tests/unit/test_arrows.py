@@ -157,7 +157,7 @@ TORCH_FREE_FILES = (
     "rlsys/engine/client.py",
     "rlsys/engine/wire.py",
     "rlsys/engine/launch_args.py",
-    "rlsys/engine/route_writer.py",
+    "rlsys/engine/hooks/route_writer.py",
     "rlsys/data/source.py",
     *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
     *(
@@ -165,7 +165,7 @@ TORCH_FREE_FILES = (
         for name in ("config", "fit", "adapters", "flops", "folder", "rope", "rows", "rules", "table")
     ),
     "rlsys/weights/plan.py",
-    "rlsys/weights/senders.py",
+    "rlsys/weights/shard_plan.py",
 )
 MEGATRON_ROOMS = {"trainer", "convert", "weights", "rehearse", "megatron_patches"}
 HEAVY = {"torch", "megatron", "sglang", "transformers"}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.duration import estimated
-from launch.preflight import read_model
-from rlsys import cli
+from rlsys.cli import main
 from rlsys.config import Config, load_config
 from rlsys.engine.launch_args import engine_command
+from rlsys.planner.duration import estimated
+from rlsys.planner.model_preflight import read_model
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = ROOT / "configs" / "models" / "Qwen3-30B-A3B"
@@ -47,7 +47,7 @@ def test_field_09_explain_warns_of_a_toys_learning_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert cli.main(["explain", "quickstart", *FIRST, "trainer.lr=1e-4"]) == 0
+    assert main.main(["explain", "quickstart", *FIRST, "trainer.lr=1e-4"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     odd = said.partition("odd")[2]
     assert "trainer.lr" in odd
@@ -58,5 +58,5 @@ def test_field_09_the_planner_finds_a_layout_for_a_real_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    code = cli.main(["plan", "quickstart", *FIRST, "--gpus", "8", "--steps", "1"])
+    code = main.main(["plan", "quickstart", *FIRST, "--gpus", "8", "--steps", "1"])
     assert code == 0, capsys.readouterr().err

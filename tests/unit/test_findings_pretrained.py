@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from rlsys import cli
+from rlsys.cli import main
 from rlsys.config import dump_config, load_config
+from rlsys.core.errors import UserError
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.data.traces import trace_batches
-from rlsys.errors import UserError
+from rlsys.evaluation.evaluation import judge
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.summary import summarise
-from rlsys.rollout.evaluation import judge
-from rlsys.rollout.scoring import Verdict
-from rlsys.spans import VersionSpan
 from rlsys.trainer.pack import TrainSample, pack
-from rlsys.types import Prompt, Sample, Segment, Status
+from rlsys.worker.scoring import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "models" / "quickstart-moe"
@@ -32,7 +32,7 @@ def open_finding(finding: str) -> pytest.MarkDecorator:
 def run_cli(*words: str) -> tuple[int, str]:
     """Exit code, and what an exception says that is no one-line error."""
     try:
-        return cli.main(list(words)), ""
+        return main.main(list(words)), ""
     except SystemExit as e:
         return int(e.code or 0), ""
     except (LookupError, AttributeError, TypeError, ValueError, OSError) as e:

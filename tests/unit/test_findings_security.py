@@ -30,19 +30,16 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from launch.rundir import open_run_dir
 from rlsys.agents.endpoint import Endpoint
-from rlsys.agents.meeting import REWARD_KEY, REWARD_URL, SAMPLE, Meeting
+from rlsys.agents.multi_policy import REWARD_KEY, REWARD_URL, SAMPLE, Meeting
 from rlsys.config import Config
 from rlsys.convert.torch_dist import DistReader
-from rlsys.dash.server import _pattern as dash_pattern
+from rlsys.core.errors import RunError, UserError
+from rlsys.core.identity import NOBODY
+from rlsys.core.owner import claim
+from rlsys.core.types import Prompt, Response
 from rlsys.engine.wire import UNPLANNED, make_session
 from rlsys.environments.contract import Opening, Refused
 from rlsys.environments.leases import Leases
-from rlsys.errors import RunError, UserError
-from rlsys.identity import NOBODY
-from rlsys.owner import claim
-from rlsys.relay.pieces import Piece, read_piece
-from rlsys.relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
-from rlsys.relay.store import Store
 from rlsys.rewards.code import read_tests
 from rlsys.rewards.judges import JudgeError, UrlJudge
 from rlsys.rewards.sandbox import run_program
@@ -53,7 +50,10 @@ from rlsys.tenants.messages import _packed
 from rlsys.tenants.requests import OptimStep, read
 from rlsys.tenants.sampler import Engine
 from rlsys.tenants.service import Service
-from rlsys.types import Prompt, Response
+from rlsys.viewer.server import _pattern as dash_pattern
+from rlsys.weights_relay.pieces import Piece, read_piece
+from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
+from rlsys.weights_relay.store import Store
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
 

@@ -16,14 +16,14 @@ import pytest
 
 from launch.backends import keeper_command
 from launch.plan import Role
-from rlsys import cli
+from rlsys.cli import main
 from rlsys.config import Config, load_config
+from rlsys.core.errors import RlsysError, UserError
+from rlsys.core.imports import resolve
+from rlsys.core.workers import KEPT_VARIABLES
 from rlsys.data.tables import read_lines
 from rlsys.engine.launch_args import engine_command
-from rlsys.errors import RlsysError, UserError
-from rlsys.imports import resolve
 from rlsys.obs.metrics import read_metrics
-from rlsys.workers import KEPT_VARIABLES
 from tests.helpers.seen_run import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def refused(*overrides: str) -> bool:
 def run_cli(*words: str) -> tuple[int, str]:
     """Exit code, and the type of an exception that is no one-line error."""
     try:
-        return cli.main(list(words)), ""
+        return main.main(list(words)), ""
     except SystemExit as e:
         return int(e.code or 0), ""
     except (LookupError, AttributeError, TypeError, ValueError, OSError) as e:

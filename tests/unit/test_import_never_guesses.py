@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlsys import cli
+from rlsys.cli import main
 from rlsys.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def run(
 ) -> Import:
     Path(name).write_text(script)
     try:
-        code = cli.main(["import", framework, name, "--out", out])
+        code = main.main(["import", framework, name, "--out", out])
     except (RecursionError, ValueError, ArithmeticError, TypeError, AttributeError) as e:
         raise AssertionError(f"a traceback instead of one line: {type(e).__name__}: {str(e)[:200]}") from None
     captured = capsys.readouterr()

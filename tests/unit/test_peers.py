@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rlsys.config import load_config
+from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer, build_source
-from rlsys.errors import UserError
 from rlsys.rewards import Rewards
-from rlsys.rollout.assembly import build_scorer
 from rlsys.rollout.trial import build_inputs
+from rlsys.worker.assembly import build_scorer
 from tests.helpers.peers import FOLDER, PEERS, write_task
 from tests.helpers.responses import sample_of
 

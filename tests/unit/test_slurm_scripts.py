@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.layout import lay_out
-from rlsys.cli import make_parser
+from rlsys.cli.main import make_parser
 from rlsys.config import load_config
+from rlsys.planner.layout import lay_out
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")

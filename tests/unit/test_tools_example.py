@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 from rlsys.config import Config, load_config
+from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
-from rlsys.rollout.generator import build_generator
-from rlsys.types import Prompt, Sample, Status
-from tests.unit.test_agent import Model
+from rlsys.generators.generator import build_generator
+from tests.unit.generators.test_agent import Model
 
 pytestmark = pytest.mark.gate  # an agent's process, an environment's and SGLang's parsers
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from rlsys.convert.rules import Family
-from rlsys.errors import UserError
+from rlsys.core.errors import UserError
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family

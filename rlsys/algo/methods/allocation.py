@@ -1,0 +1,198 @@
+"""XRPO's planner: further samples where they tell most, and solved problems where nobody succeeds. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, stdev
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PrivateAttr
+
+from rlsys.algo.methods.similarity import most_alike
+from rlsys.algo.planners import (
+    Accept,
+    Decision,
+    GroupLimit,
+    Hold,
+    More,
+    Planner,
+    PositiveInt,
+    rewards_of,
+    success_rate,
+)
+from rlsys.core.types import SampleGroup, Status
+
+
+def student_quantile(p: float, freedom: int) -> float:
+    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else Cornish-Fisher to 1 / freedom^3."""
+    if freedom == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if freedom == 2:
+        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
+    z, f = NormalDist().inv_cdf(p), float(freedom)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / f + second / f**2 + third / f**3
+
+
+@dataclass(frozen=True)
+class Member:
+    """A group that waits for its round to close. `new`: it has not been in a round before."""
+
+    rewards: list[float]
+    room: int
+    new: bool
+
+
+class Xrpo(Planner):
+    """More samples where they shrink the uncertainty of the mean reward most, allotted in closed rounds.
+
+    h(n) = t(1 - alpha/2, n - 1) s / sqrt(n) is half the confidence interval of a group's mean reward, T the samples
+    of all groups of a round. Groups that are done wait until `groups` new ones are together, or until nothing else
+    runs; those of the largest h(n) - h(n + 1) + bonus sqrt(ln(1 + T) / n) get `samples` more, `share` of the new
+    groups in the mean. They are in a later round again. A group in which every sample succeeds gets none: there is
+    nothing left to find out. The paper closes its rounds over a step's batch, in three phases; the sizes are ours.
+
+    Seeding: a group without any success gets samples that see solved problems first, as earlier turns of the chat,
+    and are trained on the plain prompt. The paper takes the two nearest by an embedding of the problems. Here they
+    are the nearest by TF-IDF cosine of the prompts' tokens, among the `memory` that were solved last.
+    """
+
+    paper: ClassVar[str] = "XRPO, adaptive rollout allocation"
+    evidence: ClassVar[str] = "P"
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """1 minus the confidence of the interval."""
+    groups: PositiveInt = 8
+    """New groups that close a round."""
+    samples: PositiveInt = 4
+    """Further samples of a group that gets some."""
+    largest: GroupLimit = 32
+    """Most samples of a group."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Groups of a round that get further samples, per new group."""
+    bonus: Annotated[float, Field(ge=0)] = 0.05
+    """Weight of the exploration bonus."""
+    exemplars: Annotated[int, Field(ge=0)] = 2
+    """Solved problems before the prompt of a group without success; 0: no seeding."""
+    exemplar_tokens: PositiveInt = 256
+    """Longest problem with its response that serves as one."""
+    memory: Annotated[int, Field(gt=0, le=1024)] = 64
+    """Solved problems that are remembered."""
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+    _members: dict[int, Member] = PrivateAttr(default_factory=dict)
+    """Of the open round. After a restart its groups are decided again, and are in it again."""
+    _released: dict[int, Decision] = PrivateAttr(default_factory=dict)
+    """What the last round decided and nobody has asked for yet."""
+    _grown: set[int] = PrivateAttr(default_factory=set)
+    """Groups that got samples in a round."""
+    _credit: float = PrivateAttr(default=0.0)
+    """What `share` of the rounds so far left of a whole group."""
+    _solved: dict[int, list[list[int]]] = PrivateAttr(default_factory=dict)
+    """Prompt index -> its prompt, and a right response; the latest last."""
+    _seeded: set[int] = PrivateAttr(default_factory=set)
+
+    def limit(self, size: int) -> int:
+        return max(size, self.largest)
+
+    def half_width(self, spread: float, n: int) -> float:
+        return student_quantile(1 - self.alpha / 2, n - 1) * spread / math.sqrt(n) if n > 1 else math.inf
+
+    def score(self, rewards: Sequence[float], drawn: int) -> float:
+        """Expected drop of the half-width from one more sample, plus the bonus. `drawn`: samples of the round."""
+        n = len(rewards)
+        if n < 2:
+            return math.inf
+        spread = stdev(rewards)
+        drop = self.half_width(spread, n) - self.half_width(spread, n + 1)
+        return drop + self.bonus * math.sqrt(math.log1p(drawn) / n)
+
+    def forget(self, group_id: int) -> None:
+        self._members.pop(group_id, None)
+        self._released.pop(group_id, None)
+        self._seeded.discard(group_id)
+        self._grown.discard(group_id)
+
+    # -- seeding ------------------------------------------------------------------------------------------------
+
+    def _remember(self, group: SampleGroup) -> None:
+        """The group's shortest right response to its own prompt, when it is short enough."""
+        right = [s for s in group.samples if s.reward is not None and s.reward > self.correct]
+        own = [s for s in right if s.status is Status.FINISHED and s.trained_prompt is None]
+        if not own or not self.exemplars:
+            return
+        shortest = min(own, key=lambda s: len(s.response_ids))
+        if len(shortest.prompt_ids) + len(shortest.response_ids) <= self.exemplar_tokens:
+            self._solved.pop(group.prompt_index, None)
+            self._solved[group.prompt_index] = [shortest.prompt_ids, [*shortest.response_ids]]
+            if len(self._solved) > self.memory:
+                del self._solved[next(iter(self._solved))]
+
+    def seeded_prompt(self, group: SampleGroup) -> tuple[int, ...]:
+        """The group's prompt after the solved ones most like it, the most alike last; empty when none is known."""
+        others = [shown for index, shown in self._solved.items() if index != group.prompt_index]
+        own = group.samples[0].prompt_ids
+        nearest = most_alike(own, [prompt for prompt, _ in others], self.exemplars)
+        if not nearest:
+            return ()
+        shown = [i for place in reversed(nearest) for part in others[place] for i in part]
+        return (*shown, *own)
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+
+    def decide(self, group: SampleGroup) -> Decision:
+        group_id = group.group_id
+        if (decided := self._released.pop(group_id, None)) is not None:
+            return decided
+        self._remember(group)
+        if group_id in self._seeded:
+            self._seeded.discard(group_id)
+            return Accept()
+        room = min(self.samples, self.largest - len(group.samples))
+        failed = success_rate(group, self.correct) == 0
+        if failed and room > 0 and (seeded := self.seeded_prompt(group)):
+            self._seeded.add(group_id)
+            self._grown.discard(group_id)
+            return More(room, seeded)
+        self._members[group_id] = Member(rewards_of(group), room, group_id not in self._grown)
+        if sum(m.new for m in self._members.values()) < self.groups:
+            return Hold()
+        self.close_round()
+        return self._released.pop(group_id)
+
+    def waiting(self) -> frozenset[int]:
+        return frozenset(self._members)
+
+    def released(self) -> frozenset[int]:
+        return frozenset(self._released)
+
+    def restart(self) -> None:
+        self._grown |= {g for g, m in self._members.items() if not m.new}
+        self._members, self._released = {}, {}
+
+    def close_round(self) -> None:
+        members, self._members = self._members, {}
+        drawn = sum(len(m.rewards) for m in members.values())
+        self._credit += self.share * sum(m.new for m in members.values())
+        whole = math.floor(self._credit + 1e-9)
+        self._credit = max(0.0, self._credit - whole)
+        open_ones = [
+            g for g, m in members.items() if m.room > 0 and min(m.rewards, default=1) <= self.correct
+        ]
+        open_ones.sort(key=lambda g: -self.score(members[g].rewards, drawn))
+        chosen = set(open_ones[:whole])
+        self._grown = (self._grown - members.keys()) | chosen
+        self._released |= {g: More(m.room) if g in chosen else Accept() for g, m in members.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        solved = [[index, *shown] for index, shown in self._solved.items()]
+        grown = sorted(self._grown | {g for g, m in self._members.items() if not m.new})
+        return {"credit": self._credit, "solved": solved, "seeded": sorted(self._seeded), "grown": grown}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._credit, self._grown = float(state["credit"]), set(state["grown"])
+        self._solved = {index: shown for index, *shown in state["solved"]}
+        self._seeded = set(state["seeded"])

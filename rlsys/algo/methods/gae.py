@@ -1,0 +1,125 @@
+"""Generalised advantage estimation: by token or by turn, with one lambda for all or one for each length.
+
+Shapes: T packed tokens, K timesteps of trained tokens (a token each, or a turn each), S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.methods.token_advantages import Unit, last_token, turn_ends, whiten_tokens
+from rlsys.algo.reduction import Reduce
+from rlsys.algo.segments import discounted_suffix_sum, sum_by
+
+
+def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, within each sequence; `[T]`.
+
+    Generalised advantage estimation (Schulman et al. 2016, eq. 16). V after the last token is 0. `lam`: one number,
+    or `[T]`, the same for all tokens of a sequence.
+    """
+    following = torch.zeros_like(values)
+    following[:-1] = torch.where(ids[1:] == ids[:-1], values[1:], torch.zeros_like(values[1:]))
+    return discounted_suffix_sum(rewards + gamma * following - values, ids, gamma * lam)
+
+
+class Timesteps(NamedTuple):
+    """What GAE steps over. `of` `[trained tokens]`: the timestep of each; `first` likewise, bool: it begins one."""
+
+    of: Tensor
+    first: Tensor
+
+
+def timesteps(part: Batch, unit: Literal["token", "turn"]) -> Timesteps:
+    """Each trained token by itself, or each run of them: what others wrote, a tool's answer say, ends a turn."""
+    place, ids = part.keep.nonzero().flatten(), part.ids[part.keep]
+    first = torch.ones_like(place, dtype=torch.bool)
+    if unit == "turn":
+        first[1:] = (place[1:] != place[:-1] + 1) | (ids[1:] != ids[:-1])
+    return Timesteps(first.long().cumsum(0) - 1, first)
+
+
+class Gae(Advantage):
+    """PPO's advantages from a critic: GAE(gamma, lambda), whitened over all tokens; the reward is on the last token.
+
+    Also sets the critic's targets, returns = advantage + value, for the loss term `value`.
+
+    `timestep: turn` (AReaL) makes each of the policy's turns one step: its reward is the sum over its tokens, its
+    value is the one at its first token, and all its tokens have its advantage and its return. `alpha` (VAPO) makes
+    lambda grow with the response: 1 - 1 / (alpha l), at least 0, where l counts the response's timesteps.
+    `critic_lam` (VAPO, VC-PPO) gives the critic's targets a lambda of their own; 1 makes them plain returns.
+    """
+
+    paper: ClassVar[str] = (
+        "High-dimensional continuous control using GAE (Schulman et al. 2016), eq. 16; VAPO (arXiv 2504.05118)"
+    )
+    evidence: ClassVar[str] = "R"
+    gamma: Unit = 1.0
+    """Discount per timestep."""
+    lam: Unit = 0.95
+    """Share of the longer-sighted estimate."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """Lambda is 1 - 1 / (alpha l) instead of `lam` (VAPO: 0.05 for responses of thousands of tokens)."""
+    critic_lam: Unit | None = None
+    """Lambda of the critic's targets; that of the advantages when not given."""
+    timestep: Literal["token", "turn"] = "token"
+    """What gamma and lambda count: tokens, or turns between which others write."""
+    rewards: Literal["response", "turns"] = "response"
+    """What is rewarded: the response, on its last token, or each turn on its own."""
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference, on each token's reward."""
+    whiten: bool = True
+    """Whiten over all tokens of the step."""
+
+    def needs(self) -> frozenset[str]:
+        needs = {"values"} | ({"old", "ref"} if self.beta else set())
+        return frozenset(needs | ({"turn_rewards"} if self.rewards == "turns" else set()))
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return samples.reward
+
+    def per_token(
+        self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
+    ) -> list[Tensor]:
+        out = []
+        for part in parts:
+            rewards = self._rewards(part, advantages, samples)
+            if self.beta:
+                rewards = rewards - self.beta * part.masked(part.signal("old") - part.signal("ref"))
+            estimate, part.returns = self._estimate(part, rewards)
+            out.append(estimate)
+        return whiten_tokens(out, parts, reduce) if self.whiten else out
+
+    def _rewards(self, part: Batch, advantages: Tensor, samples: Samples) -> Tensor:
+        """On the tokens that have them, `[T]`."""
+        if self.rewards == "response":
+            return torch.where(last_token(part), part.expand(advantages), torch.zeros_like(part.mu))
+        table = samples.column("turn_rewards").to(part.mu)
+        of_turn = table[part.rows.to(table.device)[part.ids], part.signal("turns").clamp(min=0)]
+        return torch.where(turn_ends(part), of_turn, torch.zeros_like(part.mu))
+
+    def _estimate(self, part: Batch, rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages and the critic's targets, `[T]`; 0 where masked."""
+        steps, keep = timesteps(part, self.timestep), part.keep
+        values = part.signal("values").detach()[keep][steps.first]
+        ids = part.ids[keep][steps.first]
+        summed = sum_by(rewards[keep], steps.of, len(ids))
+        lam = self._lambda(ids, part.sequences).to(values)
+        found = gae(summed, values, ids, self.gamma, lam)
+        aims = found if self.critic_lam is None else gae(summed, values, ids, self.gamma, self.critic_lam)
+        spread = [torch.zeros_like(part.mu).masked_scatter(keep, x[steps.of]) for x in (found, aims + values)]
+        return spread[0], spread[1]
+
+    def _lambda(self, ids: Tensor, sequences: int) -> Tensor:
+        """`[K]`."""
+        if self.alpha is None:
+            return torch.full(ids.shape, self.lam, dtype=torch.float64, device=ids.device)
+        lengths = torch.bincount(ids, minlength=sequences).double()[ids]
+        return (1 - 1 / (self.alpha * lengths)).clamp(min=0)

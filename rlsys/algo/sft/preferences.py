@@ -1,0 +1,265 @@
+"""Losses on whole answers that people or rules compared: DPO and its kin. Pure: log-probs in, one loss out.
+
+`rlsys sft` calls them with all answers of a step at once; their gradients go back through the answers' log-probs
+(rlsys/trainer/sft/preference.py). Losses without a reference, of single answers and of reward models are in
+rlsys/algo/sft/more_preferences.py. TRL's DPOTrainer computes the same (tests/unit/algo/test_preference_parity.py).
+
+Shapes: S answers, B pairs of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlsys.algo.plugin import Plugin
+
+Beta = Annotated[float, Field(gt=0)]
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """All answers of one optimizer update, `[S]`.
+
+    `logp`: sum over an answer's trained tokens, with gradient; `ref`: the same of the first weights; `tokens`: how
+    many there are. `pair`: the number of its pair, the same for two answers; `liked`: the better one of its pair, or
+    one marked as good. `margin`: by how much, where somebody said it. `drift`: logp - ref of answers to other prompts
+    than their own. `value`: of a reward model, with gradient.
+    """
+
+    logp: Tensor
+    tokens: Tensor
+    pair: Tensor
+    liked: Tensor
+    margin: Tensor
+    ref: Tensor | None = None
+    drift: Tensor | None = None
+    value: Tensor | None = None
+
+    @cached_property
+    def gain(self) -> Tensor:
+        """logp - ref, `[S]`."""
+        assert self.ref is not None, "the loss says in `needs` that it needs ref"
+        return self.logp - self.ref
+
+    def chosen(self, values: Tensor) -> Tensor:
+        """Of the better answers, `[S]` -> `[B]`, in the order of the pairs."""
+        return values[self._places(self.liked)]
+
+    def rejected(self, values: Tensor) -> Tensor:
+        return values[self._places(~self.liked)]
+
+    def _places(self, which: Tensor) -> Tensor:
+        places = which.nonzero().flatten()
+        return places[self.pair[places].argsort()]
+
+
+class Preference(Plugin):
+    """A loss on whole answers."""
+
+    rows: ClassVar[Literal["pairs", "labels"]] = "pairs"
+    """What it compares: two answers to a prompt, or answers that are marked as good or bad."""
+    mismatched: ClassVar[bool] = False
+    """Whether it needs `drift`."""
+
+    def __call__(self, answers: Answers) -> Tensor:
+        """The mean over pairs, or answers."""
+        raise NotImplementedError
+
+    def rewards(self, answers: Answers) -> Tensor:
+        """How good the trained model finds each answer, `[S]`, for metrics."""
+        if answers.value is not None:
+            return answers.value.detach()
+        return (answers.logp if answers.ref is None else answers.gain).detach()
+
+
+class WithReference(Preference):
+    """The reward of an answer is beta times its gain over the first weights' log-prob."""
+
+    beta: Beta = 0.1
+    """How much a nat of gain is worth; the larger, the closer the model stays to its first weights."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"ref"})
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return self.beta * answers.gain.detach()
+
+    def gaps(self, answers: Answers) -> Tensor:
+        """beta times the chosen gain minus the rejected one, `[B]`."""
+        return self.beta * (answers.chosen(answers.gain) - answers.rejected(answers.gain))
+
+    def gains_per_token(self, answers: Answers) -> Tensor:
+        """Chosen minus rejected, each by its length, `[B]`."""
+        mean = answers.gain / answers.tokens.clamp(min=1)
+        return answers.chosen(mean) - answers.rejected(mean)
+
+
+class Dpo(WithReference):
+    """Direct preference optimisation: -log sigmoid of the gap between the rewards of the two answers."""
+
+    paper: ClassVar[str] = "Direct Preference Optimization (Rafailov et al. 2023), eq. 7"
+    evidence: ClassVar[str] = "R"
+
+    def __call__(self, answers: Answers) -> Tensor:
+        return -logsigmoid(self.gaps(answers)).mean()
+
+
+class RobustDpo(WithReference):
+    """DPO for pairs of which a known share is the wrong way round; unbiased for the pairs without mistakes."""
+
+    paper: ClassVar[str] = "Provably Robust DPO (Chowdhury et al. 2024)"
+    evidence: ClassVar[str] = "R"
+    wrong: Smoothing = 0.1
+    """Share of pairs that are the wrong way round."""
+
+    def __call__(self, answers: Answers) -> Tensor:
+        gap = self.gaps(answers)
+        loss = -(1 - self.wrong) * logsigmoid(gap) + self.wrong * logsigmoid(-gap)
+        return (loss / (1 - 2 * self.wrong)).mean()
+
+
+class DpoNorm(WithReference):
+    """DPO with gains per token, so that longer answers do not count more."""
+
+    paper: ClassVar[str] = "Tulu 3 (Lambert et al. 2024), length-normalised DPO"
+    evidence: ClassVar[str] = "R"
+    beta: Beta = 5.0
+    """How much a nat of gain per token is worth."""
+
+    def __call__(self, answers: Answers) -> Tensor:
+        return -logsigmoid(self.beta * self.gains_per_token(answers)).mean()
+
+
+class Ipo(WithReference):
+    """Identity preference optimisation: the gain per token of the better answer leads by 1 / (2 beta), no further."""
+
+    paper: ClassVar[str] = "A General Theoretical Paradigm (Azar et al. 2023), eq. 17"
+    evidence: ClassVar[str] = "R"
+
+    def __call__(self, answers: Answers) -> Tensor:
+        return ((self.gains_per_token(answers) - 1 / (2 * self.beta)) ** 2).mean()
+
+
+class Hinge(WithReference):
+    """SLiC's hinge on the gap of the rewards: no gradient once it is 1."""
+
+    paper: ClassVar[str] = "SLiC-HF (Zhao et al. 2023); RSO (Liu et al. 2023)"
+    evidence: ClassVar[str] = "R"
+
+    def __call__(self, answers: Answers) -> Tensor:
+        return torch.relu(1 - self.gaps(answers)).mean()
+
+
+class Exo(WithReference):
+    """EXO for pairs: reverse KL from the model's choice between the two answers to the person's."""
+
+    paper: ClassVar[str] = "Towards Efficient Exact Optimization (Ji et al. 2024), eq. 16"
+    evidence: ClassVar[str] = "R"
+    smoothing: Annotated[float, Field(gt=0, lt=0.5)] = 1e-3
+    """Share of people who would choose the other answer."""
+
+    def __call__(self, answers: Answers) -> Tensor:
+        gap = self.gaps(answers)
+        wins, loses = logsigmoid(gap), logsigmoid(-gap)
+        e = torch.tensor(self.smoothing, dtype=gap.dtype)
+        return (wins.exp() * (wins - torch.log1p(-e)) + loses.exp() * (loses - e.log())).mean()
+
+
+class Nca(WithReference):
+    """Noise contrastive alignment: the better answer's reward rises by itself, not only above the other's."""
+
+    paper: ClassVar[str] = "Noise Contrastive Alignment (Chen et al. 2024)"
+    evidence: ClassVar[str] = "R"
+
+    def __call__(self, answers: Answers) -> Tensor:
+        rewards = self.beta * answers.gain
+        good, bad = answers.chosen(rewards), answers.rejected(rewards)
+        return (-logsigmoid(good) - 0.5 * logsigmoid(-good) - 0.5 * logsigmoid(-bad)).mean()
+
+
+class Bco(WithReference):
+    """Binary classifier optimisation on pairs: one answer's reward up, the other's down."""
+
+    paper: ClassVar[str] = "Binary Classifier Optimization (Jung et al. 2024)"
+    evidence: ClassVar[str] = "R"
+
+    def __call__(self, answers: Answers) -> Tensor:
+        rewards = self.beta * answers.gain
+        return (-logsigmoid(answers.chosen(rewards)) - logsigmoid(-answers.rejected(rewards))).mean()
+
+
+class Sppo(WithReference):
+    """Self-play preference optimisation with certain winners: gains of +1/(2 beta) and -1/(2 beta)."""
+
+    paper: ClassVar[str] = "SPPO (Wu et al. 2024), eq. 4.7"
+    evidence: ClassVar[str] = "R"
+
+    def __call__(self, answers: Answers) -> Tensor:
+        good, bad = answers.chosen(answers.gain), answers.rejected(answers.gain)
+        return ((good - 0.5 / self.beta) ** 2 + (bad + 0.5 / self.beta) ** 2).mean()
+
+
+class Aot(WithReference):
+    """Alignment by optimal transport: gains are compared sorted, the best with the best; of the whole update, where
+    TRL sorts the pairs of each device."""
+
+    paper: ClassVar[str] = "Distributional Preference Alignment via Optimal Transport (Melnyk et al. 2024)"
+    evidence: ClassVar[str] = "R"
+    paired: bool = True
+    """Sort the leads of the pairs. false: sort chosen and rejected gains by themselves (TRL: aot_unpaired)."""
+    wrong: Smoothing = 0.0
+    """Share of pairs that are the wrong way round."""
+
+    def __call__(self, answers: Answers) -> Tensor:
+        assert answers.ref is not None
+        if self.paired:
+            leads = (answers.chosen(x) - answers.rejected(x) for x in (answers.logp, answers.ref))
+        else:
+            leads = (part(answers.gain) for part in (answers.chosen, answers.rejected))
+        ours, theirs = (x.sort().values for x in leads)
+        gap = self.beta * (ours - theirs)
+        return (-logsigmoid(gap) * (1 - self.wrong) - logsigmoid(-gap) * self.wrong).mean()
+
+
+class ApoZero(WithReference):
+    """Anchored preference optimisation for answers better than the model's own: chosen up, rejected down."""
+
+    paper: ClassVar[str] = "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 7"
+    evidence: ClassVar[str] = "R"
+
+    def __call__(self, answers: Answers) -> Tensor:
+        share = torch.sigmoid(self.beta * answers.gain)
+        return (1 - answers.chosen(share) + answers.rejected(share)).mean()
+
+
+class ApoDown(WithReference):
+    """Anchored preference optimisation for answers worse than the model's own: both down, the rejected one more."""
+
+    paper: ClassVar[str] = "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 8"
+    evidence: ClassVar[str] = "R"
+
+    def __call__(self, answers: Answers) -> Tensor:
+        good = torch.sigmoid(self.beta * answers.chosen(answers.gain))
+        return (good + 1 - torch.sigmoid(self.gaps(answers))).mean()
+
+
+class DiscoPop(WithReference):
+    """DiscoPOP, a loss that a language model found: between DPO's and an exponential one, by the gap itself."""
+
+    paper: ClassVar[str] = "Discovering Preference Optimization Algorithms (Lu et al. 2024), eq. 5"
+    evidence: ClassVar[str] = "R"
+    tau: Annotated[float, Field(gt=0)] = 0.05
+    """How sharply it goes over from one to the other."""
+
+    def __call__(self, answers: Answers) -> Tensor:
+        gap = self.gaps(answers)
+        exponential = torch.sigmoid(gap / self.tau)
+        return (-logsigmoid(gap) * (1 - exponential) + torch.exp(-gap) * exponential).mean()

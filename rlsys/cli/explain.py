@@ -1,0 +1,175 @@
+"""`rlsys explain`: what a config comes to, on one screen. Starts nothing, and needs no weights."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from launch.describe import describe_arithmetic, describe_idle, describe_parts, describe_plan
+from launch.diagram import Fold, draw, fold
+from launch.plan import LaunchPlan, Node, Ports, build_plan
+from rlsys.config import Config, add_config, dump_config, load_config
+from rlsys.core.errors import UserError
+from rlsys.core.machines import machines
+from rlsys.engine.launch_args import engine_command, have_cuda
+from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
+from rlsys.obs.metrics import read_metrics
+from rlsys.obs.otlp import check_spans
+from rlsys.planner.capacity import describe_capacity
+from rlsys.planner.duration import estimated, measured
+from rlsys.planner.layout import lay_out
+from rlsys.planner.memory import Fact, describe_memory, odd_sizes
+from rlsys.planner.model_preflight import check_tensors, read_model
+from rlsys.planner.traffic import describe_intake
+from rlsys.viewer.trackers.tracker import check_trackers
+
+Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+_LABEL = 20
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What is told, by heading; `odd`: what is worth a second look."""
+
+    title: str
+    parts: list[tuple[str, list[Fact]]]
+    folds: list[Fold]
+    gpus_per_node: int
+    odd: list[str]
+
+
+def add_explain(add: Add) -> None:
+    sub = add(
+        "explain", explain, "show what a config comes to: what will run, how large, how long, what is odd"
+    )
+    add_config(sub)
+    sub.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of one GPU; 80")
+    sub.add_argument("--config", action="store_true", dest="whole", help="print the resolved config instead")
+    sub.add_argument("--commands", action="store_true", help="print every process of every node instead")
+
+
+def explain(args: argparse.Namespace) -> int:
+    if not 0 < args.gpu_memory < math.inf:
+        raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
+    from rlsys.cli.preflight import check_start  # imports torch
+
+    config = load_config(args.config, args.overrides)
+    screen, plan = describe_run(config, args.gpu_memory)
+    check_trackers(config.run.trackers)
+    check_spans(config.run.spans)
+    notes = check_start(config)
+    if args.whole or args.commands:
+        told = [dump_config(config)] * args.whole + [describe_commands(config, plan)] * args.commands
+        print("\n".join(told))
+        for note in notes:
+            print(f"rlsys: note: {note}", file=sys.stderr)
+        return 0
+    screen.odd.extend(notes)
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(in_colours(screen))
+    else:
+        print(in_plain(screen))
+    return 0
+
+
+def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
+    """What `explain` tells but for what `check_start` finds, and the processes. Raises UserError."""
+    from rlsys.algo.no_effect import describe_passes  # imports torch
+
+    passes = [("" if i else "log-prob passes", line) for i, line in enumerate(describe_passes(config))]
+    sizes, odd = describe_arithmetic(config), []
+    if config.model.path.exists():
+        hf = read_model(config)
+        check_tensors(config, hf)
+        sizes += describe_memory(config, hf)
+        odd += odd_sizes(config, hf, gpu_gb)
+        intake, too_much = describe_intake(config, hf)
+        capacity = describe_capacity(config, hf, machines()["h100"])
+        sizes, odd = sizes + intake + capacity, odd + too_much
+        duration = estimated(config, hf)
+    else:
+        duration = "not known without the model's config.json"
+        odd.append(
+            f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory"
+        )
+    plan, layout = made_up_plan(config), lay_out(config)  # of a layout that the model has been held against
+    odd += describe_idle(config, plan)
+    if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
+        odd.append("no GPU: launch.release_memory frees nothing")
+    others = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]
+    return Screen(
+        title=f"run {config.run.dir}",
+        parts=[
+            ("what", [*describe_parts(config), *passes]),
+            ("size", sizes),
+            ("time", [("duration", _past(config) or duration)]),
+        ],
+        folds=fold(layout, others, config.launch.nodes),
+        gpus_per_node=config.launch.gpus_per_node,
+        odd=odd,
+    ), plan
+
+
+def made_up_plan(config: Config) -> LaunchPlan:
+    """With the names and addresses that a scheduler would give."""
+    first, engines = config.engine.port, config.engine.count
+    ports = Ports([first + i if first else 0 for i in range(engines)], 0, (0,) * engines)
+    nodes = [Node("localhost")]
+    if config.launch.nodes > 1:
+        nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
+    return build_plan(config, lay_out(config), nodes, ports, engine_command)
+
+
+def _past(config: Config) -> str | None:
+    """Of a run that has begun."""
+    if not (config.run.dir / METRICS_FILE).is_file():
+        return None
+    metrics = read_metrics(config.run.dir)
+    left = max(0, config.trainer.steps - metrics.last_step)
+    return measured([s["time_step"] for s in metrics.steps if s.get("time_step")], left)
+
+
+def describe_commands(config: Config, plan: LaunchPlan) -> str:
+    told = [describe_plan(plan)]
+    if not config.engine.port:
+        told.append("(port 0: a free one is chosen at the start)")
+    if config.launch.gpus_per_node and not have_cuda():
+        told.append(
+            "(there is no GPU here: on a node that has them, engines get their arguments without --device cpu)"
+        )
+    return "\n".join(told)
+
+
+def in_plain(screen: Screen) -> str:
+    """One fact a line, never wrapped: for a pipe or a file."""
+    lines = [screen.title]
+    for title, facts in screen.parts:
+        lines += ["", title, *(f"  {label:<{_LABEL}} {text}" for label, text in facts)]
+    lines += ["", "where", *(f"  {line.plain.rstrip()}" for line in draw(screen.folds, screen.gpus_per_node))]
+    lines += ["", "odd", *(f"  {line}" for line in screen.odd or ["nothing"])]
+    return "\n".join(lines)
+
+
+def in_colours(screen: Screen) -> Group:
+    """The same for a terminal: wrapped, with colours."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for title, facts in screen.parts:
+        for i, (label, text) in enumerate(facts):
+            table.add_row(Text("" if i else title, style="bold cyan"), label, Text(text))
+    where = Group(*draw(screen.folds, screen.gpus_per_node))
+    table.add_row(Text("where", style="bold cyan"), "nodes and GPUs", where)
+    for i, line in enumerate(screen.odd or ["nothing"]):
+        style = "yellow" if screen.odd else "green"
+        table.add_row(Text("" if i else "odd", style="bold yellow"), "", Text(line, style=style))
+    return Group(Text(screen.title, style="bold"), table)

@@ -1,0 +1,128 @@
+"""`rlsys import verl|slime SCRIPT`: a launch script or YAML of theirs becomes a config of ours.
+
+Exit code 0: all that decides the method is translated. 3: something is missing or has no counterpart, and is listed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rlsys.config import load_config
+from rlsys.core.errors import UserError
+from rlsys.core.yaml_text import parse_yaml
+from rlsys.data.rows import MEDIA
+from rlsys.importers import slime, verl
+from rlsys.importers.draft import Draft, OtherRun, Row, as_yaml
+from rlsys.importers.rows import media_of, rows_of
+from rlsys.importers.shell import MAX_SCRIPT
+from rlsys.importers.sizes import put_held_out
+from rlsys.rewards import REWARDS
+
+Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+READERS = {"verl": verl, "slime": slime}
+INCOMPLETE = OtherRun.exit_code
+_LONGEST = 8 * MAX_SCRIPT
+"""Characters of a file that is read; a config of verl with all its defaults has 30,000."""
+
+
+def add_import(add: Add) -> None:
+    sub = add("import", import_script, "translate a launch script or YAML of verl or slime")
+    sub.add_argument("framework", choices=sorted(READERS), help="whose it is")
+    sub.add_argument("script", type=Path, metavar="SCRIPT", help="bash script, or YAML file")
+    sub.add_argument(
+        "--out", type=Path, metavar="FILE", help="new config; SCRIPT's name with .yaml when not given"
+    )
+
+
+def import_script(args: argparse.Namespace) -> int:
+    out = args.out or Path(f"{args.script.stem}.yaml")
+    if out.exists():
+        raise UserError(f"{out}: is there already; --out names another file")
+    draft = translated(args.framework, args.script)
+    _write(out, as_yaml(draft, args.script.name))
+    try:
+        load_config(out, [])
+    except UserError as e:
+        if draft.complete:  # else a field that was left out may be all that is wrong
+            draft.missing.append(Row("", "", f"the config does not load: {e}"))
+            _write(out, as_yaml(draft, args.script.name))
+    tell(draft, out)
+    return 0 if draft.complete else INCOMPLETE
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{out}: {e.strerror}") from None
+
+
+def translated(framework: str, script: Path) -> Draft:
+    """Translate a file of theirs.
+
+    Raises:
+        UserError: the file is not theirs, or a value is of the wrong kind.
+        OtherRun: the file starts no RL run.
+    """
+    try:
+        with script.open(encoding="utf-8") as file:
+            text = file.read(_LONGEST + 1)
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{script}: {getattr(e, 'strerror', None) or 'not a text file'}") from None
+    if len(text) > _LONGEST:
+        raise UserError(f"{script}: has more than {_LONGEST:,} characters; expected a script or a config")
+    reader, data = READERS[framework], None
+    if script.suffix in (".yaml", ".yml"):
+        data = parse_yaml(text, str(script))
+        if not isinstance(data, dict):
+            raise UserError(f"{script}: expected a mapping of settings, found {type(data).__name__}")
+    try:
+        settings = reader.settings_of(text, data, dict(os.environ), script.absolute())
+        draft = reader.translate(settings, REWARDS)
+    except UserError as e:
+        raise type(e)(f"{script}: {e}") from None
+    _put_eval(draft)
+    return draft
+
+
+def _put_eval(draft: Draft) -> None:
+    """The numbers of held-out prompts, and what the rows have beside text."""
+    params = draft.read("data.params", {})
+    held, path = params.get("heldout_path"), params.get("path")
+    rows = rows_of(held or path)
+    if rows is not None and held is None:
+        rows = max(1, rows // 16)  # one row in eight is held out, less to be sure
+    put_held_out(draft, held or path, rows)
+    for chosen in draft.read("eval.sets", []):
+        set_path = chosen.get("data", {}).get("params", {}).get("heldout_path", held)
+        chosen["prompts"] = min(128, rows_of(set_path) or 30)
+    if column := media_of(path, MEDIA):
+        draft.refused.append(Row("data", str(path), f"its rows have `{column}`; prompts here are text"))
+
+
+def tell(draft: Draft, out: Path) -> None:
+    """Print what became of each setting, one a line: tables would cut paths where nobody sees them."""
+    for title, rows in (
+        ("translated", draft.mapped),
+        ("default here", draft.defaults),
+        ("NOT translated, changes the method", draft.refused),
+        ("MISSING", draft.missing),
+    ):
+        if rows:
+            print(f"{title}:")
+            for row in rows:
+                print(f"  {' '.join(str(row).split())}")
+    if draft.speed:
+        names = ", ".join(row.theirs for row in draft.speed)
+        print(f"warning: no counterpart, changes speed, memory or logging: {names}")
+    for line in draft.odd:
+        print(f"look at: {line}")
+    if draft.complete:
+        print(f"{out}: written; next: rlsys explain {out}")
+    else:
+        print(
+            f"{out}: written, but not complete: {len(draft.missing)} missing, {len(draft.refused)} not translated"
+        )

@@ -1,0 +1,409 @@
+"""The command `rlsys`. A mistake ends in one line `rlsys: error: ...` and exit code 2; a failed run in 1."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.backends import Backend, open_backend
+from launch.commands import add_commands, must_be_run
+from launch.console import Display
+from launch.exporter import run_plan
+from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan
+from launch.ports import choose_ports
+from launch.process import RoleFailed
+from launch.readiness import PortTaken
+from launch.requeue import check_folder, may_requeue
+from launch.rundir import open_run_dir
+from launch.stops import NodeLost, Stopped, StopSignals
+from rlsys.agents.command import add_meet
+from rlsys.cli.engines import add_engines
+from rlsys.cli.explain import add_explain
+from rlsys.cli.import_script import add_import
+from rlsys.cli.models import add_model_commands, find_subject
+from rlsys.cli.project import add_own
+from rlsys.cli.view import add_look, followed_by_trackers
+from rlsys.config import Config, add_config, load_config
+from rlsys.config.precision import check_device, device_capability
+from rlsys.core.errors import RlsysError, UserError
+from rlsys.data.pin import pin_data
+from rlsys.engine.launch_args import engine_command
+from rlsys.gateway.command import add_router
+from rlsys.importers.explain import told_of_options
+from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
+from rlsys.obs.metrics import read_metrics
+from rlsys.obs.otlp import check_spans
+from rlsys.obs.progress import evaluation_lines, make_progress
+from rlsys.obs.report import summary_table, write_report
+from rlsys.obs.summary import summarise
+from rlsys.obs.symptoms import sentence
+from rlsys.planner.command import add_plan
+from rlsys.planner.layout import lay_out
+from rlsys.planner.model_preflight import check_model
+from rlsys.rehearse.command import add_rehearse
+from rlsys.rehearse.trial import check_build
+from rlsys.tenants.command import add_tenants, key_lines, read_options
+from rlsys.viewer.trackers.tracker import check_trackers
+
+
+def train(args: argparse.Namespace) -> int:
+    """Start or continue a run, and report it."""
+    from rlsys.rollout.preflight import check_names
+
+    config = pin_data(load_config(args.config, args.overrides))
+    check_model(config)
+    check_sinks(config)
+    check_names(config)
+    if config.launch.backend == "local":  # other nodes say it themselves
+        found = importlib.util.find_spec("transformer_engine") is not None
+        check_device(config, device_capability(), found)
+    layout = lay_out(config)
+
+    def plan(backend: Backend) -> LaunchPlan:
+        ports = choose_ports(config, layout, backend.free_ports)
+        return build_plan(config, layout, backend.nodes, ports, engine_command)
+
+    supervise(config, plan, functools.cache(lambda: check_plugins(config)))
+    show_report(config.run.dir)
+    return 0
+
+
+def sft(args: argparse.Namespace) -> int:
+    """Learn from answers that are there (docs/sft.md); the quickstart's checkpoint was made so."""
+    config = load_config(args.config, args.overrides)
+    check_model(config)
+    layout = lay_out(config)
+    supervise(
+        config,
+        lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports)),
+        functools.cache(lambda: check_build(config)),
+    )
+    print(f"model: {config.run.dir / 'model'}")
+    return 0
+
+
+def tenants(args: argparse.Namespace) -> int:
+    """Serve Tinker's protocol to several clients that train adapters on one model (docs/tenants.md)."""
+    options = read_options(args)
+    config = options.config
+    check_model(config)
+    layout = lay_out(config)
+
+    def plan(backend: Backend) -> LaunchPlan:
+        for line in key_lines(config.run.dir, options):
+            print(f"rlsys: {line}", flush=True)
+        ports = choose_ports(config, layout, backend.free_ports)
+        return build_tenants_plan(config, layout, backend.nodes, ports, engine_command, options.arguments)
+
+    supervise(config, plan, functools.cache(lambda: check_build(config)))
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Of a config's model, a folder, or a run's checkpoint: the held-out prompts, and eval.sets."""
+    subject = find_subject(args.target, args.checkpoint, args.overrides)
+    with subject.served() as config:
+        check_model(config)
+        layout = lay_out(config)
+
+        def plan(backend: Backend) -> LaunchPlan:
+            ports = choose_ports(config, layout, backend.free_ports)
+            return build_asking_plan(config, layout, backend.nodes, ports, engine_command, "evaluation")
+
+        supervise(config, plan, aside=args.json)
+    found = read_metrics(config.run.dir).evals[-1]
+    told = {"model": subject.name, **{k: v for k, v in found.items() if k not in ("kind", "step", "time")}}
+    print(json.dumps(told, indent=2) if args.json else "\n".join(evaluation_lines(told)))
+    return 0
+
+
+def supervise(
+    config: Config,
+    make_plan: Callable[[Backend], LaunchPlan],
+    check: Callable[[], None] = lambda: None,
+    *,
+    aside: bool = False,
+) -> None:
+    """Run the plan's processes under the live display until they are done; lost nodes and ports are replaced.
+
+    `check`: the Supervisor's, asked at every start of the plan. `aside`: the display goes to stderr, because stdout
+    is for a program to read.
+    """
+    console = Console(stderr=aside)
+    check_folder(config.run.dir)
+    with (
+        StopSignals().listening() as stop,
+        open_run_dir(config, lambda text: console.print(f"rlsys: {text}", highlight=False)) as run_dir,
+        contextlib.closing(open_backend(config, run_dir.lock_fd)) as backend,
+        make_progress(config.trainer.steps, f"rlsys {config.run.dir}", console) as display,
+        followed_by_trackers(config, lambda text: console.print(f"rlsys: {text}", highlight=False)),
+    ):
+        losses, reached = 0, -1
+        while True:
+            try:
+                run_plan(config, make_plan(backend), backend, run_dir, display, stop, check)
+                return
+            except NodeLost as lost:
+                step = read_metrics(run_dir.path).last_step if (run_dir.path / METRICS_FILE).is_file() else 0
+                losses, reached = (1, step) if step > reached else (losses + 1, reached)
+                if losses > config.launch.max_restarts:  # without a train step between them
+                    raise
+                display.phase(f"{lost.names} gone; others are to take their places")
+                if not backend.replace_nodes(lambda: stop.count > 0):
+                    ask_for_another_session(config, run_dir.path, backend, display)
+                    raise
+            except PortTaken as taken:
+                if config.engine.port:
+                    raise UserError(
+                        f"engine.port = {config.engine.port}: {taken}; 0 finds free ports"
+                    ) from None
+                if losses > config.launch.max_restarts:
+                    raise
+                display.phase(f"{taken}; trying other ports")
+            except Stopped as stopped:
+                if stopped.number == signal.SIGUSR1 or backend.preempted():
+                    ask_for_another_session(config, run_dir.path, backend, display)
+                raise
+
+
+def ask_for_another_session(config: Config, run: Path, backend: Backend, display: Display) -> None:
+    """Have the scheduler start the same command again, unless too many sessions in a row brought nothing."""
+    most = config.launch.max_restarts
+    if may_requeue(run, progress(run), most):
+        backend.requeue()
+    else:
+        display.phase(f"no requeue: {most} in a row brought nothing (launch.max_restarts)")
+
+
+def progress(run: Path) -> int:
+    """Tokens in the ledger of a run that has stopped; without one, its train steps."""
+    from rlsys.ledger.reader import RunReader
+
+    try:
+        return sum(RunReader(run).ledger().tokens.values())
+    except UserError:  # nothing was generated: fine-tuning, or not begun
+        return read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
+
+
+def show_report(run_dir: Path) -> None:
+    console = Console()
+    write_report(run_dir)
+    metrics = read_metrics(run_dir)
+    console.print(summary_table(run_dir, summarise(metrics)))
+    for warning in metrics.warnings:
+        told = f"warning, step {warning['step']}: {sentence(warning)}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {run_dir / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def check_plugins(config: Config) -> None:
+    """Raises UserError for a run that would not start; tells what is worth knowing of it."""
+    from rlsys.cli.preflight import check_start  # imports torch
+
+    check_sinks(config)
+    for line in check_start(config):
+        print(f"rlsys: note: {line}", file=sys.stderr)
+
+
+def build_the_quickstarts_trainer() -> None:
+    """Raises UserError when the installed packages cannot build it."""
+    check_build(load_config(Path("quickstart"), []))
+
+
+def check_sinks(config: Config) -> None:
+    """Raises UserError for a tracker or a receiver of spans that cannot be used."""
+    check_trackers(config.run.trackers)
+    check_spans(config.run.spans)
+
+
+def report(args: argparse.Namespace) -> int:
+    """Make the report of a run again."""
+    must_be_run(args.run)
+    if args.json:
+        print(json.dumps(summarise(read_metrics(args.run)), indent=2))
+    else:
+        show_report(args.run)
+    return 0
+
+
+def ledger(args: argparse.Namespace) -> int:
+    """Print a run's ledger and check it: RunError (exit code 1) when it does not add up."""
+    from rlsys.ledger.ledger import check
+    from rlsys.ledger.reader import RunReader
+
+    must_be_run(args.run)
+    found = RunReader(args.run).ledger()
+    if args.json:
+        print(json.dumps(found.figures(), indent=2))
+    else:
+        Console().print(ledger_table(found.figures()))
+    check(found)
+    return 0
+
+
+def live_status(run: Path) -> dict[str, Any] | None:
+    """What a run's coordinator says of itself; None when there is none."""
+    from rlsys.ledger.reader import RunReader
+
+    return RunReader(run).status()
+
+
+def ledger_table(figures: dict[str, int | dict[str, int]]) -> Table:
+    """Figures by state: the plain ones count groups, or what their row says."""
+    samples, tokens = figures["samples"], figures["tokens"]
+    assert isinstance(samples, dict) and isinstance(tokens, dict)
+    units = {"parked": "samples", "in_flight": "samples", "lost": "tokens"}
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "groups", "samples", "tokens"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, value in figures.items():
+        if isinstance(value, int):
+            own = {units.get(name, "groups"): value}
+            own |= {"samples": samples[name], "tokens": tokens[name]} if name in samples else {}
+            cells = (f"{own[u]:,}" if u in own else "" for u in ("groups", "samples", "tokens"))
+            table.add_row(name.replace("_", " "), *cells)
+    return table
+
+
+def algo(args: argparse.Namespace) -> int:
+    """List the algorithms that a config can name, or show one."""
+    from rlsys.algo.catalogue import render_list, render_show
+
+    print(render_show(args.name) if args.name is not None else render_list())
+    return 0
+
+
+def check_algo(args: argparse.Namespace) -> int:
+    """Try whether a plug-in keeps what all of its kind promise."""
+    from rlsys.algo.contract import kind_of, known_kind, promises
+
+    config = load_config(args.config, args.overrides)
+    kind = kind_of(args.name) if args.kind is None else known_kind(args.kind)
+    for line in promises(config, kind, args.name):
+        print(f"ok  {line}")
+    return 0
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with a mistake told in our one line, and overrides on either side of options."""
+
+    _mixing = False
+
+    def __init__(self, **settings: Any) -> None:
+        # --token would be taken for --token-file, and a secret be told as a file that is not there.
+        super().__init__(**settings, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """By itself argparse gives the first row of words to all positionals, and calls later overrides unknown."""
+        if self._mixing or not any(action.dest == "overrides" for action in self._actions):
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
+
+    def error(self, message: str) -> NoReturn:
+        head, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown and not head and (told := told_of_options(words.split())) is not None:
+            message = told
+        print(f"rlsys: error: {message}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(UserError.exit_code)
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="rlsys", description="RL post-training of MoE language models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run_command=run)
+        return sub
+
+    for name, run, help in (
+        ("train", train, "start a run, or go on with it"),
+        ("sft", sft, "learn from chats, compared answers or traces"),
+    ):
+        sub = add(name, run, help)
+        add_config(sub)
+    for name, run, help in (
+        ("report", report, "make report.html and plots of a run, and print its figures"),
+        ("ledger", ledger, "count a run's groups, samples and tokens by state, and check that they add up"),
+    ):
+        sub = add(name, run, help)
+        sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
+        sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
+    sub = add("eval", evaluate, "measure a model on the held-out prompts and on the named sets")
+    sub.add_argument("target", type=Path, metavar="CONFIG|RUN", help="YAML file, or run folder")
+    sub.add_argument(
+        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the target's"
+    )
+    sub.add_argument(
+        "--checkpoint", type=Path, metavar="DIR",
+        help="model folder or checkpoint; the config's model, or the run's newest checkpoint, when not given",
+    )  # fmt: skip
+    sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
+    sub = add("algo", algo, "list the algorithms that a config can name, or show one")
+    which = sub.add_subparsers(required=True, metavar="list|show|check")
+    which.add_parser("list", help="all, by kind").set_defaults(name=None)
+    which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
+    tried = which.add_parser("check", help="whether a plug-in keeps what all of its kind promise")
+    tried.set_defaults(run_command=check_algo)
+    tried.add_argument(
+        "name", metavar="NAME", help="short name, package.module:thing or path/to/file.py:thing"
+    )
+    tried.add_argument(
+        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="of the run around it"
+    )
+    tried.add_argument("--kind", help="what a plain function is: loss, advantage, correction, ...")
+    tried.add_argument(
+        "--config", type=Path, default=Path("quickstart"), help="of the run around it; quickstart"
+    )
+    add_explain(add)
+    add_commands(add, check_plugins, live_status, build_the_quickstarts_trainer)
+    add_engines(add)
+    add_look(add)
+    add_import(add)
+    add_own(add, supervise, check_plugins)
+    add_rehearse(add)
+    add_plan(add)
+    add_router(add)
+    add_tenants(add, tenants)
+    add_meet(add)
+    add_model_commands(add)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        code = int(args.run_command(args))
+        sys.stdout.flush()
+        return code
+    except RlsysError as e:
+        for line in e.log_lines if isinstance(e, RoleFailed) else ():
+            print(f"    {line}", file=sys.stderr)
+        print(f"rlsys: error: {' '.join(str(e).split())}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        print("rlsys: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `rlsys ... | head`: who read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+        return 128 + signal.SIGPIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

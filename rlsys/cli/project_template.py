@@ -1,0 +1,110 @@
+"""What `rlsys new NAME` writes: a config, data, a reward and its test, which train at once on the shipped model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+from pathlib import Path
+
+from rlsys.core.errors import UserError, disk_errors
+
+LINES = 200
+_CONFIG = """\
+# rlsys try {config}      shows prompts, answers and rewards before anything is trained
+# rlsys train {config}
+base: quickstart            # a shipped config; all that is not said here is said there
+run:
+  dir: {run}
+# model: {{path: FOLDER}}     # a Hugging Face folder; the shipped model knows sums of digits and hardly anything else
+data:
+  source: jsonl
+  params: {{path: {data}}}
+  reward: {reward}
+trainer:
+  steps: 10
+eval:
+  prompts: 16
+"""
+_REWARD = r'''"""The reward of this run: a number for each response: 1 for the right answer, 0 for others."""
+
+import re
+
+
+def reward(config):
+    def score(prompt, text):  # prompt.entry: the row of the data; text: all that the model wrote, a str;
+        # text.finished: whether the model ended it by itself
+        found = re.search(r"<answer>\s*(.*?)\s*</answer>", text)
+        return float(found is not None and found[1] == str(prompt.entry["answer"]))
+
+    return score
+'''
+_TEST = """\
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import load_config
+from rlsys.data import Tokenizer, build_source
+from rlsys.core.imports import resolve
+
+HERE = Path(__file__).parent
+START = HERE / {start}  # where rlsys starts: the paths in the config are seen from there
+
+
+def test_the_right_answer_is_rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(START)
+    config = load_config(HERE / "config.yaml")
+    tokenizer = Tokenizer.of(config)
+    prompt = build_source(config, tokenizer).train(0)
+    score = resolve("data.reward", f"{{HERE / 'reward.py'}}:reward", {{}})(config)
+    right = f"<think></think><answer>{{prompt.entry['answer']}}</answer>"
+    assert score(prompt, right) == 1
+    assert score(prompt, right.replace("<answer>", "<answer>1")) == 0
+"""
+
+
+def write_starter(folder: Path) -> list[Path]:
+    """The files written. Raises UserError when the folder is there, or cannot be made, or has a name that a config
+    cannot hold.
+    """
+    name = folder.as_posix()
+    if ":" in name or not name.isprintable():
+        raise UserError(
+            f"{name!r}: expected a name without colons and line breaks; data.reward names FILE:FUNCTION in it"
+        )
+    texts = {
+        "config.yaml": _CONFIG.format(
+            config=shlex.quote(f"{name}/config.yaml"),
+            run=_quoted(f"runs/{folder.name}"),
+            data=_quoted(f"{name}/data.jsonl"),
+            reward=_quoted(f"{name}/reward.py:reward"),
+        ),
+        "data.jsonl": _sums(),
+        "reward.py": _REWARD,
+        "test_reward.py": _TEST.format(start=_quoted(os.path.relpath(Path.cwd(), folder))),
+    }
+    with disk_errors(folder, UserError):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise UserError(f"{folder}: exists already; rlsys new writes a new folder") from None
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8")
+    return [folder / file for file in texts]
+
+
+def _quoted(text: str) -> str:
+    """As YAML reads it: a JSON string is one."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _sums() -> str:
+    """Sums in the one form that the shipped model knows, `4-1-7=`, with their answers; always the same."""
+    rng, rows = random.Random(0), dict[str, str]()
+    while len(rows) < LINES:
+        terms = [rng.randint(1, 9) * rng.choice((1, -1)) for _ in range(rng.randint(3, 6))]
+        terms[0] = abs(terms[0])
+        rows["".join(f"{t:+d}" for t in terms)[1:] + "="] = str(sum(terms))
+    return "".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows.items())

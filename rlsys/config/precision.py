@@ -1,0 +1,92 @@
+"""What of a run computes in FP8 (`model.fp8`). Engines, trainer and push ask here, and nowhere else.
+
+rollout   engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises what it pushes
+both      and the trainer's GEMMs run in the same blocks through Transformer Engine: one FP8 graph (Jet-RL)
+
+A block is 128 x 128 weights with one scale: SGLang's format of a folder in FP8 (DeepSeek-V3, section 3.3), and
+Transformer Engine's `blockwise` recipe. Nobody has run this on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+from rlsys.config import Config
+from rlsys.core.devices import have_cuda
+from rlsys.core.errors import UserError
+
+BLOCK = 128
+TOKENS = 16
+"""Transformer Engine's FP8 GEMMs take a multiple of so many tokens."""
+SCALE = "weight_scale_inv"
+"""What SGLang calls the scales of a projection's `weight`: quantised values times these are the weights."""
+CAPABILITY = {"rollout": (8, 9), "both": (9, 0)}
+"""Smallest compute capability. rollout needs FP8 GEMMs, both needs Transformer Engine's FP8 blocks."""
+_QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+_PROJECTION = re.compile(
+    r"\.(self_attn|mlp|block_sparse_moe)\.(.+\.)?(\w+_proj|kv_a_proj_with_mqa|w[123])\.weight$"
+)
+
+
+def engine_args(config: Config) -> list[str]:
+    """Of SGLang's server: a model in FP8, whose weights come with the first push."""
+    if config.model.fp8 == "none":
+        return []
+    override = json.dumps({"quantization_config": _QUANTIZATION})
+    return ["--quantization", "fp8", "--json-model-override-args", override]
+
+
+def trainer_fields(config: Config) -> dict[str, Any]:
+    """Of Megatron-Core's TransformerConfig. Parameters stay in bfloat16, and are quantised for each GEMM."""
+    return {"fp8": "e4m3", "fp8_recipe": "blockwise"} if config.model.fp8 == "both" else {}
+
+
+def token_multiple(config: Config) -> int:
+    """What the tokens of a context-parallel rank must be a multiple of."""
+    return config.parallel.tp * (TOKENS if config.model.fp8 == "both" else 1)
+
+
+def is_quantised(name: str) -> bool:
+    """Whether engines hold this tensor (Hugging Face name) in FP8: the projections of attention, MLPs and experts;
+    not norms, routers, embeddings or the head."""
+    return _PROJECTION.search(name) is not None
+
+
+def check_device(config: Config, capability: tuple[int, int] | None, transformer_engine: bool) -> None:
+    """Raises UserError where the plan cannot run. `capability` None: there is no GPU."""
+    plan = config.model.fp8
+    if plan == "none":
+        return
+    wanted = CAPABILITY[plan]
+    if capability is None or capability < wanted:
+        found = "this machine has none" if capability is None else f"this one has {_dotted(capability)}"
+        raise UserError(
+            f"model.fp8 = {plan} needs a GPU of compute capability {_dotted(wanted)} or more; {found}"
+        )
+    if plan == "both" and not transformer_engine:
+        raise UserError(
+            "model.fp8 = both needs Transformer Engine in the trainer, which is not installed; use rollout"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def device_capability() -> tuple[int, int] | None:
+    """The lowest of this machine's GPUs; None where there is none. Without importing torch."""
+    if not have_cuda() or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    found = [(int(a), int(b)) for a, b in re.findall(r"^(\d+)\.(\d+)\s*$", said, re.MULTILINE)]
+    return min(found, default=None)

@@ -1,0 +1,16 @@
+"""TODO"""
+
+from __future__ import annotations
+
+from rlsys.config import Config
+
+
+def most_slots(config: Config) -> int:
+    """The most samples that a run can ever have in flight."""
+    return round(_ceiling(config) * config.samples_per_step)
+
+
+def _ceiling(config: Config) -> float:
+    if config.rollout.over_provision != "auto":
+        return config.over_provision
+    return 1.0 + config.rollout.max_staleness  # admission lets no more in

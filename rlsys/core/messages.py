@@ -1,0 +1,32 @@
+"""TODO"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def encode(message: object) -> bytes:
+    """msgpack; floats keep all their 64 bits."""
+    return msgspec.msgpack.encode(message, enc_hook=_to_bytes)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Raises msgspec.DecodeError for what `encode` did not make of a `kind`."""
+    return msgspec.msgpack.decode(body, type=kind, dec_hook=_from_bytes)
+
+
+def _to_bytes(value: object) -> bytes:
+    if isinstance(value, array):
+        return value.typecode.encode() + value.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} in a message")
+
+
+def _from_bytes(kind: type, value: bytes) -> array[Any]:
+    if kind is not array:
+        raise NotImplementedError(f"{kind.__name__} in a message")
+    return array(value[:1].decode(), value[1:])

@@ -1,0 +1,174 @@
+"""Who owns a run folder: the newest launch. Its epoch fences off all earlier ones; its key admits commands.
+
+    RUN/owners/000007    one file, of the launch that owns the folder; mode 0600, JSON {epoch, key, host, pid,
+                         sockets}
+
+A launch takes the next number: it creates that file exclusively, then deletes the files below it. Whoever works for a
+launch calls `check` before it changes something that outlives it; `check` opens the launch's own file, which is gone
+once another launch owns the folder. That needs no lock: creating a file exclusively and opening a file are asked of
+the file server (NFS version 3 and later, Lustre), also where flock knows one machine only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlsys.core.errors import RunError, UserError, disk_errors
+from rlsys.core.sockets import remove_folder
+
+FOLDER = "owners"
+EPOCH_VARIABLE = "RLSYS_EPOCH"
+START_VARIABLE = "RLSYS_START"
+KEY_HEADER = "X-Rlsys-Key"
+START_HEADER = "X-Rlsys-Start"
+
+
+class Deposed(RunError):
+    """A later launch owns the run folder: this process ends without another write."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One launch's claim to a run folder. `key` is secret: commands carry it, logs and command lines do not.
+    `sockets`: the folder of this launch's Unix sockets, on the machine of its supervisor.
+    """
+
+    run_dir: Path
+    epoch: int
+    key: str
+    sockets: Path = Path()
+
+    @property
+    def rollout_socket(self) -> Path:
+        """Where the rollout process listens for commands, the only ones that carry the key."""
+        return self.sockets / "rollout"
+
+    def check(self) -> None:
+        """Raises Deposed when a later launch has taken the folder."""
+        path = _file(self.run_dir, self.epoch)
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except OSError as e:
+            if e.errno not in (
+                errno.ENOENT,
+                errno.ESTALE,
+            ):  # the disk's fault, or a lack of ours: nobody took it
+                raise RunError(f"{path}: cannot tell who owns the run: {e.strerror}") from None
+            newest = max(_epochs(self.run_dir), default=0)
+            raise Deposed(
+                f"{self.run_dir}: launch {self.epoch} no longer owns this run; launch {newest} has taken it"
+            ) from None
+
+    def environment(self, start: int) -> dict[str, str]:
+        """What tells a role's process whom it works for. `start`: counts the starts of its unit in this launch."""
+        return {EPOCH_VARIABLE: str(self.epoch), START_VARIABLE: str(start)}
+
+    def admits(self, key: str) -> bool:
+        """Whether `key` is this launch's, compared in constant time."""
+        return hmac.compare_digest(key.encode(), self.key.encode())
+
+
+def claim(run_dir: Path, sockets: Path = Path()) -> Owner:
+    """Take the folder for a new launch; all earlier ones are deposed when this returns."""
+    with disk_errors(run_dir / FOLDER):
+        return _claim(run_dir, sockets)
+
+
+def _claim(run_dir: Path, sockets: Path) -> Owner:
+    folder = run_dir / FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    key = secrets.token_urlsafe(32)
+    while True:
+        epoch = max(_epochs(run_dir), default=0) + 1
+        try:
+            fd = os.open(_file(run_dir, epoch), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:  # another launch took this number a moment ago
+            continue
+        if max(_epochs(run_dir), default=epoch) == epoch:
+            break
+        # Since the look others took this number and the next, and the first of their files was deleted.
+        os.close(fd)
+        _file(run_dir, epoch).unlink(missing_ok=True)
+    host = socket.gethostname()
+    about = json.dumps(
+        {"epoch": epoch, "key": key, "host": host, "pid": os.getpid(), "sockets": str(sockets)}
+    )
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as f:
+            f.write(about)
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError:  # a launch that could not take the folder leaves it to the one that has it
+        with contextlib.suppress(OSError):
+            _file(run_dir, epoch).unlink()
+        raise
+    for earlier in _epochs(run_dir):
+        if earlier < epoch:
+            _remove_sockets(_file(run_dir, earlier), host)
+            _file(run_dir, earlier).unlink(missing_ok=True)
+    at = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(at)
+    finally:
+        os.close(at)
+    return Owner(run_dir, epoch, key, sockets)
+
+
+def _remove_sockets(record: Path, host: str) -> None:
+    """Of a launch that was killed on this machine."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        left = json.loads(record.read_text(encoding="utf-8"))
+        if left["host"] == host:
+            remove_folder(Path(left["sockets"]))
+
+
+def current(run_dir: Path) -> Owner | None:
+    """The launch that owns the folder, for readers with the right to its file; None before the first."""
+    epoch = max(_epochs(run_dir), default=0)
+    return _read(run_dir, epoch) if epoch else None
+
+
+def of_process(run_dir: Path, environment: Mapping[str, str] = os.environ) -> tuple[Owner, int]:
+    """The launch that started this process, and which start of its unit this is.
+
+    Raises UserError when nobody said, Deposed when another launch owns the folder by now.
+    """
+    try:
+        epoch, start = int(environment[EPOCH_VARIABLE]), int(environment[START_VARIABLE])
+    except (KeyError, ValueError):
+        raise UserError(
+            f"{EPOCH_VARIABLE} and {START_VARIABLE} are not set: roles are started by `rlsys train`"
+        ) from None
+    owner = _read(run_dir, epoch)
+    if owner is None:
+        Owner(run_dir, epoch, "").check()  # says which launch owns it now
+        raise RunError(f"{_file(run_dir, epoch)}: not readable as a launch's file")
+    return owner, start
+
+
+def _read(run_dir: Path, epoch: int) -> Owner | None:
+    try:
+        found = json.loads(_file(run_dir, epoch).read_text(encoding="utf-8"))
+        return Owner(run_dir, epoch, str(found["key"]), Path(found["sockets"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _file(run_dir: Path, epoch: int) -> Path:
+    return run_dir / FOLDER / f"{epoch:06d}"
+
+
+def _epochs(run_dir: Path) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(run_dir / FOLDER) if name.isdigit()]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,5 @@
+"""TODO"""
+
+from __future__ import annotations
+
+CONFIG_FILE = "config.yaml"

@@ -1,0 +1,195 @@
+"""SGLang's operators that need CUDA, in plain torch: ONE table, applied on hosts without it (cpu_hooks).
+
+A model whose engine fails here on an operator of its own needs one more line in REPLACED or AROUND.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.engine.cpu import delta
+
+
+def add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> None:
+    """Qwen2-MoE's gate of the shared experts: adds sigmoid(hidden @ gate) * shared to `output`.
+
+    hidden, shared and output `[tokens, h]`, gate `[h]` or `[1, h]`.
+    """
+    output.add_(shared * (hidden @ gate.reshape(-1, 1)).sigmoid())
+
+
+def sums_of_squares(queries: Tensor, keys: Tensor) -> Tensor:
+    """MiniMax-M2's norm over all heads, first half. `[tokens, width]` each -> float32, the queries' sums, the keys',
+    and zeros up to a multiple of 4."""
+    both = torch.cat([x.float().pow(2).sum(-1) for x in (queries, keys)])
+    return torch.nn.functional.pad(both, (0, -len(both) % 4))
+
+
+def norm_by_sums(
+    queries: Tensor,
+    keys: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    sums: Tensor,
+    tp_world: int = 1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Its second half, once all ranks have added up their sums."""
+    tokens = len(queries)
+
+    def norm(x: Tensor, weight: Tensor, squares: Tensor) -> Tensor:
+        scale = torch.rsqrt(squares[:, None] / (x.shape[1] * tp_world) + eps)
+        return (x.float() * scale * weight.float()).to(x.dtype)
+
+    return (
+        norm(queries, query_weight, sums[:tokens]),
+        norm(keys, key_weight, sums[tokens : 2 * tokens]),
+    )
+
+
+def rope_of_any_kind(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """SGLang's own for a CPU knows DeepSeek's yarn only; its general one has plain torch for the others."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    scaling = kwargs.get("rope_scaling", args[5] if len(args) > 5 else None)
+    if scaling is not None and scaling.get("rope_type") == "deepseek_yarn":
+        return upstream(*args, **kwargs)
+    return get_rope(*args[:8], **{name: value for name, value in kwargs.items() if name != "device"})
+
+
+def topk_with_flat_bias(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Ernie-4.5 keeps the bias of its router as `[1, experts]`."""
+    if (bias := kwargs.get("correction_bias")) is not None:
+        kwargs["correction_bias"] = bias.flatten()
+    elif len(args) > 4 and args[4] is not None:
+        args = (*args[:4], args[4].flatten(), *args[5:])
+    return upstream(*args, **kwargs)
+
+
+def attention_with_sinks(
+    upstream: Callable[..., Tensor],
+    backend: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: Any,
+    batch: Any,
+    save_kv_cache: bool = True,
+    sinks: Tensor | None = None,
+    **more: Any,
+) -> Tensor:
+    """Prefill and decode of gpt-oss: one more key per head, with a learnt logit and the value 0. q `[tokens, n d]`.
+
+    SGLang's torch_native backend has no sinks, and looks up windowed layers in the wrong pool.
+    """
+    if sinks is None:
+        return upstream(backend, q, k, v, layer, batch, save_kv_cache, **more)
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool = backend.token_to_kv_pool
+    if save_kv_cache:
+        pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, backend.swa_out_cache_loc), k, v)
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    window = layer.sliding_window_size if (layer.sliding_window_size or -1) > -1 else None
+    queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+    decoding = batch.extend_seq_lens is None or batch.forward_mode.is_decode()
+    lengths = [1] * len(batch.seq_lens) if decoding else batch.extend_seq_lens.tolist()
+    out = []
+    for i, part in enumerate(queries.split(lengths)):
+        places = backend.req_to_token_pool.req_to_token[batch.req_pool_indices[i], : int(batch.seq_lens[i])]
+        if window is not None and backend.use_sliding_window_kv_pool:
+            places = pool.translate_loc_from_full_to_swa(places)
+        out.append(attend(part, keys[places], values[places], layer.scaling, window, sinks))
+    return torch.cat(out).flatten(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor) -> Tensor:
+    """The last tokens of one sequence, causal. q `[a, n, d]`, k and v `[b, g, d]`, sinks `[n]` -> `[a, n, d]`.
+
+    `window`: keys before a query's own that it sees; None: all.
+    """
+    new, all_, groups = len(q), len(k), k.shape[1]
+    own = torch.arange(all_ - new, all_, device=q.device)[:, None]
+    key = torch.arange(all_, device=q.device)
+    seen = key <= own if window is None else (key <= own) & (key >= own - window)
+    by_group = q.float().unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [g, n / g, a, d]
+    scores = by_group @ k.float().permute(1, 2, 0)[:, None] * scale
+    sink = sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores.masked_fill(~seen, float("-inf")), sink], dim=-1).softmax(-1)[..., :-1]
+    # A place outside the window may hold anything, also what is no number.
+    read = v.float().permute(1, 0, 2)[:, None]
+    read = torch.where(seen.any(0)[:, None], read, 0.0)
+    return (weights @ read).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+
+
+def decode_side_by_side(
+    upstream: Callable[..., Tensor],
+    backend: Any,
+    query: Tensor,
+    output: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    encoder_lens: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window_size: int | None = None,
+    **more: Any,
+) -> Tensor:
+    """Decoding: SGLang's torch_native backend attends request by request, which takes a third of an engine's time.
+
+    query `[s, n, d]`, output `[s, n, e]`, keys `[slots, g, d]`, values `[slots, g, e]`; `places[r, i]`: the slot of
+    token i of request r; requests and lengths `[s]`. Requests are padded to a multiple of WIDTH and computed with
+    those of the same width, each by products of its own, so a request's numbers depend on its own length alone.
+    """
+    if encoder_lens is not None or sliding_window_size is not None:
+        return upstream(
+            backend, query, output, keys, values, places, requests, lengths, encoder_lens,
+            scaling=scaling, sliding_window_size=sliding_window_size, **more,
+        )  # fmt: skip
+    groups, size = keys.shape[1:]
+    scale = scaling if scaling is not None else size**-0.5
+    widths = ((lengths + WIDTH - 1) // WIDTH * WIDTH).clamp(max=places.shape[1])
+    for width in widths.unique().tolist():
+        rows = (widths == width).nonzero()[:, 0]
+        for part in rows.split(max(1, GATHERED // (width * groups * size))):
+            seen = torch.arange(width, device=lengths.device) < lengths[part, None]
+            slots = places[requests[part], :width]
+            slots = torch.where(
+                seen, slots, slots[:, :1]
+            ).flatten()  # a slot of nobody may hold what is no number
+            k, v = (x.index_select(0, slots).float().unflatten(0, (-1, width)) for x in (keys, values))
+            q = query[part].float().unflatten(1, (groups, -1)) * scale
+            for head in range(groups):
+                scores = torch.bmm(q[:, head], k[:, :, head].transpose(1, 2))
+                weights = scores.masked_fill_(~seen[:, None], float("-inf")).softmax(-1)
+                found = torch.bmm(weights, v[:, :, head]).to(output.dtype)
+                output.unflatten(1, (groups, -1))[part, head] = found
+    return output
+
+
+WIDTH = 32
+GATHERED = 2**22
+"""Numbers of keys that are gathered at once: 16 MB."""
+_TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
+REPLACED: dict[str, Callable[..., Any]] = {
+    **delta.REPLACED,
+    "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add": add_gated,
+    "sglang.srt.models.minimax_m2.rms_sumsq_serial": sums_of_squares,
+    "sglang.srt.models.minimax_m2.rms_apply_serial": norm_by_sums,
+}
+"""SGLang's operator -> ours."""
+AROUND: dict[str, Callable[..., Any]] = {
+    "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu": rope_of_any_kind,
+    "sglang.srt.layers.moe.topk.fused_topk_torch_native": topk_with_flat_bias,
+    "sglang.srt.layers.moe.topk.fused_topk_native": topk_with_flat_bias,
+    _TORCH_NATIVE + "forward_extend": attention_with_sinks,
+    _TORCH_NATIVE + "forward_decode": attention_with_sinks,
+    _TORCH_NATIVE + "_run_sdpa_forward_decode": decode_side_by_side,
+}
+"""SGLang's operator -> ours, which gets SGLang's first."""

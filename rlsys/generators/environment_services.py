@@ -1,0 +1,314 @@
+"""Our end of environments that run in processes of their own (rlsys/environments): starts them, keeps them alive.
+
+A service listens on a socket of ours. So its address stays the same when it has died and is started anew, and who
+asks meanwhile waits in the socket's queue. Its episodes are then played again by their clients, turn by turn
+(rlsys/environments/client.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import aiohttp
+from pydantic import Field, model_validator
+
+from rlsys.config.section import Positive, Section
+from rlsys.core.errors import UserError
+from rlsys.core.workers import KEPT_VARIABLES
+from rlsys.environments import client as environment_client
+from rlsys.environments import serve
+from rlsys.environments.client import EnvironmentFailed, RemoteEpisode
+from rlsys.venv_runner import run
+
+START_SECONDS = 120.0
+PROBES, PROBE_PART = 6, 3
+"""Health checks within `step_seconds`, and the part of these that one may take: a service that hangs is started anew
+before its clients give up."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
+"""Seconds before a service is started anew; doubled while it dies within STEADY_SECONDS."""
+STEADY_SECONDS = 60.0
+MOST_THREADS = 256
+"""Questions under way at once."""
+
+log = logging.getLogger("rlsys.rollout")
+
+
+class ServiceParams(Section):
+    """Where environments are: processes that this run starts, or a service that somebody else keeps."""
+
+    connector: str | None = None
+    """gymnasium, reasoning_gym, mcp, verifiers, openenv, or one's own: `path/to/file.py:function` or
+    `package.module:function`, which gives an Environment (rlsys/environments/contract.py)."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the connector."""
+    python: str | None = None
+    """The Python of a venv that has the environment's package; rlsys need not be there. Unset: the run's own."""
+    processes: Positive = 1
+    """Processes that share the episodes."""
+    leases: Positive = 256
+    """Episodes that a process plays at once; the others wait."""
+    env: list[str] = Field(default_factory=list)
+    """Environment variables that the processes may read, beside the few that programs need."""
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
+    """In the place of a connector: a service that speaks as rlsys/environments/serve.py does. Its key is in
+    RLSYS_ENVIRONMENT_KEY."""
+    step_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for a step, or for a service that is away; then the sample is censored."""
+    idle_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    """After which an episode is closed that nobody steps. It is played again where it goes on after all."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.connector is None) == (self.url is None):
+            raise ValueError("connector, url: expected one of them")
+        if (
+            self.connector is not None
+            and ":" not in self.connector
+            and self.connector not in serve.CONNECTORS
+        ):
+            raise ValueError(
+                f"connector = {self.connector!r}: expected one of {', '.join(serve.CONNECTORS)}, or "
+                "path/to/file.py:function"
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.connector or self.url or ""
+
+
+class Service:
+    """One process, or one address of somebody else. `episodes`: how many use it now."""
+
+    def __init__(self, params: ServiceParams, key: str, listening: socket.socket | None) -> None:
+        self._params, self.key, self._listening = params, key, listening
+        if listening is None:
+            self.url = params.url or ""
+        else:
+            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.episodes = 0
+        self.starts = 0
+
+    async def keep(self, ready: asyncio.Future[None]) -> None:
+        """The process, again and again, until this is cancelled. `ready`: set by the first one, with a UserError
+        where it does not start."""
+        loop, pause = asyncio.get_running_loop(), FIRST_PAUSE
+        while True:
+            begun = loop.time()
+            try:
+                async with self._process() as process:
+                    self.starts += 1
+                    if not ready.done():
+                        ready.set_result(None)
+                    await self._watch(process)
+            except (UserError, OSError) as e:  # the latter: the machine has no room for a process
+                told = (
+                    e if isinstance(e, UserError) else UserError(f"the environment {self._params.name}: {e}")
+                )
+                if not ready.done():
+                    ready.set_exception(told)
+                    return
+                log.warning("%s", told)
+            pause = FIRST_PAUSE if loop.time() - begun > STEADY_SECONDS else min(2 * pause, LONGEST_PAUSE)
+            log.warning(
+                "the environment %s has ended; it is started anew in %.1f s", self._params.name, pause
+            )
+            await asyncio.sleep(pause)
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
+        assert self._listening is not None
+        p = self._params
+        named = {*KEPT_VARIABLES, *p.env}
+        env = {name: value for name, value in os.environ.items() if name in named}
+        python = p.python or sys.executable
+        if shutil.which(python) is None:
+            raise UserError(f"the environment {p.name}: python = {python!r} is no program")
+        process = await asyncio.create_subprocess_exec(
+            python, "-u", run.__file__, serve.__name__, _absolute(p.connector or ""),
+            "--params", json.dumps(p.params), "--socket", str(self._listening.fileno()),
+            "--leases", str(p.leases), "--idle", str(p.idle_seconds),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**env, serve.KEY: self.key},
+            pass_fds=[self._listening.fileno()],
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    line = await process.stdout.readline()
+            except TimeoutError:
+                raise UserError(f"the environment {p.name} is not ready after {START_SECONDS:g} s") from None
+            said = json.loads(line) if line.strip() else {"error": "its process ended; its log says why"}
+            if "error" in said:
+                raise UserError(f"the environment {p.name}: {said['error']}")
+            yield process
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, 9)
+            await process.wait()
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Until it has ended, or answers no more."""
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while True:
+                done, _ = await asyncio.wait([ended], timeout=self._params.step_seconds / PROBES)
+                if done:
+                    return
+                if not await self._answers():
+                    log.warning("the environment %s does not answer; it is killed", self._params.name)
+                    return
+        finally:
+            ended.cancel()
+
+    async def _answers(self) -> bool:
+        times = aiohttp.ClientTimeout(total=self._params.step_seconds / PROBE_PART)
+        headers = {"Authorization": f"Bearer {self.key}"}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=times, trust_env=False, headers=headers) as session,
+                session.get(f"{self.url}/health") as answer,
+            ):
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError):  # TimeoutError is one
+            return False
+
+
+class Services:
+    """Owns the processes, from the first episode to `close` or the end of the event loop."""
+
+    def __init__(self, params: ServiceParams, field: str) -> None:
+        """`field`: of the config, for messages."""
+        self._params, self._field = params, field
+        self._services: list[Service] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        self._began: asyncio.Task[None] | None = None
+        self._places = asyncio.Semaphore(params.leases * params.processes)
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            min(MOST_THREADS, params.leases * params.processes), thread_name_prefix="environment"
+        )
+
+    @property
+    def restarts(self) -> int:
+        """How often a process was started anew."""
+        return sum(max(0, service.starts - 1) for service in self._services)
+
+    @asynccontextmanager
+    async def service(self) -> AsyncIterator[Service]:
+        """The one with the fewest episodes, as long as this lasts. Raises UserError where it does not start."""
+        await self._started()
+        async with self._places:
+            chosen = min(self._services, key=lambda s: s.episodes)
+            chosen.episodes += 1
+            try:
+                yield chosen
+            finally:
+                chosen.episodes -= 1
+
+    @asynccontextmanager
+    async def episode(self, task: Mapping[str, Any], seed: int) -> AsyncIterator[LeasedEpisode]:
+        """An episode. Raises EnvironmentFailed, UserError."""
+        async with self.service() as service:
+            make = functools.partial(
+                RemoteEpisode, service.url, service.key, task, seed, self._params.step_seconds
+            )
+            opening = self._in_thread(make)
+            try:
+                remote: RemoteEpisode = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                opening.add_done_callback(self._leave)
+                raise
+            try:
+                yield LeasedEpisode(remote, self._in_thread)
+            finally:
+                self._leave(opening)
+
+    def _in_thread(self, call: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _leave(self, opening: asyncio.Future[RemoteEpisode]) -> None:
+        """Close an episode that was opened; nobody waits for it."""
+        if not opening.cancelled() and opening.exception() is None:
+            remote = opening.result()
+            remote.given_up = True
+            self._threads.submit(remote.close)
+
+    async def _started(self) -> None:
+        if self._began is None:  # a task of its own: whoever comes first may be cancelled
+            self._began = asyncio.create_task(self._begin(), name="environments")
+        await asyncio.shield(self._began)
+
+    async def _begin(self) -> None:
+        if self._params.url is not None:
+            self._services = [Service(self._params, os.environ.get(environment_client.KEY, ""), None)]
+            return
+        waits: list[asyncio.Future[None]] = []
+        for _ in range(self._params.processes):
+            listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+            service = Service(self._params, secrets.token_urlsafe(32), listening)
+            waits.append(asyncio.get_running_loop().create_future())
+            self._services.append(service)
+            self._keepers.append(asyncio.create_task(service.keep(waits[-1]), name="environment"))
+        try:
+            await asyncio.gather(*waits)
+        except UserError as e:
+            raise UserError(f"{self._field}: {e}") from None
+
+    async def close(self) -> None:
+        tasks = [*self._keepers, *([] if self._began is None else [self._began])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class LeasedEpisode:
+    """A RemoteEpisode from an event loop. Nobody has looked at what it says yet."""
+
+    def __init__(self, remote: RemoteEpisode, in_thread: Any) -> None:
+        self._remote, self._in_thread = remote, in_thread
+
+    @property
+    def messages(self) -> Any:
+        """What the model reads first."""
+        return self._remote.messages
+
+    @property
+    def tools(self) -> Any:
+        return self._remote.tools
+
+    @property
+    def restarts(self) -> int:
+        return self._remote.restarts
+
+    async def step(self, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> Any:
+        """See RemoteEpisode.step. Not called again after a cancellation."""
+        return await self._in_thread(functools.partial(self._remote.step, text, list(calls)))
+
+
+def _absolute(connector: str) -> str:
+    """A file is named from where the run was started."""
+    where, _, name = connector.rpartition(":")
+    return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else connector
+
+
+__all__ = ["EnvironmentFailed", "LeasedEpisode", "ServiceParams", "Services"]

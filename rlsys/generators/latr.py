@@ -1,0 +1,192 @@
+"""The generator `latr`: look-ahead trees (LATR, Lookahead Tree-Based Rollouts for RLVR).
+
+Each branch of the tree goes on with its most probable token. Where the second one is about as probable, and the group
+has room, a branch forks off with it. After `prune_after` tokens a branch that says the same as the one that it came
+from is pruned, with what forked off it. Once the group is full and no branch is left to be compared, or after
+`most_steps` tokens, all go on by sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from rlsys.config import Config
+from rlsys.config.plugins import parse_params
+from rlsys.config.section import Positive, Section
+from rlsys.core.forks import Forced
+from rlsys.core.types import Sample
+from rlsys.data import Tokenizer
+from rlsys.generators.trees import Tree, TreeGenerator, of_all_ids
+from rlsys.generators.turns import Speak
+from rlsys.router.turn_ends import turn_ends
+
+Share = Annotated[float, Field(gt=0, le=1)]
+MATHS = "+-*/\\<>=()[]{}_^&%$0123456789"
+"""Where the older branch goes on with a part of this text, or with a blank, the newer one differs in what counts, and
+stays."""
+
+
+class LatrParams(Section):
+    """rollout.generator_params of the generator `latr`."""
+
+    second: Share = 0.15
+    """The second token's probability is above this where a branch may fork."""
+    behind: Share = 0.25
+    """So much less probable than the first one it may be, at the most."""
+    prune_after: list[Positive] = Field(default=[20, 30, 50], min_length=1)
+    """Ages, in tokens, at which a branch is compared with the one that it came from."""
+    suffix: Share = 0.2
+    """Of their new tokens, more than this share is the end of one somewhere in the other: pruned."""
+    rouge: Share = 0.5
+    """Their ROUGE-L is above this: pruned."""
+    most_steps: Positive = 1024
+    """Tokens after which sampling goes on, at the latest."""
+    share: Share = 1.0
+    """Of a group's samples, those that may be branches. The others are sampled from the prompt."""
+    chunk: Positive = 16
+    """Tokens that are asked for at once. More take fewer requests; what goes beyond the tree's end is discarded."""
+
+
+@dataclass(eq=False)
+class Branch:
+    """`birth`: the place of its own first token; 0 for the root."""
+
+    sample: Sample
+    birth: int = 0
+    parent: Branch | None = None
+    ended: bool = False
+    children: list[Branch] = field(default_factory=list)
+
+
+def begun(tree: Tree) -> list[Branch]:
+    """The root, and what there is from before a restart."""
+    root = Branch(tree.root)
+    found = {id(tree.root): root}
+    for sample, _ in tree.begun:
+        found[id(sample)] = Branch(sample, sample.fork.at if sample.fork is not None else 0)
+    for sample, source in tree.begun:
+        branch, parent = found[id(sample)], found[id(source)]
+        branch.parent = parent
+        parent.children.append(branch)
+    return list(found.values())
+
+
+class Latr(TreeGenerator):
+    goes_on = True
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, speak: Speak, params: LatrParams) -> None:
+        super().__init__(speak)
+        self._p, self._decode, self._ends = params, tokenizer.decode, turn_ends(config, tokenizer)
+        self._budget = config.rollout.max_response_tokens
+
+    async def grow(self, tree: Tree) -> None:
+        p = self._p
+        room = max(1, round(p.share * tree.size))
+        branches, step = begun(tree), 0
+        for step in range(min(p.most_steps, self._budget)):
+            wanting = [b.sample for b in branches if not b.ended and b.sample.tokens <= step]
+            if wanting:
+                most = min((step // p.chunk + 1) * p.chunk, p.most_steps, self._budget)
+                await tree.grow(wanting, most, 2, greedy=True)
+            for branch in branches:
+                branch.ended |= branch.sample.tokens <= step
+            self._fork(tree, branches, step, room)
+            self._prune(tree, branches, step)
+            for branch in branches:
+                ids = branch.sample.response_ids
+                branch.ended |= len(ids) <= step or self._ends.ended(
+                    ids[max(0, step - self._ends.reach) : step + 1]
+                )
+            settled = all(b.birth + max(p.prune_after) < step for b in branches)
+            if all(b.ended for b in branches) or (len(branches) >= room and settled):
+                break
+        for branch in branches:
+            if not branch.ended:
+                tree.cut(branch.sample, step + 1)
+
+    def _fork(self, tree: Tree, branches: list[Branch], step: int, room: int) -> None:
+        """At their tokens `step`, in the order of the branches, as long as there is room."""
+        for branch in list(branches):
+            if branch.ended or len(branches) >= room or not tree.free:
+                continue
+            tops = tree.tops(branch.sample, step)
+            if len(tops) < 2:
+                continue
+            (first, _), (second, token) = tops[:2]
+            if exp(second) > self._p.second and exp(first) - exp(second) < self._p.behind:
+                forked = Branch(tree.fork(branch.sample, step, Forced(token, second)), step, branch)
+                branch.children.append(forked)
+                branches.append(forked)
+                self.counts["tree_forks"] += 1
+
+    def _prune(self, tree: Tree, branches: list[Branch], step: int) -> None:
+        """Branches that at this age are like those that they came from, and what forked off them."""
+        ages = {step + 1 - age for age in self._p.prune_after}
+        alike = [b for b in branches if b.parent is not None and b.birth in ages and self._alike(b, step)]
+        while alike:
+            branch = alike.pop()
+            alike += branch.children
+            if branch in branches:
+                branches.remove(branch)
+                assert branch.parent is not None
+                branch.parent.children.remove(branch)
+                tree.cut(branch.sample, 0)
+                self.counts["tree_pruned"] += 1
+
+    def _alike(self, branch: Branch, step: int) -> bool:
+        assert branch.parent is not None
+        new = list(branch.sample.response_ids[branch.birth : step + 1])
+        old = list(branch.parent.sample.response_ids[branch.birth : step + 1])
+        if (
+            len(new) != len(old)
+            or self._ends.ended(new)
+            or self._ends.ended(old)
+            or branch.ended
+            or branch.parent.ended
+        ):
+            return False
+        if self._decode(old[:1]).strip() in MATHS:
+            return False
+        return suffix_match(new, old) > self._p.suffix or rouge_l(new, old) > self._p.rouge
+
+
+def suffix_match(a: Sequence[int], b: Sequence[int]) -> float:
+    """The longest end of one that is anywhere in the other, as a share of their one length."""
+    return max(_longest_end(a, b), _longest_end(b, a)) / len(a)
+
+
+def _longest_end(a: Sequence[int], b: Sequence[int]) -> int:
+    """Of the ends of `a`, the longest that is somewhere in `b`."""
+    before, longest = [0] * (len(b) + 1), 0
+    for back, token in enumerate(reversed(a), start=1):
+        now = [0] * (len(b) + 1)
+        for i in range(len(b)):  # now[i]: the last `back` tokens of `a` begin at b[i]
+            if b[i] == token and (back == 1 or before[i + 1]):
+                now[i] = 1
+        if not any(now):
+            break
+        before, longest = now, back
+    return longest
+
+
+def rouge_l(a: Sequence[int], b: Sequence[int]) -> float:
+    """F1 of the longest common subsequence (Lin 2004)."""
+    row = [0] * (len(a) + 1)
+    for token in b:
+        diagonal = 0  # row[i] before this token
+        for i, other in enumerate(a):
+            above = row[i + 1]
+            row[i + 1] = diagonal + 1 if other == token else max(above, row[i])
+            diagonal = above
+    return 2 * row[-1] / (len(a) + len(b))
+
+
+def latr(config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any) -> Latr:
+    """The generator of `rollout.generator: latr`."""
+    tokenizer = of_all_ids(config, tokenizer, "latr")
+    return Latr(config, tokenizer, speak, parse_params("rollout.generator_params", LatrParams, params))

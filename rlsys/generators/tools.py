@@ -1,0 +1,185 @@
+"""Turns of the model with a tool between them: the model ends its turn with a call, the tool's answer opens the next.
+
+prompt  turn: ... <python>3*7</python> <eos>  |  21 and the opening of the next turn  |  turn: ... <eos>
+        sampled, trained                         written by the tool, not trained        sampled, trained
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt, Sample, SampleGroup, Status
+from rlsys.data import Tokenizer
+from rlsys.generators.parser_client import ToolFailed
+from rlsys.rewards.answer import count_answers
+from rlsys.router.turn_ends import TurnEnds, turn_ends
+
+CALCULATOR = Path(__file__).with_name("calculator.py")
+TOOL_SECONDS = 30.0
+"""Longest wait for a tool that has its own limit of processor time: beyond it, the machine is at fault."""
+TOOLS_AT_ONCE = 8
+NO_CALL = 0.5
+"""Penalty of a response without a tool call, between none and all of its calls failed."""
+_ERROR = re.compile(r"^error\b", re.MULTILINE)
+
+Tool = Callable[[str], Awaitable[str]]
+
+
+class ToolTurns:
+    """A generator (generator.py) with one tool. All it knows of a sample is in the sample's tokens."""
+
+    def __init__(
+        self,
+        speak: Callable[[Sample], Awaitable[None]],
+        tokenizer: Tokenizer,
+        tool: Tool,
+        *,
+        ends: TurnEnds,
+        call: tuple[str, str],
+        answer: tuple[str, str],
+        max_turns: int,
+        max_response_tokens: int,
+    ) -> None:
+        """`call`: what stands around a call; `answer`: what is put around an answer: from the end of the turn with
+        the call, which a model that has ended it itself does not say twice, to the next turn's opening. The model
+        gets at most `max_turns` turns."""
+        self._speak = speak
+        self._tokenizer = tokenizer
+        self._tool = tool
+        self._ends = ends
+        self._call = re.compile(f"{re.escape(call[0])}(.*?){re.escape(call[1])}", re.DOTALL)
+        self._answer = answer
+        self._max_turns = max_turns
+        self._budget = max_response_tokens
+
+    async def __call__(self, sample: Sample, prompt: Prompt) -> None:
+        while True:
+            if (call := self.unanswered(sample)) is None:
+                await self._speak(sample)
+                if sample.status is not Status.FINISHED or (call := self.unanswered(sample)) is None:
+                    return
+                # At once, before anybody can look: the turn has ended, the sample has not.
+                sample.status = Status.PARKED
+            before, after = self._answer
+            last = sample.response_ids[-1:]
+            own = self._tokenizer.decode(last) if last[0] in self._ends.ids else ""
+            ids = self._tokenizer.encode(before.removeprefix(own) + await self._tool(call) + after)
+            if sample.tokens + len(ids) >= self._budget:
+                sample.status = Status.TRUNCATED
+                return
+            sample.observe(ids)
+
+    def unanswered(self, sample: Sample) -> str | None:
+        """The last call of the model's last turn, when the turn has ended and another one is allowed."""
+        turns = len(sample.observed) + 1
+        if sample.observed_last or not sample.response_ids or turns >= self._max_turns:
+            return None
+        turn = sample.response_ids[sample.observed[-1].end if sample.observed else 0 :]
+        if not self._ends.ended(turn):
+            return None
+        calls = self._call.findall(self._tokenizer.decode(turn))
+        return calls[-1] if calls else None
+
+
+def calculator(
+    config: Config,
+    tokenizer: Tokenizer,
+    speak: Callable[[Sample], Awaitable[None]],
+    max_turns: int = 4,
+    opens: str = "<python>",
+    closes: str = "</python>",
+    role: str = "user",
+) -> ToolTurns:
+    """A sandboxed Python calculator (calculator.py); it answers in a chat message of `role`."""
+    return ToolTurns(
+        speak,
+        tokenizer,
+        Calculator(),
+        ends=turn_ends(config, tokenizer),
+        call=(opens, closes),
+        answer=around_answer(tokenizer, role),
+        max_turns=max_turns,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+
+
+def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
+    """What the chat template puts between what the model says in its turn, an answer of `role`, and the next turn."""
+    marks = "RLSYS-QUESTION", "RLSYS-TURN", "RLSYS-ANSWER"
+    roles = "user", "assistant", role
+    messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
+    _, turn, rest = tokenizer.apply_chat(messages).partition(marks[1])
+    before, answer, after = rest.partition(marks[2])
+    if not turn or not answer:
+        raise UserError(
+            f"rollout.generator_params.role = {role!r}: the chat template shows no message of this role"
+        )
+    return before, after
+
+
+class ToolPenalties:
+    """Puts its penalty into each sample of taken groups, in a run with tools."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        load: Callable[[Sequence[Sample]], Sequence[Sample]],
+    ) -> None:
+        """`load`: gives samples their tokens."""
+        self._tokenizer = None if config.rollout.generator == "single_turn" else tokenizer
+        self._load = load
+
+    def put(self, groups: Sequence[SampleGroup]) -> None:
+        if self._tokenizer is not None:
+            samples = [s for group in groups for s in group.samples]
+            for sample, whole in zip(samples, self._load(samples), strict=True):
+                sample.tool_penalty = tool_penalty(whole, self._tokenizer.decode)
+
+
+def tool_penalty(sample: Sample, decode: Callable[[Sequence[int]], str]) -> float:
+    """How untidy a response with tools is, in [0, 2] (rStar2-Agent, GRPO-RoC's ranking of successes).
+
+    The share of the tool's answers that are an error, which have a line that begins with `error`; NO_CALL without
+    any. And how far the model's turns are from one final answer: (answers - 1) / turns, at most 1; 1 without any.
+    """
+    told = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
+    errors = sum(_ERROR.search(text) is not None for text in told) / len(told) if told else NO_CALL
+    starts = [0, *(span.end for span in sample.observed)]
+    ends = [*(span.start for span in sample.observed), sample.tokens]
+    said = [decode(sample.response_ids[a:b]) for a, b in zip(starts, ends, strict=True)]
+    answers = sum(count_answers(text) for text in said)
+    return errors + (min((answers - 1) / len(said), 1.0) if answers else 1.0)
+
+
+class Calculator:
+    """Answers calls, each in a process of its own."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(TOOLS_AT_ONCE)
+
+    async def __call__(self, code: str) -> str:
+        async with self._places:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(CALCULATOR),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={},
+            )  # fmt: skip
+            try:
+                async with asyncio.timeout(TOOL_SECONDS):
+                    output, _ = await process.communicate(code.encode(errors="replace"))
+            except TimeoutError:
+                raise ToolFailed(f"the calculator did not answer within {TOOL_SECONDS:g} s") from None
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+        return output.decode(errors="replace").strip() or "error: too much time or memory"

@@ -1,0 +1,680 @@
+"""verl's launch scripts and YAML (trainer/config/ppo_trainer.yaml, ppo_megatron_trainer.yaml) -> a config of ours.
+
+Read as of August 2026; defaults that a script leaves out are verl's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlsys.core.errors import UserError
+from rlsys.importers.commands import is_started, settings_of_command
+from rlsys.importers.draft import Draft, OtherRun, Row, Settings, Unresolved
+from rlsys.importers.shell import Script, has_hole
+from rlsys.importers.sizes import Sizes, put_anchor, put_sizes, put_steps, refuse_other_media, source_of
+
+VERL = {
+    "data.train_files": "data.params.path, with data.source=parquet",
+    "data.val_files": "data.params.heldout_path",
+    "data.prompt_key": "data.keys.prompt",
+    "data.seed": "data.seed",
+    "data.tools_key": "data.keys.tools",
+    "data.apply_chat_template_kwargs": "data.chat_template_args",
+    "data.train_batch_size": "rollout.groups_per_step",
+    "data.max_response_length": "rollout.max_response_tokens",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "trainer.recompute=[layer]",
+    "actor_rollout_ref.model.lora_rank": "trainer.lora.rank",
+    "actor_rollout_ref.model.lora_alpha": "trainer.lora.alpha",
+    "actor_rollout_ref.model.target_modules": "trainer.lora.targets, unset for all-linear",
+    "actor_rollout_ref.actor.optim.lr": "trainer.lr",
+    "actor_rollout_ref.actor.optim.betas": "trainer.betas",
+    "actor_rollout_ref.actor.optim.min_lr_ratio": "trainer.lr_end",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "trainer.warmup_steps",
+    "actor_rollout_ref.actor.optim.weight_decay": "trainer.weight_decay",
+    "actor_rollout_ref.actor.grad_clip": "trainer.grad_clip",
+    "actor_rollout_ref.actor.optim.clip_grad": "trainer.grad_clip",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algo.minibatches, the number of mini-batches in a train step",
+    "actor_rollout_ref.actor.ppo_epochs": "algo.epochs",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "trainer.token_budget, the tokens of a micro-batch",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.token_budget",
+    "actor_rollout_ref.actor.clip_ratio": "algo.loss=[{name: clip, clip_low: X, clip_high: X}]",
+    "actor_rollout_ref.actor.clip_ratio_low": "algo.loss=[{name: clip, clip_low: X}]",
+    "actor_rollout_ref.actor.clip_ratio_high": "algo.loss=[{name: clip, clip_high: X}]",
+    "actor_rollout_ref.actor.use_kl_loss": "algo.loss=[clip, kl]",
+    "actor_rollout_ref.actor.kl_loss_coef": "algo.loss=[clip, {name: kl, beta: X}]",
+    "actor_rollout_ref.actor.entropy_coeff": "algo.loss=[clip, {name: entropy, coefficient: X}]",
+    "actor_rollout_ref.actor.loss_agg_mode": "algo.reducer",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "parallel.tp",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "parallel.pp",
+    "actor_rollout_ref.actor.megatron.context_parallel_size": "parallel.cp",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "parallel.ep",
+    "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size": "parallel.etp",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.tp",
+    "actor_rollout_ref.rollout.max_num_seqs": "engine.max_running_requests",
+    "actor_rollout_ref.rollout.multi_turn.format": "engine.tool_call_parser",
+    "algorithm.adv_estimator": "algo.advantage",
+    "algorithm.norm_adv_by_std_in_grpo": "algo.advantage=dr_grpo, which does not divide by the deviation",
+    "algorithm.use_kl_in_reward": "algo.shaping=[kl_reward]",
+    "algorithm.kl_ctrl.kl_coef": "algo.shaping=[{name: kl_reward, beta: X}]",
+    "algorithm.filter_groups.enable": "algo.planners=[dapo]",
+    "custom_reward_function.path": "data.reward=path/to/file.py:function",
+    "reward.custom_reward_function.path": "data.reward=path/to/file.py:function",
+    "critic.optim.lr": "algo.critic.lr",
+    "trainer.critic_warmup": "algo.critic.warmup_steps",
+    "trainer.total_epochs": "trainer.steps, the train steps of the whole run",
+    "trainer.total_training_steps": "trainer.steps",
+    "trainer.nnodes": "launch.nodes",
+    "trainer.n_gpus_per_node": "launch.gpus_per_node",
+    "trainer.save_freq": "trainer.checkpoint_every",
+    "trainer.test_freq": "eval.every",
+    "trainer.default_local_dir": "run.dir",
+    "trainer.project_name": "run.dir",
+    "trainer.experiment_name": "run.dir",
+    "trainer.resume_mode": "run.dir: the same command with the same folder goes on",
+    "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
+}
+"""Of verl's YAML, the paths that its own example scripts use most -> our field, and how it differs, if it does."""
+
+SECTIONS = (
+    "data",
+    "actor_rollout_ref",
+    "algorithm",
+    "trainer",
+    "critic",
+    "reward",
+    "reward_model",
+    "custom_reward_function",
+)
+"""A command is one of verl when a setting of it is in one of these."""
+ENTRIES = ("verl.trainer.main_ppo", "main_ppo", "recipe.dapo.main_dapo", "main_dapo")
+CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+ADVANTAGES = {
+    "grpo": "grpo", "gae": "gae", "rloo": "rloo", "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "opo": "opo", "grpo_passk": "grpo_passk", "gpg": "gpg",
+    "gdpo": "gdpo", "optimal_token_baseline": "optimal_token_baseline",
+}  # fmt: skip
+LOSSES = {
+    "vanilla": "clip", "gspo": "gspo", "geo_mean": "gmpo", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
+    "cispo": "cispo", "sapo": "sapo",
+}  # fmt: skip
+REDUCERS = {
+    "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum": "constant",
+    "seq-mean-token-sum-norm": "constant",
+}  # fmt: skip
+KL_KINDS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+MANAGERS = ("naive", "dapo", "prime")
+_LAYOUT = r"(fsdp|megatron|veomni|torchtitan|automodel|mindspeed|engine|dtensor)"
+DEFAULTS = (
+    (r"^actor_rollout_ref\.ref\.(strategy|log_prob_|use_torch_compile|fsdp|megatron|veomni|torchtitan|entropy|profiler|"
+     r"ulysses|engine|rollout_n)", None, "the reference shares the trainer's layout"),
+    (r"strategy$|model_engine$", None, "the trainer is Megatron; parallel and trainer say how"),
+    (r"(micro_batch_size(_per_gpu)?|dynamic_bsz|log_prob_max_token_len_per_gpu|forward_max_token_len_per_gpu)$", None,
+     "micro-batches are packed to trainer.token_budget"),
+    (r"use_remove_padding$|use_thd$", None, "samples are packed, without padding"),
+    (r"\.(fsdp_config\.(model_dtype|dtype)|megatron\.dtype|rollout\.dtype|veomni\.dtype)$",
+     ("bfloat16", "bf16"), "bfloat16"),
+    (r"rollout\.(calculate_log_probs|mode)$", None, "engines are asked asynchronously, and their log-probs are kept"),
+    (r"rollout\.(ignore_eos|do_sample)$", (False, "true", True), "a response ends at the model's end token"),
+    (r"rollout\.(load_format|skip_tokenizer_init|disable_log_stats|free_cache_engine|multi_stage_wake_up)$", None,
+     "weights reach the engines by weights.method; launch.release_memory frees them"),
+    (r"hybrid_engine$", (True,), "launch.placement = colocated"),
+    (r"data\.(filter_overlong_prompts(_workers)?|max_prompt_length)$", None,
+     "a prompt that is too long is left out and counted"),
+    (r"data\.shuffle$", (True,), "prompts are shuffled by data.seed"),
+    (r"data\.(return_raw_chat|return_raw_input_ids|return_full_prompt|trust_remote_code)$|trust_remote_code$", None,
+     "rows are read whole; no code of a model's folder is run"),
+    (r"data\.reward_fn_key$", ("data_source",), "a row's data_source goes to functions with verl's signature"),
+    (r"data\.(train|val)_max_samples$", (-1,), "all rows"),
+    (r"trainer\.val_before_train$", None, "an evaluation runs before the first step"),
+    (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir goes on"),
+    (r"trainer\.resume_from_path$", (False, None), "the same command with the same run.dir goes on"),
+    (r"trainer\.use_legacy_worker_impl$|trainer\.use_v1$", ("disable", False), "rlsys has its own loop"),
+    (r"(checkpoint\.|max_(critic_)?ckpt_to_keep|max_critic_ckpt|del_local|remove_previous|default_hdfs_dir)", None,
+     "trainer.checkpoint_every and trainer.keep_checkpoints"),
+    (r"^actor_rollout_ref\.model\.enable_gradient_checkpointing$", (False,), "trainer.recompute = []"),
+    (r"optim\.(optimizer)$", ("AdamW", "adam", "adamw"), "trainer.optimizer = adamw"),
+    (r"optim\.(lr_warmup_init)$", (0,), "the learning rate rises from 0"),
+    (r"optim\.(total_training_steps|lr_decay_steps)$", (-1, None), "trainer.steps"),
+    (r"actor\.(shuffle|freeze_vision_tower|calculate_sum_pi_squared|calculate_entropy)$", (False,), "off"),
+    (r"actor\.(kl_loss_coef|kl_loss_type)$", None, "not in use: use_kl_loss is not set"),
+    (r"algorithm\.(kl_penalty|kl_ctrl\.)", None, "not in use: use_kl_in_reward is not set"),
+    (r"algorithm\.filter_groups\.", None, "not in use: filter_groups.enable is not set"),
+    (r"distillation\.enabled$", (False,), "no distillation"),
+    (r"override_transformer_config\.(moe_aux_loss_coeff|moe_z_loss_coeff)$", (0,), "0, as trainer.balance_loss"),
+    (r"override_transformer_config\.(moe_router_dtype|moe_router_load_balancing_type|sequence_parallel|"
+     r"context_parallel_size|moe_grouped_gemm)$", None, "read from the model's config.json, or from parallel"),
+    (r"mtp\.(enable|enable_train|enable_rollout)$", (False,), "trainer.mtp_loss = 0"),
+    (r"reward_model\.(enable|use_reward_loop)$", (False,), "only data.reward computes rewards"),
+    (r"reward_model\.reward_kwargs\.overlong_buffer_cfg\.|reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)", None,
+     "not in use: overlong_buffer_cfg.enable is not set"),
+    (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype|mtp\.)", None, "rlsys chooses"),
+    (r"model\.lora_(rank|alpha)$|model\.target_modules$|model\.lora\.", (0, None), "no adapter"),
+    (r"rollout\.multi_turn\.enable$", (False,), "one turn"),
+    (r"router_replay\.mode$|enable_rollout_routing_replay$", (False, "disabled"), "trainer.replay = off"),
+)  # fmt: skip
+"""Settings that ask for what a run here does anyway."""
+SPEED = (
+    (rf"\.{_LAYOUT}(_config)?\.(?!override_transformer_config\.|router_replay)|{_LAYOUT}_size$|ulysses|fsdp_size",
+     "the trainer is Megatron; parallel and trainer.offload_optimizer say what has which place"),
+    (r"override_transformer_config\.(recompute|.*fus(ion|ed)|use_(fused|naive|flash|triton|ascend|arbitrary)|moe_enable_deepep|"
+     r"moe_token_dispatcher|attention_backend|num_layers_in_|account_for|persist_layer_norm|deallocate|"
+     r"gradient_accumulation|overlap|tp_comm|context_parallel_algo|apply_rope|moe_shared_expert_overlap|cuda_graph|"
+     r"pipeline_model_parallel_layout|multi_latent)", "the trainer has no such switch"),
+    (r"(param|optimizer|grad|activation)_offload$|override_optimizer_config\.(optimizer_(cpu_)?offload|offload_fraction|overlap|use_precision)|torch_compile|fused_kernel|use_liger|use_shm|"
+     r"_with_chunking|entropy_checkpointing|prefix_grouper|mbridge|dist_checkpoint|use_orig_params|mixed_precision",
+     "the trainer has no such switch"),
+    (r"^critic\.(ppo_max_token|forward_max_token|model\.(enable_gradient|use_remove|enable_activation|trust)|use_dynamic)",
+     "the critic shares the trainer's layout and micro-batches"),
+    (r"rollout\.(name|gpu_memory_utilization|max_num_batched_tokens|enable_chunked_prefill|chunked_prefill|enforce_eager|"
+     r"max_model_len|cudagraph|enable_prefix_caching|engine_kwargs\.vllm\.(mm_processor|compilation_config|max_model_len|"
+     r"swap_space|disable_)|layered_summon|data_parallel_size|expert_parallel_size|pipeline_model_parallel_size|"
+     r"update_weights_bucket|checkpoint_engine|agent\.num_workers|nnodes|n_gpus_per_node|profiler|disaggregat)",
+     "engines are SGLang; engine.extra_args passes what they need beside the sizes"),
+    (r"^(ray_kwargs|global_profiler|transfer_queue)\.|logger$|project_name$|experiment_name$|log_val|balance_batch$|"
+     r"trainer\.(device|validation_data_dir|rollout_data_dir|esi_|ray_wait)|profiler\.|profile_steps|nccl_timeout|"
+     r"dataloader_num_workers|data\.num_workers|reward(_model)?\.(num_workers|launch_reward)|val_batch_size|"
+     r"ignore_input_ids_mismatch|tokenizer_parallel|data_loader_seed|trainer\.seed$|actor\.seed$|load_weight$",
+     "the run folder has metrics, samples and checkpoints; run.trackers sends them on"),
+)  # fmt: skip
+"""Settings without a counterpart that change speed, memory or logging alone."""
+_SETTING = re.compile(r"(~|\+{1,2})?([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
+
+
+def settings_of(
+    text: str, yaml_data: Any, variables: Mapping[str, str], path: Path | None = None
+) -> Settings:
+    """Read the settings of the training command.
+
+    Args:
+        text: the script.
+        yaml_data: what a YAML file holds; None for a script.
+        variables: the environment that the script is started in.
+        path: where the script lies.
+
+    Returns:
+        Settings by dotted name, and what of the command is none.
+
+    Raises:
+        UserError: there is no setting of verl in it.
+        OtherRun: the script fine-tunes.
+    """
+    if yaml_data is not None:
+        return Settings(_flat(yaml_data))
+    script = Script(text, variables, path)
+    chosen, settings = settings_of_command(script, _first_setting, ("main_ppo",), r"\w\.\w+=")
+    if chosen is None:
+        raise UserError("no settings of verl in it: expected words such as data.train_batch_size=256")
+    entry = _entry(script, chosen.words)
+    if "sft_trainer" in entry:
+        raise OtherRun(
+            f"supervised fine-tuning ({entry}); nothing is written: use rlsys sft with sft.traces = chats "
+            "(docs/sft.md)"
+        )
+    if entry not in ENTRIES:
+        settings.problems.append(
+            f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; another program's work is not known"
+        )
+    for word in chosen.words[_place_of_entry(chosen.words) + 1 :]:
+        _read_word(script, word, settings)
+    return settings
+
+
+def _first_setting(words: list[str]) -> int:
+    """The place of the first setting; negative for a command that is not verl's."""
+    for place, word in enumerate(words):
+        found = _SETTING.fullmatch(word[:200])
+        if found and found[3] is not None and "." in found[2] and found[2].partition(".")[0] in SECTIONS:
+            return place if is_started(words, place) or place > 0 else -1
+    return -1
+
+
+def _place_of_entry(words: list[str]) -> int:
+    """Of the program: the last word in front of the first setting that is no option of hydra's."""
+    place = _first_setting(words) - 1
+    while (
+        place > 0
+        and (words[place].startswith(("-", "+", "~")) or "=" in words[place])
+        and words[place] != "-m"
+    ):
+        place -= 1
+    return place
+
+
+def _entry(script: Script, words: list[str]) -> str:
+    place = _place_of_entry(words)
+    return "" if place < 0 else script.shown(words[place]).removesuffix(".py").rpartition("/")[2]
+
+
+def _read_word(script: Script, word: str, settings: Settings) -> None:
+    option, _, value = word.partition("=")
+    if option in ("--config-name", "-cn") and value.removesuffix(".yaml") in CONFIGS:
+        return
+    if option in ("--config-path", "-cp") and value in ("config", "./config"):  # verl's own
+        return
+    shown = script.shown(word)
+    if word.startswith("-"):
+        settings.problems.append(f"{shown}: settings that this file or option brings are not read")
+        return
+    found = _SETTING.fullmatch(word)
+    if found is None or has_hole(word.partition("=")[0]):
+        why = "".join(hole.why for hole in script.unresolved(word)[:1]) or "no setting"
+        settings.problems.append(f"{shown}: {why}; it may be any setting")
+    elif found[1] == "~":
+        settings.problems.append(f"{shown}: removes a setting; no counterpart is known")
+    elif found[3] is None:
+        settings.problems.append(f"{shown}: a word that is no setting")
+    elif holes := script.unresolved(found[3]):
+        settings.values[found[2]] = Unresolved(script.shown(found[3]), holes[0].why)
+    else:
+        settings.values[found[2]] = found[3]
+
+
+def _flat(data: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    waiting = [("", data)]
+    entered = 0
+    while waiting:
+        before, mapping = waiting.pop()
+        for key, value in mapping.items():
+            entered += 1
+            if entered > 20_000:
+                raise UserError("has more than 20,000 settings; expected a config of verl")
+            if isinstance(value, dict):
+                waiting.append((f"{before}{key}.", value))
+            elif value is not None:
+                out[f"{before}{key}"] = value
+    return out
+
+
+def translate(settings: Settings, rewards: Collection[str]) -> Draft:
+    """Make a config of verl's settings.
+
+    Args:
+        settings: of settings_of.
+        rewards: short names of our rewards.
+
+    Raises:
+        UserError: a script without model or data, or a value of the wrong kind.
+        OtherRun: the script distils.
+    """
+    d = Draft(dict(settings.values), VERL)
+    if d.flag("distillation.enabled"):
+        raise OtherRun(
+            "on-policy distillation (distillation.enabled); nothing is written: use algo.teacher with the loss "
+            "distill (configs/algorithms/distill.yaml); algo.teacher.engine runs the teacher as an engine"
+        )
+    d.used.discard("distillation.enabled")
+    if d.present("data.messages_key") or (d.present("model.path") and not d.present(f"{MODEL}.path")):
+        raise OtherRun(
+            "supervised fine-tuning (model.path, data.messages_key); nothing is written: use rlsys sft with "
+            "sft.traces = chats (docs/sft.md)"
+        )
+    for name in (f"{MODEL}.path", "data.train_files"):
+        if not d.present(name):
+            if not settings.problems:
+                raise UserError(f"expected {MODEL}.path and data.train_files in it")
+            d.require(name)
+    of_run = (
+        "trainer.default_local_dir" if d.present("trainer.default_local_dir") else "trainer.experiment_name"
+    )
+    name = d.text("trainer.experiment_name", "imported")
+    d.put("run.dir", d.text("trainer.default_local_dir") or f"runs/{name}", of_run)
+    d.put("model.path", d.text(f"{MODEL}.path"), f"{MODEL}.path")
+    refuse_other_media(d, f"{MODEL}.path")
+    d.put("model.dtype", "bfloat16")
+    _data(d, rewards)
+    _rollout(d)
+    _algorithm(d)
+    _trainer(d)
+    put_sizes(d, *_sizes(d))
+    put_anchor(d)
+    d.close(DEFAULTS, SPEED, settings)
+    return d
+
+
+def _data(d: Draft, rewards: Collection[str]) -> None:
+    files, held = d.get("data.train_files"), d.get("data.val_files")
+    d.put("data.source", source_of(files), "data.train_files")
+    d.put("data.params.path", files, "data.train_files")
+    if held or d.open("data.val_files"):
+        d.put("data.params.heldout_path", held, "data.val_files")
+    d.move("data.prompt_key")
+    d.move("data.seed", int)
+    for name in ("data.image_key", "data.video_key", "data.audio_key"):
+        d.refuse(name, "no counterpart: prompts are text")
+    if d.text("data.truncation", "error") != "error" and not d.flag("data.filter_overlong_prompts"):
+        d.refuse(
+            "data.truncation", "no counterpart: a prompt that is too long is left out and counted, never cut"
+        )
+    d.used.add("data.truncation")
+    d.used.discard("data.filter_overlong_prompts")
+    _rewards(d, rewards)
+
+
+def _present(d: Draft, *names: str) -> str:
+    """The first of these names that the script has: verl moved its reward settings in 2026."""
+    return next((name for name in names if d.present(name)), names[0])
+
+
+def _rewards(d: Draft, rewards: Collection[str]) -> None:
+    path, function = (
+        _present(d, f"custom_reward_function.{part}", f"reward.custom_reward_function.{part}")
+        for part in ("path", "name")
+    )
+    if d.present(path):
+        d.put("data.reward", f"{d.text(path)}:{d.text(function, 'compute_score')}", path, function)
+    else:
+        d.put("data.reward", "math" if "math" in rewards else "exact_answer")
+        d.odd.append(
+            f"data.reward = {d.config['data']['reward']}: verl chooses the reward by the data_source of each row; "
+            "name yours where answers are no mathematics"
+        )
+    for enable in ("reward_model.enable", "reward.reward_model.enable"):
+        if d.present(enable) and (d.open(enable) or d.flag(enable)):
+            d.refuse(enable, "a reward model is a server of its own here; ask it in a reward function")
+    manager = _present(
+        d, "reward_model.reward_manager", "reward.reward_manager.name", "reward.reward_manager"
+    )
+    if d.text(manager, "naive") not in MANAGERS:
+        d.refuse(manager, f"{', '.join(MANAGERS)} call a function for one response, as data.reward does")
+    elif d.present(manager) and not d.open(manager):
+        d.defaults.append(Row(manager, str(d.settings[manager]), "data.reward is called for each response"))
+    kwargs = _present(
+        d, *(f"{section}.reward_kwargs.overlong_buffer_cfg.enable" for section in ("reward_model", "reward"))
+    ).removesuffix("overlong_buffer_cfg.enable")
+    prefix = f"{kwargs}overlong_buffer_cfg."
+    if d.flag(f"{prefix}enable") or d.open(f"{prefix}enable"):
+        cap = d.whole(f"{kwargs}max_resp_len", d.whole("data.max_response_length", 512))
+        shaping = {"name": "overlong", "cap": cap, "buffer": d.whole(f"{prefix}len", cap // 5)}
+        shaping["factor"] = d.number(f"{prefix}penalty_factor", 1.0)
+        names = (f"{prefix}enable", f"{prefix}len", f"{prefix}penalty_factor", f"{kwargs}max_resp_len")
+        d.put("algo.shaping", [shaping], *names)
+        d.used.add(f"{prefix}log")
+
+
+def _rollout(d: Draft) -> None:
+    d.move(f"{ROLLOUT}.temperature", float)
+    d.cut(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
+    values = f"{ROLLOUT}.val_kwargs"
+    n, temperature = d.whole(f"{values}.n", 1), d.number(f"{values}.temperature", 0)
+    if n > 1 or d.open(f"{values}.n"):
+        chosen = {"name": "val", "samples": n, "temperature": temperature or 1.0, "prompts": 30}
+        d.put("eval.sets", [chosen], f"{values}.n", f"{values}.temperature")
+        if d.number(f"{values}.top_p", 1.0) != 1.0:
+            d.refuse(f"{values}.top_p", "sets are sampled from the whole distribution")
+    elif temperature > 0 and d.flag(f"{values}.do_sample"):
+        d.odd.append(
+            f"eval: one greedy answer to each prompt; the script samples one with temperature {temperature:g}"
+        )
+    d.used |= {f"{values}.{name}" for name in ("do_sample", "top_p", "top_k", "n", "temperature")}
+    d.move(f"{ROLLOUT}.max_num_seqs", int)
+    if d.flag(f"{ROLLOUT}.multi_turn.enable"):
+        if d.present(f"{ROLLOUT}.multi_turn.format"):
+            d.move(f"{ROLLOUT}.multi_turn.format")
+        d.refuse(
+            f"{ROLLOUT}.multi_turn.enable",
+            "tools are Python functions for rollout.generator = functions, or a generator of yours",
+        )
+    else:
+        d.used.discard(f"{ROLLOUT}.multi_turn.enable")
+    for theirs, ours in (
+        ("prompt_length", "data.max_prompt_length"),
+        ("response_length", "data.max_response_length"),
+    ):
+        if d.present(f"{ROLLOUT}.{theirs}") and d.text(f"{ROLLOUT}.{theirs}") != d.text(ours, "512"):
+            d.refuse(f"{ROLLOUT}.{theirs}", f"differs from {ours}")
+    _engines(d)
+    mode, engine = f"{ACTOR}.megatron.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    if d.text(mode, "disabled") in ("R2", "R3"):
+        replay = "engine" if d.text(mode) == "R3" else "trainer"
+        d.put("trainer.replay", replay, mode)
+        d.put("engine.return_routes", replay == "engine", mode, engine)
+    else:
+        d.used.discard(mode)
+
+
+def _engines(d: Draft) -> None:
+    """SGLang's own options are passed on."""
+    prefix = f"{ROLLOUT}.engine_kwargs.sglang."
+    names, args = [name for name in d.settings if name.startswith(prefix)], []
+    for name in names:
+        value = d.get(name)
+        if value is False:
+            d.refuse(name, "an option of SGLang that is off needs engine.extra_args by hand")
+            continue
+        args.append("--" + name.removeprefix(prefix).replace("_", "-"))
+        if value is not True:
+            args += [str(word) for word in (value if isinstance(value, list) else [value])]
+    if names:
+        d.put("engine.extra_args", args, *names)
+
+
+def _algorithm(d: Draft) -> None:
+    estimator = d.text("algorithm.adv_estimator", "gae")
+    ours = ADVANTAGES.get(estimator)
+    if ours is None:
+        d.refuse("algorithm.adv_estimator", "not here by this name (rlsys algo list)")
+        ours = "rloo"
+    if (
+        ours == "grpo"
+        and not d.flag("algorithm.norm_adv_by_std_in_grpo")
+        and d.present("algorithm.norm_adv_by_std_in_grpo")
+    ):
+        ours = "dr_grpo"
+    of_advantage = ["algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"]
+    gae = {"gamma": d.number("algorithm.gamma", 1.0), "lam": d.number("algorithm.lam", 1.0)}
+    if ours == "gae":
+        of_advantage += ["algorithm.gamma", "algorithm.lam"]
+    elif gae["gamma"] != 1.0 and ours.startswith("reinforce"):
+        d.refuse("algorithm.gamma", "the return is not discounted")
+    d.put("algo.advantage", {"name": "gae", **gae} if ours == "gae" else ours, *of_advantage)
+    of_mode = f"{ACTOR}.policy_loss.loss_mode"
+    mode = d.text(of_mode, "vanilla")
+    loss: dict[str, Any] = {"name": LOSSES.get(mode, "clip")}
+    if mode not in LOSSES:
+        d.refuse(of_mode, "not here by this name (rlsys algo list)")
+    low, high = (
+        d.number(f"{ACTOR}.clip_ratio_{side}", d.number(f"{ACTOR}.clip_ratio", 0.2))
+        for side in ("low", "high")
+    )
+    names = [
+        "policy_loss.loss_mode",
+        "clip_ratio",
+        "clip_ratio_low",
+        "clip_ratio_high",
+        "use_kl_loss",
+        "entropy_coeff",
+    ]
+    if loss["name"] == "clip" and d.present(f"{ACTOR}.clip_ratio_c"):
+        loss = {"name": "dual_clip", "dual": d.number(f"{ACTOR}.clip_ratio_c", 3.0)}
+        names.append("clip_ratio_c")
+    d.used.add(f"{ACTOR}.clip_ratio_c")
+    if loss["name"] in ("clip", "dual_clip", "gspo", "gmpo", "cispo"):
+        loss |= {"clip_low": min(1.0, low), "clip_high": high}  # below 0 there is no ratio
+    terms: list[Any] = [loss]
+    if ours == "gae":
+        terms.append({"name": "value"})
+        lr, warmup = d.number("critic.optim.lr", 1e-5), d.whole("trainer.critic_warmup", 0)
+        d.put("algo.critic", {"lr": lr}, "critic.optim.lr")
+        if warmup:
+            d.put("algo.critic.warmup_steps", warmup, "trainer.critic_warmup", "critic.optim.lr")
+    elif d.whole("trainer.critic_warmup", 0):
+        d.refuse("trainer.critic_warmup", f"{estimator} has no critic")
+    for name in d.settings:
+        if name.startswith("critic.") and (ours != "gae" or re.search(r"\.(model\.path|enable)$", name)):
+            d.used.add(name)
+    if ours == "gae" and d.text("critic.model.path", d.text(f"{MODEL}.path")) != d.text(f"{MODEL}.path"):
+        d.refuse("critic.model.path", "the critic starts from the policy's folder")
+    if d.flag(f"{ACTOR}.use_kl_loss"):
+        names += ["kl_loss_coef", "kl_loss_type"]
+        kind = d.text(f"{ACTOR}.kl_loss_type", "low_var_kl")
+        if kind not in KL_KINDS:
+            d.refuse(f"{ACTOR}.kl_loss_type", f"{', '.join(KL_KINDS)} are here")
+        if beta := d.number(f"{ACTOR}.kl_loss_coef", 0.001):
+            terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
+    if entropy := d.number(f"{ACTOR}.entropy_coeff", 0):
+        terms.append({"name": "entropy", "coefficient": entropy})
+    d.put("algo.loss", terms, "algorithm.adv_estimator", *(f"{ACTOR}.{n}" for n in names))
+    _around_the_loss(d, loss["name"])
+
+
+def _around_the_loss(d: Draft, loss: str) -> None:
+    """How it is summed, what is done to rewards before it, and what corrects for the engine's log-probs."""
+    of_mode = f"{ACTOR}.loss_agg_mode"
+    mode = d.text(of_mode, "token-mean")
+    if mode not in REDUCERS:
+        d.refuse(of_mode, f"{', '.join(REDUCERS)} are here")
+    reducer = REDUCERS.get(mode, "token_mean")
+    if loss in ("gspo", "gmpo"):  # one ratio a sequence
+        reducer = "sequence_mean"
+    length = d.whole("data.max_response_length", 512)
+    made = {"name": "constant", "length": length} if reducer == "constant" else reducer
+    d.put("algo.reducer", made, of_mode, *(["data.max_response_length"] if reducer == "constant" else []))
+    if d.flag("algorithm.use_kl_in_reward"):
+        if d.text("algorithm.kl_ctrl.type", "fixed") != "fixed":
+            d.refuse("algorithm.kl_ctrl.type", "the weight of the reward's KL is fixed")
+        if d.text("algorithm.kl_penalty", "kl") not in ("kl", "k1"):
+            d.refuse("algorithm.kl_penalty", "the reward's KL is k1")
+        if beta := d.number("algorithm.kl_ctrl.kl_coef", 0.001):
+            shaping = [*d.read("algo.shaping", []), {"name": "kl_reward", "beta": beta}]
+            d.put("algo.shaping", shaping, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
+    filtered = d.flag("algorithm.filter_groups.enable")
+    if filtered:
+        d.put("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
+    generated = d.text("data.gen_batch_size", d.text("data.train_batch_size", "1024"))
+    if not filtered and generated != d.text("data.train_batch_size", "1024"):
+        d.refuse("data.gen_batch_size", "a step asks for as many groups as it trains")
+    correction = "algorithm.rollout_correction"
+    level = d.text(f"{correction}.rollout_is", "null")
+    capped = _present(
+        d,
+        f"{ACTOR}.tis_imp_ratio_cap",
+        "algorithm.rollout_is_threshold",
+        f"{correction}.rollout_is_threshold",
+    )
+    if capped.startswith(correction) and level not in ("token", "sequence"):
+        d.used |= {capped} if level in ("null", "None") else set()
+    elif not re.fullmatch(r"[\d.eE+-]*|null|None", d.text(capped)):
+        d.refuse(capped, "a lower and an upper bound are algo.corrections: [icepop]")
+    elif (cap := d.number(capped, 0)) > 0 or d.open(capped):
+        chosen: dict[str, Any] = {"name": "tis", "cap": cap}
+        if capped.startswith(correction) and level == "sequence":
+            chosen["level"] = "sequence"
+        names = [capped, f"{correction}.rollout_is"] if capped.startswith(correction) else [capped]
+        d.put("algo.corrections", [chosen], *names)
+    if d.present(f"{ACTOR}.ppo_epochs"):
+        d.move(f"{ACTOR}.ppo_epochs", int)
+
+
+def _trainer(d: Draft) -> None:
+    optim = f"{ACTOR}.optim"
+    steps, of_steps = put_steps(
+        d, "trainer.total_training_steps", ("trainer.total_epochs", 30), "data.train_files",
+        ("data.train_batch_size", 1024),
+    )  # fmt: skip
+    lr = d.number(f"{optim}.lr", 1e-6)
+    d.put("trainer.lr", lr, f"{optim}.lr")
+    warmup = d.whole(f"{optim}.lr_warmup_steps", -1)
+    ratio = d.number(f"{optim}.lr_warmup_steps_ratio", 0)
+    names = [f"{optim}.lr_warmup_steps"]
+    if warmup < 0:
+        names += [f"{optim}.lr_warmup_steps_ratio", *(of_steps if ratio else [])]
+    d.put("trainer.warmup_steps", warmup if warmup >= 0 else round(ratio * steps), *names)
+    d.used.add(f"{optim}.lr_warmup_steps_ratio")
+    styles = [
+        f"{optim}.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style", "decay_type")
+    ]
+    chosen = _present(d, *styles)
+    style = d.text(chosen, "constant")
+    if style not in ("constant", "linear", "cosine"):
+        d.refuse(chosen, "constant, linear and cosine are here")
+    d.put("trainer.schedule", style, chosen)
+    if ratio := d.number(f"{optim}.min_lr_ratio", 0.0):
+        d.put("trainer.lr_end", ratio, f"{optim}.min_lr_ratio")
+    elif least := d.number(f"{optim}.min_lr", 0.0):
+        d.put("trainer.lr_end", least / lr, f"{optim}.min_lr", f"{optim}.lr")
+    d.put("trainer.weight_decay", d.number(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
+    betas = d.get(f"{optim}.betas", [0.9, 0.999])
+    if not (isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, float | int) for b in betas)):
+        raise UserError(f"{optim}.betas = {str(betas)[:80]}: expected two numbers")
+    d.put("trainer.betas", betas, f"{optim}.betas")
+    clipped = _present(d, f"{ACTOR}.grad_clip", f"{optim}.clip_grad")
+    d.put("trainer.grad_clip", d.number(clipped, 1.0), clipped)
+    checkpointed = f"{MODEL}.enable_gradient_checkpointing"
+    if not d.present(checkpointed) or d.open(checkpointed) or d.flag(checkpointed):
+        d.put("trainer.recompute", ["layer"], checkpointed)
+    else:
+        d.used.discard(checkpointed)
+    offloads = [
+        f"{ACTOR}.{part}.optimizer_offload" for part in ("megatron", "fsdp_config", "veomni", "engine")
+    ]
+    d.used.update(offloads)
+    if any(d.flag(name) for name in offloads):
+        d.put("trainer.offload_optimizer", 1.0, *offloads)
+    for name, place in (("save_freq", "trainer.checkpoint_every"), ("test_freq", "eval.every")):
+        every = d.whole(f"trainer.{name}", -1)
+        d.put(place, every if every > 0 else steps, f"trainer.{name}", *(of_steps if every <= 0 else []))
+    balance = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
+    if d.number(balance, 0.0):
+        d.put("trainer.balance_loss", d.number(balance, 0.0), balance)
+    d.move("trainer.max_actor_ckpt_to_keep", int)
+    _put_lora(d)
+
+
+def _put_lora(d: Draft) -> None:
+    """Its adapters of Hugging Face's matrices; those of its Megatron trainer have Megatron's names."""
+    rank, alpha, targets = (f"{MODEL}.{x}" for x in ("lora_rank", "lora_alpha", "target_modules"))
+    named = d.get(targets, "all-linear")
+    if d.whole(rank, 0) > 0 or d.open(rank):
+        d.put("trainer.lora.rank", d.whole(rank, 0), rank)
+        d.put("trainer.lora.alpha", d.number(alpha, 16), alpha, rank)
+        if isinstance(named, list):
+            d.put("trainer.lora.targets", named, targets, rank)
+        elif named != "all-linear":
+            d.refuse(targets, "expected all-linear or a list; give trainer.lora.targets")
+    else:
+        d.used |= {alpha, targets}
+    if d.whole(f"{MODEL}.lora.rank", 0):
+        d.refuse(f"{MODEL}.lora.rank", "not translated: give trainer.lora yourself")
+    for name in d.settings:
+        if name.startswith(f"{MODEL}.lora."):
+            d.used.add(name)
+
+
+def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
+    m = f"{ACTOR}.megatron"
+    names: dict[str, tuple[str, ...]] = {
+        "groups": ("data.train_batch_size",), "group_size": (f"{ROLLOUT}.n",),
+        "response": ("data.max_response_length",), "prompt": ("data.max_prompt_length",),
+        "update": (f"{ACTOR}.ppo_mini_batch_size",),
+        "micro": (f"{ACTOR}.ppo_max_token_len_per_gpu",), "nodes": ("trainer.nnodes",),
+        "gpus": ("trainer.n_gpus_per_node",), "tp": (f"{m}.tensor_model_parallel_size",),
+        "pp": (f"{m}.pipeline_model_parallel_size",), "vpp": (f"{m}.virtual_pipeline_model_parallel_size",),
+        "cp": (f"{m}.context_parallel_size",), "ep": (f"{m}.expert_model_parallel_size",),
+        "etp": (f"{m}.expert_tensor_parallel_size",), "engine_tp": (f"{ROLLOUT}.tensor_model_parallel_size",),
+    }  # fmt: skip
+    n = d.whole(f"{ROLLOUT}.n", 1)
+    if n == 1 and not d.open(f"{ROLLOUT}.n") and d.read("algo.advantage", "") in ("grpo", "dr_grpo", "rloo"):
+        d.unknown(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
+    sizes = Sizes(
+        groups=d.whole("data.train_batch_size", 1024), group_size=n,
+        update=d.whole(f"{ACTOR}.ppo_mini_batch_size", 256) * n, prompt=d.whole("data.max_prompt_length", 512),
+        response=d.whole("data.max_response_length", 512),
+        micro=d.whole(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384), nodes=d.whole("trainer.nnodes", 1),
+        gpus=d.whole("trainer.n_gpus_per_node", 8), tp=d.whole(f"{m}.tensor_model_parallel_size", 1),
+        pp=d.whole(f"{m}.pipeline_model_parallel_size", 1),
+        vpp=d.whole(f"{m}.virtual_pipeline_model_parallel_size", 0), cp=d.whole(f"{m}.context_parallel_size", 1),
+        ep=d.whole(f"{m}.expert_model_parallel_size", 1),
+        etp=d.whole(f"{m}.expert_tensor_parallel_size", 0) or None,
+        engine_tp=d.whole(f"{ROLLOUT}.tensor_model_parallel_size", 2),
+    )  # fmt: skip
+    return sizes, names

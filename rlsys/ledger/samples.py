@@ -1,0 +1,200 @@
+"""Samples for people to read: which ones, and what the ledger still has of each. A page at a time, read only."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from rlsys.core.errors import UserError
+from rlsys.core.spans import Piece
+from rlsys.core.types import GroupState, Sample, Status
+from rlsys.ledger.store import blob_to_ids, sample_of_row, sequence_of_row
+from rlsys.segments.records import SegmentReader
+
+Order = Literal["newest", "worst", "best", "longest"]
+ORDERS: tuple[str, ...] = get_args(Order)
+_SQL_ORDERS = {
+    "newest": "samples.sample_id DESC",
+    "worst": "samples.reward, samples.sample_id DESC",
+    "best": "samples.reward DESC, samples.sample_id DESC",
+    "longest": "samples.tokens DESC, samples.sample_id DESC",
+}
+
+
+@dataclass(frozen=True)
+class SampleQuery:
+    """Samples with a token that fulfil all conditions; None and False ask for nothing.
+
+    `worst` and `best` go by reward and leave out samples that have none. `skip`: how many of the order come before
+    the page of at most `limit`.
+    """
+
+    sample: int | None = None
+    group: int | None = None
+    step: int | None = None
+    """The train step that took the group."""
+    status: str | None = None
+    resumed: bool = False
+    order: Order = "newest"
+    skip: int = 0
+    limit: int = 20
+
+
+FATES = {
+    GroupState.ACTIVE: "not complete yet",
+    GroupState.READY: "waits for a step",
+    GroupState.FILTERED: "filtered: never trained",
+    GroupState.EXPIRED: "too old: never trained",
+    GroupState.CENSORED: "censored: never trained",
+}
+"""Of a group that no step took: what it waits for, or why none will."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """A sample, and where its group is. Without tokens where these are no longer kept: `tokens` says how many there
+    were."""
+
+    sample: Sample
+    tokens: int
+    prompt_index: int
+    state: GroupState
+    train_step: int | None
+    interrupts: list[tuple[int, int]] = field(default_factory=list)
+    """(response tokens it had, weight version then), each time it was taken out of an engine."""
+    trained_steps: dict[int, int] = field(default_factory=dict)
+    """Of each weight version that sampled a token of it: the train steps that these weights contain."""
+    logp: list[float] = field(default_factory=list)
+    """The trainer's, of each response token, before the step's first update; NaN: not computed. Empty: not kept."""
+    advantages: list[float] = field(default_factory=list)
+    """Of each response token; empty: not kept."""
+
+    @property
+    def fate(self) -> str:
+        """The step that took it, or why none did."""
+        return FATES[self.state] if self.train_step is None else f"step {self.train_step}"
+
+    @property
+    def kept(self) -> bool:
+        return len(self.sample.response_ids) == self.tokens
+
+
+def last_step(db: sqlite3.Connection) -> int:
+    """The last train step that took groups; 0 before the first."""
+    return int(db.execute("SELECT coalesce(max(train_step), 0) FROM takes").fetchone()[0])
+
+
+def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQuery) -> list[Seen]:
+    """What the ledger has of them. Raises UserError for a sample, group or step that does not exist, RunError for
+    tokens that are damaged."""
+    conditions, values = _conditions(db, query)
+    columns = "samples.*, prompt_ids, prompt_index, state, train_step"
+    rows = db.execute(
+        f"SELECT {columns} FROM samples JOIN groups USING (group_id) WHERE {' AND '.join(conditions)} "
+        f"ORDER BY {_SQL_ORDERS[query.order]} LIMIT ? OFFSET ?",
+        (*values, query.limit, query.skip),
+    ).fetchall()
+    interrupts = _interrupts(db, [row[0] for row in rows])
+    return [_seen(db, segments, row, interrupts.get(row[0], [])) for row in rows]
+
+
+def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list[tuple[int, int]]]:
+    """Of a whole page at once: the table has no index, and each look goes through all of it."""
+    marks = ", ".join("?" * len(sample_ids))
+    found: dict[int, list[tuple[int, int]]] = {}
+    rows = db.execute(
+        "SELECT sample_id, tokens, weight_version FROM interrupts "
+        f"WHERE sample_id IN ({marks}) AND NOT sequence AND tokens ORDER BY place",
+        sample_ids,
+    )
+    for sample_id, tokens, version in rows:
+        found.setdefault(sample_id, []).append((tokens, version))
+    return found
+
+
+def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], list[object]]:
+    conditions, values = ["(samples.tokens > 0 OR samples.censor_reason IS NOT NULL)"], list[object]()
+    if query.sample is not None:
+        conditions, values = ["samples.sample_id = ?"], [query.sample]
+        if not db.execute("SELECT 1 FROM samples WHERE sample_id = ?", values).fetchone():
+            raise UserError(f"sample {query.sample}: the run has no such sample")
+    if query.group is not None:
+        issued = db.execute("SELECT count(*) FROM groups").fetchone()[0]
+        if not 0 <= query.group < issued:
+            raise UserError(f"group {query.group}: the run has the groups 0 to {issued - 1}")
+        conditions.append("samples.group_id = ?")
+        values.append(query.group)
+    if query.step is not None:
+        row = db.execute("SELECT group_ids FROM takes WHERE train_step = ?", (query.step,)).fetchone()
+        if row is None:
+            raise UserError(f"step {query.step}: the run has taken the steps 1 to {last_step(db)}")
+        ids = json.loads(row[0])
+        conditions.append(f"samples.group_id IN ({', '.join('?' * len(ids))})")
+        values += ids
+    if query.status is not None:
+        conditions.append("samples.status = ?")
+        values.append(query.status)
+    if query.resumed:
+        conditions.append("samples.resumes > 0")
+    if query.order in ("worst", "best"):
+        conditions.append("samples.reward IS NOT NULL")
+    return conditions, values
+
+
+def _seen(
+    db: sqlite3.Connection, segments: SegmentReader, row: Sequence, interrupts: list[tuple[int, int]]
+) -> Seen:
+    *of_sample, prompt_ids, prompt_index, state, train_step = row
+    places = (
+        "SELECT sequence, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
+        "WHERE sample_id = ? ORDER BY piece"
+    )
+    pieces: dict[int, list[Piece]] = {}
+    for sequence, *place in db.execute(places, (row[0],)):
+        pieces.setdefault(sequence, []).append(Piece(*place))
+    sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), pieces.get(0, []))
+    for found in db.execute("SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (row[0],)):
+        sample.further.append(sequence_of_row(found, pieces.get(found[1], [])))
+    if pieces:
+        sample = replace(segments.loaded(sample), routes=[], opinions=b"")  # large, and nothing to read
+        for sequence in sample.further:
+            sequence.routes, sequence.opinions = [], b""
+    versions = sorted({span.version for span in sample.spans})
+    marks = ", ".join("?" * len(versions))
+    steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({marks})"
+    return Seen(
+        sample, sample.tokens, prompt_index, GroupState(state), train_step,
+        interrupts, dict(db.execute(steps, versions).fetchall()),
+    )  # fmt: skip
+
+
+def check_query(query: SampleQuery) -> None:
+    """Raises UserError for a value that can never be right."""
+    statuses = [s.value for s in Status if s is not Status.IN_FLIGHT]
+    if query.status is not None and query.status not in statuses:
+        raise UserError(f"status {query.status}: expected one of {', '.join(statuses)}")
+    if query.order not in ORDERS:
+        raise UserError(f"order {query.order}: expected one of {', '.join(ORDERS)}")
+    for name in ("sample", "group", "step", "skip"):
+        value = getattr(query, name)
+        if value is not None and not 0 <= value <= LARGEST:
+            raise UserError(f"{name} {value}: expected 0 or more, at most {LARGEST}")
+    if not 1 <= query.limit <= MOST:
+        raise UserError(f"limit {query.limit}: expected 1 to {MOST}")
+
+
+MOST = 256
+"""Samples of one page."""
+LARGEST = 2**63 - 1
+"""Integer of SQLite."""
+
+
+@dataclass
+class SamplesAnswer:
+    """`error`: what the reader's user can mend; empty: nothing."""
+
+    samples: list[Seen] = field(default_factory=list)
+    error: str = ""

@@ -1,0 +1,377 @@
+"""rollouts.sqlite: how it is opened, what its tables are, how rows become samples. No state of a run here.
+
+    meta     counters that only grow: issued groups, weight_version, tokens lost, the epoch of the launch that writes;
+             and the planners' state
+    groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
+    samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
+             prompt that it was drawn from, where that is not its group's; with own_prompt it is trained on that too.
+             `tokens` are those of all its sequences, the rest is the first one's; `given` and `discarded`: of these
+             tokens those that no engine made for it, and those that one made and that were cut off
+    sequences   the further sequences of samples that have some, with their prompts as long as `pieces` are kept
+    pieces   where the tokens of samples lie in segment files (rlsys/segments/records.py), in the order in which they
+             came:
+             ids, mu and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint
+             can want them
+    segments the files: name, and how many bytes of each are committed
+    route_files, route_places   of the engines' own segments: name, bytes that samples claimed, where the last of them
+             ends; and which sample wants which of them (route_files.py)
+    takes    the journal: which groups a train step took, at which weight version; `parts`: which of them the trainer
+             had been given before, in which portions
+    pushes   the train step whose weights a weight version holds
+    admissions, interrupts   what the clock decided: which group was let in when, and at how many tokens a sample
+             was interrupted, each under which weight version
+
+synchronous=FULL: what is committed survives kill -9 and a power cut. On a local disk the journal is a WAL: readers
+of this machine never wait for the writer. On a shared file system, or one that cannot be told, a WAL would be wrong,
+because its index is shared memory of one machine: there the writer locks the file for itself from its opening to its
+close, with a rollback journal, and others ask the coordinator (reader.py). A lock beside the file keeps a second
+writer out. Where locks may not reach, each launch works on a copy of its own (takeover.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
+from rlsys.core.spans import Fork, Piece, TokenSpan, TurnMark, VersionSpan
+from rlsys.core.types import GroupState, Sample, SampleGroup, Status
+from rlsys.obs.filesystem import is_local
+
+FILE_NAME = "rollouts.sqlite"
+
+_APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
+_SCHEMA_VERSION = 16
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE groups (
+    group_id INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, state TEXT NOT NULL,
+    train_step INTEGER, ready_order INTEGER, prompt_ids BLOB NOT NULL, size INTEGER NOT NULL
+);
+CREATE INDEX groups_by_state ON groups (state);
+CREATE INDEX groups_by_step ON groups (train_step);
+CREATE TABLE samples (
+    sample_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, place INTEGER NOT NULL,
+    seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, mu_sum REAL NOT NULL,
+    spans TEXT NOT NULL, reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
+    observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL,
+    own_prompt INTEGER NOT NULL, spoke INTEGER NOT NULL, fork_place INTEGER, fork_at INTEGER,
+    given INTEGER NOT NULL, discarded INTEGER NOT NULL, turn_marks TEXT
+);
+CREATE INDEX samples_by_group ON samples (group_id);
+CREATE TABLE sequences (
+    sample_id INTEGER NOT NULL REFERENCES samples, sequence INTEGER NOT NULL, group_id INTEGER NOT NULL,
+    place INTEGER NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, prompt_ids BLOB NOT NULL, parent INTEGER,
+    aside INTEGER NOT NULL, spoke INTEGER NOT NULL, spans TEXT NOT NULL, observed TEXT NOT NULL, mu_sum REAL NOT NULL,
+    resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, prefilled_tokens INTEGER NOT NULL, engine TEXT,
+    deaths INTEGER NOT NULL, faults INTEGER NOT NULL, PRIMARY KEY (sample_id, sequence)
+) WITHOUT ROWID;
+CREATE INDEX sequences_by_group ON sequences (group_id);
+CREATE TABLE segments (segment INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, length INTEGER NOT NULL);
+CREATE TABLE pieces (
+    piece INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    segment INTEGER NOT NULL REFERENCES segments, start INTEGER NOT NULL, length INTEGER NOT NULL
+);
+CREATE INDEX pieces_by_sample ON pieces (sample_id);
+CREATE INDEX pieces_by_segment ON pieces (segment);
+CREATE TABLE route_files (
+    file INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, claimed INTEGER NOT NULL, length INTEGER NOT NULL
+);
+CREATE TABLE route_places (sample_id INTEGER NOT NULL, file INTEGER NOT NULL REFERENCES route_files);
+CREATE INDEX route_places_by_sample ON route_places (sample_id);
+CREATE INDEX route_places_by_file ON route_places (file);
+CREATE TABLE takes (
+    train_step INTEGER PRIMARY KEY, weight_version INTEGER NOT NULL, group_ids TEXT NOT NULL,
+    parts TEXT NOT NULL
+);
+CREATE TABLE pushes (weight_version INTEGER PRIMARY KEY, train_step INTEGER NOT NULL);
+CREATE TABLE admissions (
+    place INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, weight_version INTEGER NOT NULL
+);
+CREATE TABLE interrupts (
+    place INTEGER PRIMARY KEY, sample_id INTEGER NOT NULL, sequence INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    weight_version INTEGER NOT NULL
+);
+"""
+
+
+COUNTERS = ("issued", "completed", "weight_version", "pruned_to", "lost", "torn_bytes", "owner_epoch")
+"""Of the table meta, by name; they begin with 0 and only grow."""
+READER_SECONDS = 1.0
+"""How long a reader waits for a file that its writer may hold for days."""
+FOREIGN_LOCK_SECONDS = 60.0
+"""How long a write waits while somebody else's tool (a sqlite3 shell, a VACUUM) holds the file."""
+
+
+class WriterLock:
+    """Keeps a second process from writing to the same file; free again when the process ends, however."""
+
+    def __init__(self, path: Path) -> None:
+        with disk_errors(path):
+            self._fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with disk_errors(path):
+                self._take(path)
+        except RlsysError:
+            os.close(self._fd)
+            raise
+
+    def _take(self, path: Path) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise UserError(f"{path}: in use by process {owner}") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+@contextlib.contextmanager
+def sqlite_errors(path: Path) -> Iterator[None]:
+    """A failing disk (full, read-only, gone) ends the run in one line; what was committed stays."""
+    try:
+        yield
+    except sqlite3.Error as e:
+        raise RunError(f"{path}: cannot go on writing: {e}") from None
+
+
+def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connection:
+    """Create the file or open the one of this run. In autocommit: the caller begins transactions.
+
+    Raises UserError, with nothing written, when the file is no SQLite file, damaged, not ours, of another
+    schema, or of another run (`identity`).
+    """
+    try:
+        db = connect(path)
+    except sqlite3.Error as e:
+        raise UserError(f"{path}: cannot open: {e}") from None
+    try:
+        shared = is_shared(path)
+        if (
+            shared
+        ):  # before the first look at the file: a WAL that was left there is then read without shared memory
+            db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        new = is_new(db, path)
+        if not new:
+            check_format(db, path)
+        set_journal(db, path, "truncate" if shared else "wal")
+        if new:
+            _create(db, identity, largest_group)
+        else:
+            _check_pages(db, path)
+            _claim(db, path, identity, largest_group)
+        db.execute("PRAGMA synchronous=FULL")
+    except sqlite3.Error as e:
+        db.close()
+        raise unusable(path, e) from None
+    except UserError:
+        db.close()
+        raise
+    return db
+
+
+def is_shared(path: Path) -> bool:
+    """Whether another machine may have the file open."""
+    return not is_local(path)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """In autocommit. Opened in a thread, because a large one takes minutes; used in another one afterwards, never in
+    two at once."""
+    return sqlite3.connect(path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS, check_same_thread=False)
+
+
+def unusable(path: Path, error: sqlite3.Error) -> UserError:
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+        return UserError(f"{path}: in use by another process for {FOREIGN_LOCK_SECONDS:g} s")
+    return UserError(f"{path}: not a usable rollout file: {error}; move it away or restore it")
+
+
+def set_journal(db: sqlite3.Connection, path: Path, mode: str) -> None:
+    """Also of a file that was on another file system before."""
+    got = str(db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0])
+    if got != mode:
+        raise UserError(f"{path}: its file system allows no journal of the mode {mode}, only {got}")
+    if mode != "wal":
+        db.execute(
+            "BEGIN EXCLUSIVE"
+        )  # the lock, which stays; others learn it now and not in the middle of a run
+        db.execute("COMMIT")
+
+
+def open_readonly(path: Path) -> sqlite3.Connection:
+    """For those who only count. Raises UserError when there is no such file or it is not ours."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file: not a run, or one that has not begun")
+    uri = path.absolute().as_uri() + "?mode=ro"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=READER_SECONDS)
+    try:
+        check_format(db, path)
+    except sqlite3.Error as e:
+        db.close()
+        raise UserError(f"{path}: not a usable rollout file: {e}") from None
+    except UserError:
+        db.close()
+        raise
+    return db
+
+
+def is_new(db: sqlite3.Connection, path: Path) -> bool:
+    """Also a file whose creation a crash cut short: a journal mode, but no table yet."""
+    if path.stat().st_size == 0:
+        return True
+    tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    return not _pragma(db, "application_id") and not tables
+
+
+def _create(db: sqlite3.Connection, identity: str, largest_group: int) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    db.execute(f"PRAGMA application_id={_APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+    for statement in _SCHEMA.split(";\n"):
+        db.execute(statement)
+    meta = {"identity": identity, "largest_group": largest_group}
+    counters = dict.fromkeys(COUNTERS, 0)
+    db.executemany("INSERT INTO meta VALUES (?, ?)", {**meta, **counters}.items())
+    db.execute("COMMIT")
+
+
+def _check_pages(db: sqlite3.Connection, path: Path) -> None:
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        raise UserError(f"{path}: damaged ({' '.join(found.split())}); move it away or restore it")
+
+
+def _claim(db: sqlite3.Connection, path: Path, identity: str, largest_group: int) -> None:
+    """Another config may have a file into which nothing was issued: its first start failed."""
+    meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
+    if meta["identity"] == identity:
+        return
+    if meta["issued"]:
+        raise UserError(f"{path}: rollouts of another config ({meta['identity']} there, {identity} here)")
+    with db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'identity'", (identity,))
+        db.execute("UPDATE meta SET value = ? WHERE key = 'largest_group'", (largest_group,))
+
+
+def check_format(db: sqlite3.Connection, path: Path) -> None:
+    if _pragma(db, "application_id") != _APPLICATION_ID:
+        raise UserError(f"{path}: an SQLite file, but not one of rlsys; nothing was changed in it")
+    version = _pragma(db, "user_version")
+    if version != _SCHEMA_VERSION:
+        raise UserError(
+            f"{path}: schema version {version}, this rlsys reads {_SCHEMA_VERSION}; take the rlsys that wrote it"
+        )
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def ids_to_blob(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32. Raises OverflowError for an id that does not fit."""
+    return np.asarray(ids, "<i4").tobytes()
+
+
+def blob_to_ids(blob: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(blob, dtype="<i4").tolist()
+    return ids
+
+
+def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:
+    """Whole groups, by id, without the tokens: `pieces` of each sample say where they lie."""
+    groups: dict[int, SampleGroup] = {}
+    prompts: dict[int, list[int]] = {}
+    columns = "group_id, prompt_index, state, train_step, prompt_ids"
+    for row in db.execute(f"SELECT {columns} FROM groups WHERE {where} ORDER BY group_id", values):
+        groups[row[0]] = SampleGroup(row[0], row[1], [], GroupState(row[2]), row[3])
+        prompts[row[0]] = blob_to_ids(row[4])
+    of_groups = f"group_id IN (SELECT group_id FROM groups WHERE {where})"
+    pieces: dict[tuple[int, int], list[Piece]] = {}
+    places = (
+        "SELECT sample_id, sequence, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
+        f"JOIN samples USING (sample_id) WHERE {of_groups} ORDER BY piece"
+    )
+    for sample_id, sequence, *place in db.execute(places, values):
+        pieces.setdefault((sample_id, sequence), []).append(Piece(*place))
+    samples: dict[int, Sample] = {}
+    for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
+        samples[row[0]] = sample_of_row(row, prompts[row[1]], pieces.get((row[0], 0), []))
+        groups[row[1]].samples.append(samples[row[0]])
+    further = f"SELECT * FROM sequences WHERE {of_groups} ORDER BY sample_id, sequence"
+    for row in db.execute(further, values):
+        samples[row[0]].further.append(sequence_of_row(row, pieces.get(row[:2], [])))
+    return list(groups.values())
+
+
+def row_of_sequence(q: Sample) -> tuple[object, ...]:
+    """Of the table sequences. In flight is stored as parked: what would be resumed."""
+    status = Status.PARKED if q.status is Status.IN_FLIGHT else q.status
+    return (
+        q.sample_id, q.sequence, q.group_id, q.index, q.seed, status.value, ids_to_blob(q.prompt_ids), q.parent,
+        int(q.aside), q.spoke, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
+        json.dumps([(s.start, s.end) for s in q.observed]), q.mu_sum, q.resumes, q.cached_tokens, q.prefilled_tokens,
+        q.engine, q.deaths, q.faults,
+    )  # fmt: skip
+
+
+def sequence_of_row(row: tuple, pieces: list[Piece]) -> Sample:
+    """`pieces`: where its tokens lie."""
+    sample_id, number, group_id, place, seed, status, prompt_ids, *more = row
+    parent, aside, spoke, spans, observed, *rest = more
+    mu_sum, resumes, cached, prefilled, engine, deaths, faults = rest
+    return Sample(
+        sample_id, group_id, place, blob_to_ids(prompt_ids), seed, sequence=number, parent=parent, aside=bool(aside),
+        spoke=spoke, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
+        pieces=pieces, observed=[TokenSpan(*s) for s in json.loads(observed)], resumes=resumes, deaths=deaths,
+        faults=faults, cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, own_prompt=True,
+    )  # fmt: skip
+
+
+def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sample:
+    """`row`: of the table samples. `prompt_ids`: of its group. `pieces`: where its tokens lie."""
+    sample_id, group_id, place, seed, status, _, mu_sum, spans, *rest = row
+    (
+        reward,
+        censor_reason,
+        resumes,
+        cached,
+        prefilled,
+        engine,
+        named_rewards,
+        plain_reward,
+        answer,
+        observed,
+        drawn_from,
+        deaths,
+        faults,
+        own_prompt,
+        spoke,
+        fork_place,
+        fork_at,
+        given,
+        discarded,
+        turn_marks,
+    ) = rest
+    return Sample(
+        sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
+        spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum, pieces=pieces,
+        reward=reward, censor_reason=censor_reason, resumes=resumes, deaths=deaths, faults=faults,
+        cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
+        named_rewards=json.loads(named_rewards) if named_rewards else None,
+        observed=[TokenSpan(*s) for s in json.loads(observed)],
+        trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
+        spoke=spoke, fork=None if fork_place is None else Fork(fork_place, fork_at), given=given,
+        discarded=discarded, turn_marks=[TurnMark(*m) for m in json.loads(turn_marks)] if turn_marks else None,
+    )  # fmt: skip

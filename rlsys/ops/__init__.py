@@ -1,0 +1,1 @@
+"""Computations that the trainer and engines on a CPU share."""

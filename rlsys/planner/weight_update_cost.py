@@ -1,0 +1,73 @@
+"""What a weight push comes to: bytes of senders and receivers, and seconds. From config.json and the layout alone."""
+
+from __future__ import annotations
+
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.planner.layout import on_cuda
+from rlsys.weights.shard_plan import SendersPlan, plan_senders
+
+GB = 1e9
+RATES = {"tensor": 20.0, "broadcast": 10.0, "sharded": 10.0, "disk": 1.0, "disk_delta": 1.0, "adapter": 20.0}
+"""GB/s assumed of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
+LINK = 50.0
+"""GB/s of one 400 Gb/s port, of which hosts of H100s have one a GPU (NVIDIA's data sheet of the DGX H100)."""
+
+
+def senders_of(config: Config, hf: HFConfig) -> SendersPlan:
+    """Who sends what with weights.method = sharded."""
+    return plan_senders(config, hf, experts_together=not on_cuda(config))
+
+
+def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, str]]:
+    """`size`: bytes of the model as it is pushed."""
+    method = config.weights.method
+    of_link = " a link" if method == "sharded" else ""
+    takes = f"{short(size / GB / rate(config), 2)} s at {RATES[method]:g} GB/s{of_link}"
+    facts = [("a weight push", f"{_gb(size)} GB to each engine, about {takes} ({method})")]
+    if (at_once := config.weights.rolling) is not None:
+        rounds, go_on = push_rounds(config), config.engine.count - at_once
+        told = f"{rounds}, of {at_once} engines each, while {go_on} or more go on; the trainer sends so often"
+        facts.append(("its rounds", told))
+    if method == "sharded":
+        plan = senders_of(config, hf)
+        facts.append(("its senders", describe_senders(plan, config)))
+    return facts
+
+
+def rate(config: Config) -> float:
+    """GB/s to one engine. Of a sharded push each of its ranks' links takes a part."""
+    links = min(config.engine.tps) if config.weights.method == "sharded" else 1
+    return RATES[config.weights.method] * links
+
+
+def push_rounds(config: Config) -> int:
+    """How often the trainer sends the model in a push, and each time it takes as long."""
+    at_once = config.weights.rolling
+    return 1 if at_once is None else -(-config.engine.count // at_once)
+
+
+def describe_senders(plan: SendersPlan, config: Config) -> str:
+    of_link = plan.received / min(config.engine.tps)
+    return (
+        f"{len(plan.sendings)} of {len(plan.sent)} trainer ranks; a rank sends {_gb(plan.mean)} GB on average, at "
+        f"most {_gb(max(plan.sent))}, what goes to engines counted once; an engine rank's link takes {_gb(of_link)}: "
+        f"{short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
+    )
+
+
+def seconds(plan: SendersPlan, config: Config) -> float:
+    """At the least. A sender's link carries its tensors once for each engine, and what it passes on; an engine's
+    links share the model."""
+    engines = config.engine.count
+    leaves = max(given * engines + passed for given, passed in zip(plan.given, plan.passed, strict=True))
+    return max(plan.received / min(config.engine.tps), leaves) / GB / LINK
+
+
+def _gb(size: float) -> str:
+    return short(size / GB)
+
+
+def short(value: float, digits: int = 3) -> str:
+    """A figure without an exponent."""
+    return f"{value:.{digits}g}" if value < 100 else f"{value:,.0f}"

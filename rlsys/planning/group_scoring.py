@@ -1,0 +1,76 @@
+"""From the responses of a whole group to their rewards, or to the reason why it has none (invariant 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rlsys.algo.group_rewards import GroupReward, Response
+from rlsys.core.imports import place
+from rlsys.rewards.judges import PatientJudge, wait_for_work
+
+
+class GroupScorer:
+    """Runs the group reward. It is user code: whatever it does costs one group, is counted and told.
+
+    `hung` counts groups whose rewards did not come within `timeout` seconds, without the time in which a judge was
+    asked (it has a limit of its own); `failed` those for which it raised or gave no usable rewards.
+    """
+
+    def __init__(self, name: str, reward: GroupReward, timeout: float) -> None:
+        self._name = f"algo.group_reward {name}"
+        self._reward = reward
+        self._timeout = timeout
+        self.hung = self.failed = 0
+
+    async def score(
+        self, prompt: str, responses: Sequence[Response], judge: PatientJudge | None
+    ) -> list[float] | str:
+        """A finite reward for each response, or why there is none."""
+        open_questions = 0
+
+        async def ask(text: str) -> str | None:
+            nonlocal open_questions
+            assert judge is not None
+            open_questions += 1
+            try:
+                return await judge(text)
+            finally:
+                open_questions -= 1
+
+        async def score() -> Any:  # what is no coroutine function fails in here, too
+            return await self._reward(prompt, responses, None if judge is None else ask)
+
+        task = asyncio.ensure_future(score())
+        try:
+            await wait_for_work(task, self._timeout, lambda: not open_questions)
+        finally:
+            task.cancel()
+        if not task.done():
+            self.hung += 1
+            return f"{self._name} took longer than rollout.reward_timeout = {self._timeout:g} s"
+        if not task.cancelled() and task.exception() is None and (unjudged := _unjudged(task.result())):
+            why = f"; {judge.last}" if judge is not None and judge.last else ""
+            return f"{self._name} could not judge {unjudged} samples of the group{why}"
+        found = self._checked(task, len(responses))
+        self.failed += isinstance(found, str)
+        return found
+
+    def _checked(self, task: asyncio.Future[Any], wanted: int) -> list[float] | str:
+        """Of a task that is done."""
+        if task.cancelled():
+            return f"{self._name} was cancelled"
+        if (error := task.exception()) is not None:
+            return f"{self._name} raised {type(error).__name__}: {error}{place(error)}"
+        rewards = task.result()
+        if not isinstance(rewards, list | tuple) or len(rewards) != wanted:
+            return f"{self._name} gave {repr(rewards)[:200]}, expected a list of {wanted} rewards"
+        bad = [r for r in rewards if not isinstance(r, int | float) or not math.isfinite(r)]
+        return f"{self._name} gave {bad[0]!r}, not a finite number" if bad else [float(r) for r in rewards]
+
+
+def _unjudged(rewards: Any) -> int:
+    """Samples that it says have no reward; it fails nowhere with that."""
+    return sum(r is None for r in rewards) if isinstance(rewards, list | tuple) else 0

@@ -1,0 +1,40 @@
+"""What a judge says about failed responses, as a prompt: the problem, and its guidance behind it (AOI)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlsys.core.types import Prompt, Sample
+from rlsys.data import Tokenizer
+from rlsys.rewards.judges import PatientJudge
+
+ASK = """Problem:
+{problem}
+
+{failures}
+All of these are wrong. Say in one or two sentences what went wrong and how to go about it. Do not give the answer."""
+FAILED = "Wrong solution {number}:\n{text}\n"
+GUIDED = "{problem}\n\nHint: {guidance}"
+
+
+class Guidance:
+    """Asks the judge, whose own limit of time it keeps to. `counts`: prompts that it has made, and questions that had
+    no answer."""
+
+    def __init__(self, judge: PatientJudge, tokenizer: Tokenizer) -> None:
+        self._judge, self._tokenizer = judge, tokenizer
+        self.counts: dict[str, float] = {"guided": 0, "guidance_missing": 0}
+
+    async def of(self, prompt: Prompt, samples: Sequence[Sample]) -> list[int] | None:
+        """Ids of the guided prompt; None without an answer. `samples`: failed ones, with their tokens."""
+        problem = prompt.question or prompt.text
+        texts = [self._tokenizer.without_special(self._tokenizer.decode(s.judged_ids)) for s in samples]
+        failures = "\n".join(FAILED.format(number=i + 1, text=text.strip()) for i, text in enumerate(texts))
+        said = await self._judge(ASK.format(problem=problem, failures=failures))
+        guidance = self._tokenizer.without_special(said or "").strip()
+        if not guidance:
+            self.counts["guidance_missing"] += 1
+            return None
+        self.counts["guided"] += 1
+        content = GUIDED.format(problem=problem, guidance=guidance)
+        return self._tokenizer.encode(self._tokenizer.apply_chat([{"role": "user", "content": content}]))

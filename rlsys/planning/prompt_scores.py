@@ -1,0 +1,54 @@
+"""How far the policy and a reference disagree on a prompt's tokens, from two engines (LENS, docs/algorithms.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+
+from rlsys.core.errors import RunError
+from rlsys.engine.client import EngineClient
+from rlsys.engine.wire import DeadEngine, EngineError
+from rlsys.router.engines import Engines
+from rlsys.router.failures import REFUSES, RefusedRequest
+
+AGAIN_SECONDS = 1.0
+
+log = logging.getLogger("rlsys.rollout")
+
+
+class ReferenceScores:
+    """`await scores(ids)`: |log policy - log reference| of each token, and whether it must stay, `[len(ids)]` both.
+
+    The first token has no log-prob: it stays, as the `protected` ids do. `patience`: seconds for which the reference
+    may be away (the supervisor restarts one that it started); then RunError.
+    """
+
+    def __init__(
+        self, router: Engines, reference: EngineClient, protected: Collection[int], patience: float
+    ) -> None:
+        self._router, self._reference = router, reference
+        self._protected, self._patience = frozenset(protected), patience
+
+    async def __call__(self, ids: list[int]) -> tuple[list[float], list[bool]]:
+        policy, reference = await asyncio.gather(self._router.prompt_logprobs(ids), self._of_reference(ids))
+        scores = [0.0, *(abs(p - r) for p, r in zip(policy, reference, strict=True))]
+        return scores, [True, *(i in self._protected for i in ids[1:])]
+
+    async def _of_reference(self, ids: list[int]) -> list[float]:
+        try:
+            async with asyncio.timeout(self._patience):
+                while True:
+                    try:
+                        return await self._reference.token_logprobs(ids)
+                    except (*DeadEngine, EngineError) as e:
+                        if isinstance(e, EngineError) and e.status in REFUSES:
+                            raise RefusedRequest(f"engine.reference: {e}") from None
+                        log.warning(
+                            "the reference at %s does not answer: %s", self._reference.url, e or type(e)
+                        )
+                        await asyncio.sleep(AGAIN_SECONDS)
+        except TimeoutError:
+            raise RunError(
+                f"engine.reference: {self._reference.url} has not answered for {self._patience:g} s"
+            ) from None

@@ -1,0 +1,81 @@
+"""Writes a checkpoint's tensors in a thread, from copies, while the next steps are trained."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+from rlsys.trainer.checkpoints import manifest
+
+
+class Writing:
+    """Megatron's own writer of this rank's files, run here instead of in a forked process.
+
+    A fork would copy a process with gloo's and torch's threads in it; a thread shares the copies as they are.
+    Memory: one copy of what this rank saves, on the CPU, until it is written. `error`, `checksums`
+    ({file: SHA-256}) and `seconds` are there once `done`.
+    """
+
+    def __init__(self, request: AsyncRequest, folder: Path) -> None:
+        self.folder = folder
+        self.error: str | None = None
+        self.checksums: dict[str, str] = {}
+        self.seconds = 0.0
+        self._request = request
+        self._results: dict[int, Any] | None = None
+        # Made before this returns: the next optimizer step overwrites the tensors.
+        self._buckets = [
+            (file, key, (read, [(item, t.detach().to("cpu", copy=True)) for item, t in tensors]))
+            for file, key, (read, tensors) in (request.async_fn_args or [0, []])[1]
+        ]
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        start = time.monotonic()
+        self._write_all()
+        self.seconds = time.monotonic() - start
+
+    def _write_all(self) -> None:
+        results: dict[int, Any] = {}
+        for i, bucket in enumerate(self._buckets):
+            answer: queue.Queue[Any] = queue.Queue()
+            running: queue.Queue[int] = queue.Queue()
+            running.put(i)
+            FileSystemWriterAsync.write_preloaded_data(
+                self._request.async_fn.args[0], i, bucket, answer, running, use_fsync=True
+            )
+            _, results[i] = answer.get()
+            if isinstance(results[i], Exception):
+                self.error = f"{type(results[i]).__name__}: {results[i]}"
+                return
+            try:
+                self.checksums[Path(bucket[0]).name] = manifest.sha256(Path(bucket[0]))
+            except OSError as e:
+                self.error = f"{type(e).__name__}: {e}"  # told to all ranks by Checkpoints.finish
+                return
+        if self._buckets:
+            self._results = results
+        self._buckets = []
+
+    def done(self, wait: bool) -> bool:
+        if wait:
+            self._thread.join()
+        return not self._thread.is_alive()
+
+    def finalize(self) -> None:
+        """Collective, after every rank is done: what was written where, in megatron's metadata."""
+        if self._results is not None:
+            # Megatron's queue is one for the process: what a save left that nobody finished is not ours.
+            results = self._request.async_fn_args[2]
+            while not results.empty():
+                results.get()
+            results.put(self._results)
+        for step in self._request.finalize_fns:
+            step()

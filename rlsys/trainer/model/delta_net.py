@@ -1,0 +1,140 @@
+"""Layers with a gated delta net (Yang et al. 2024) in the place of attention, as Qwen3-Next has them, over packed
+sequences and cut by heads over tensor-parallel ranks. megatron-core 0.16.1 has such a layer, which takes neither.
+
+Queries, keys and values pass a causal convolution over the last tokens before, channel by channel. Each key head has
+r = value heads / key heads value heads.
+
+Shapes: T packed tokens, R sequences side by side and padded to L tokens, H value heads of this rank, p size of a key,
+w of a value. rlsys/ops/delta_rule.py has the rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import conv1d, pad, silu, softplus
+
+from rlsys.convert.config import DeltaSizes
+from rlsys.ops.delta_rule import delta_rule, unit
+from rlsys.trainer.model.attention import PackedSequences
+
+_CUT = {"A_log": 0, "dt_bias": 0, "conv": 0}
+
+
+class DeltaNet(MegatronModule):
+    """In place of megatron's SelfAttention. Its parameters hold key head after key head, each with what belongs to
+    it, so that a rank's part is a run of heads."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, sizes: DeltaSizes, **_: Any) -> None:
+        super().__init__(config)
+        self.layer_number, self.sizes = layer_number, sizes
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self.key_heads, self.value_heads = sizes.key_heads // ranks, sizes.value_heads // ranks
+        parallel: dict[str, Any] = {"config": config, "init_method": config.init_method, "bias": False}
+        wide: dict[str, Any] = {**parallel, "gather_output": False}
+        self.in_proj = ColumnParallelLinear(config.hidden_size, sizes.projected, **wide)
+        self.gate_proj = ColumnParallelLinear(config.hidden_size, 2 * sizes.value_heads, **wide)
+        self.out_proj = RowParallelLinear(
+            sizes.value_heads * sizes.value_size,
+            config.hidden_size,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **parallel,
+        )
+        self.A_log = Parameter(torch.zeros(self.value_heads))
+        self.dt_bias = Parameter(torch.zeros(self.value_heads))
+        self.conv = Parameter(torch.zeros(sizes.convolved // ranks, 1, sizes.width))
+        self.norm = Parameter(torch.ones(sizes.value_size))
+        # All ranks have it, and each applies it to its own heads: megatron adds their gradients up.
+        self.norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """`[T, 1, hidden]`, of a rank's part of the tokens where sequences are parallel."""
+        mixed, _bias = self.in_proj(hidden_states)
+        gates, _bias = self.gate_proj(hidden_states)
+        out = self._attend(mixed[:, 0], gates[:, 0], packed_seq_params)
+        projected, _bias = self.out_proj(out[:, None])
+        return projected, None
+
+    def _attend(self, mixed: Tensor, gates: Tensor, packed: PackedSequences) -> Tensor:
+        """mixed `[T, projected of this rank]`, gates `[T, 2 H]` -> `[T, H w]`."""
+        p, w, each = (
+            self.sizes.key_size,
+            self.sizes.value_size,
+            self.sizes.value_heads // self.sizes.key_heads,
+        )
+        *qkv, z = mixed.unflatten(1, (self.key_heads, -1)).split([p, p, each * w, each * w], dim=-1)
+        beta, a = (x.flatten(1) for x in gates.unflatten(1, (self.key_heads, -1)).chunk(2, dim=-1))
+        g = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias.float())
+        padding = packed.padding
+        tokens = [rows * longest for rows, longest in padding.rectangles]
+        parts = [
+            x.index_select(0, padding.to_padded).split(tokens)
+            for x in (torch.cat(qkv, dim=-1).flatten(1), g, beta.sigmoid())
+        ]
+        found = []
+        for (rows, longest), *of_rectangle in zip(padding.rectangles, *parts, strict=True):
+            x, decay, write = (part.unflatten(0, (rows, longest)) for part in of_rectangle)
+            heads = convolve(x, self.conv).unflatten(2, (self.key_heads, -1))
+            q, k, v = heads.split([p, p, each * w], dim=-1)
+            q, k = (unit(x.float()).repeat_interleave(each, dim=2) for x in (q, k))
+            v = v.unflatten(3, (each, w)).flatten(2, 3)
+            read, _ = delta_rule(q * p**-0.5, k, v.float(), decay, write.float())
+            found.append(read.flatten(0, 1))
+        out = torch.cat(found).index_select(0, padding.to_packed).to(mixed.dtype)
+        y = out.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.config.layernorm_epsilon)
+        gated = self.norm * y.to(out.dtype) * silu(z.reshape(out.shape).float())
+        return gated.to(mixed.dtype).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None, **_: Any
+    ) -> dict[str, Any]:
+        """Megatron's description for a checkpoint: the ranks' heads one after the other."""
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        described: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, _CUT, sharded_offsets)
+        for name, module in self.named_children():
+            described |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+        return described
+
+
+class ZeroCentredNorm(torch.nn.Module):
+    """RMSNorm whose weight is kept as its distance from 1, `[h]`; in float32."""
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = Parameter(torch.zeros(hidden_size))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (y * (1 + self.weight.float())).to(x.dtype)
+
+
+def set_delta_net(layer: TransformerLayerSubmodules, sizes: DeltaSizes) -> None:
+    layer.self_attention = ModuleSpec(DeltaNet, params={"sizes": sizes})
+
+
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[R, L, channels]`, weight `[channels, 1, width]`: each token with those before it, then SiLU."""
+    before = pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
+    return silu(conv1d(before, weight, groups=len(weight))).transpose(1, 2)

@@ -1,0 +1,339 @@
+"""Builds megatron-core's GPTModel, this rank's part of it, from a Hugging Face config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_patches import have_transformer_engine
+from rlsys.config import Config
+from rlsys.config.precision import trainer_fields
+from rlsys.convert.carried import CheckpointCarried
+from rlsys.convert.config import HFConfig, LatentAttention
+from rlsys.convert.fit import stage_layers
+from rlsys.convert.table import entries
+from rlsys.core.errors import UserError
+from rlsys.trainer.checkpoints import checkpoint
+from rlsys.trainer.model.attention import PackedAttention
+from rlsys.trainer.model.choices import set_choice
+from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
+from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
+from rlsys.trainer.model.mtp import PredictingModel, mtp_spec
+from rlsys.trainer.model.norms import set_heads_norms
+from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
+
+
+def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
+    """Adapters and gated delta nets need megatron's own layers: Transformer Engine fuses norms and experts."""
+    return have_transformer_engine() and config.trainer.lora is None and hf.delta is None
+
+
+def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
+    if not hf.experts:
+        return {}
+    routing, t = hf.routing, config.trainer
+    fields: dict[str, Any] = {
+        "num_moe_experts": hf.experts,
+        "moe_router_topk": hf.experts_per_token,
+        "moe_ffn_hidden_size": hf.expert_ffn_size,
+        "moe_router_score_function": routing.kind,
+        "moe_router_load_balancing_type": "aux_loss" if t.balance_loss else "none",
+        "moe_aux_loss_coeff": t.balance_loss,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": uses_transformer_engine(config, hf),
+    }
+    if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
+        fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
+    if hf.shared_ffn_size:
+        fields["moe_shared_expert_intermediate_size"] = hf.shared_ffn_size
+    if routing.scale != 1:
+        fields["moe_router_topk_scaling_factor"] = routing.scale
+    if routing.kind == "softmax":
+        # softmax over the chosen experts = softmax over all, renormalised (norm_topk_prob)
+        return {**fields, "moe_router_pre_softmax": not routing.normalised}
+    return {
+        **fields,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": t.balance_rate,  # megatron's own default would move it at every step
+    }
+
+
+@dataclass
+class YarnConfig(TransformerConfig):
+    """Fields that GPTModel asks for and TransformerConfig 0.16.1 does not declare."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
+
+
+def _yarn(hf: HFConfig) -> dict[str, Any]:
+    """The fields that YarnConfig has beyond TransformerConfig's."""
+    rope = hf.rope
+    return {
+        "yarn_rotary_scaling_factor": rope.factor,
+        "yarn_original_max_position_embeddings": rope.original_context,
+        "yarn_beta_fast": rope.beta_fast,
+        "yarn_beta_slow": rope.beta_slow,
+        "yarn_correction_range_round_to_int": rope.truncate,
+    }
+
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+
+
+def _of_the_family(hf: HFConfig) -> dict[str, Any]:
+    """What the family says itself, and windows."""
+    fields = dict(hf.megatron)
+    if "activation_func" in fields:
+        fields["activation_func"] = _ACTIVATIONS[fields["activation_func"]]
+    if hf.window:
+        fields["window_size"] = (hf.window - 1, 0)  # keys before the query's own
+        fields["window_attn_skip_freq"] = [int(windowed) for windowed in hf.windowed_layers]
+    return fields
+
+
+def _recompute(config: Config) -> dict[str, Any]:
+    modules = config.trainer.recompute
+    if "layer" in modules:
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
+
+
+def _latent_attention(hf: HFConfig, latent: LatentAttention) -> dict[str, Any]:
+    """The fields that MLATransformerConfig has beyond TransformerConfig's."""
+    rope = hf.rope
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        "rope_type": "yarn" if rope.kind == "yarn" else "rope",
+        "rotary_base": rope.theta,
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_context,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+
+
+def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
+    """Every field that changes numbers comes from config.json; fusions need kernels we cannot count on."""
+    p = config.parallel
+    *layers, last = stage_layers(hf.layers, p.pp)
+    dtype = getattr(torch, config.model.dtype)
+    fields = dict(
+        num_layers=hf.layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.heads,
+        num_query_groups=hf.kv_heads,
+        kv_channels=hf.head_dim,
+        ffn_hidden_size=hf.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.norm_eps,
+        # With norms over all heads it stays off: by their names megatron would sum gradients that ranks share.
+        qk_layernorm=hf.qk_norm or hf.latent is not None,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        num_layers_in_last_pipeline_stage=last if layers and last != layers[0] else None,
+        # With two stages the default exchange confuses the two directions of interleaved chunks, silently.
+        overlap_p2p_comm=p.vpp > 1,
+        batch_p2p_comm=p.vpp == 1,
+        context_parallel_size=p.cp,
+        expert_model_parallel_size=p.ep,
+        expert_tensor_parallel_size=p.expert_tp,
+        sequence_parallel=p.tp > 1,
+        variable_seq_lengths=not config.trainer.equal_lengths,
+        moe_token_dispatcher_type=p.dispatcher,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        calculate_per_token_loss=True,  # before DDP is built, or gradients are divided by dp
+        deterministic_mode=not torch.cuda.is_available(),
+        **trainer_fields(config),
+        **_experts(hf, config),
+        **_recompute(config),
+        **({"mtp_num_layers": hf.prediction_layers} if hf.mtp else {}),
+    )
+    if hf.latent is not None:
+        return MLATransformerConfig(**(fields | _latent_attention(hf, hf.latent) | _of_the_family(hf)))
+    if hf.rope.kind == "yarn":
+        return YarnConfig(**(fields | _yarn(hf) | _of_the_family(hf)))
+    return TransformerConfig(**(fields | _of_the_family(hf)))
+
+
+def block_spec(
+    transformer: TransformerConfig, hf: HFConfig, stage: int | None, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """The layers of this rank: Transformer Engine's, or megatron's own with our attention."""
+    spec = get_gpt_decoder_block_spec(
+        transformer, transformer_engine, normalization="RMSNorm", vp_stage=stage
+    )
+    if not transformer_engine:
+        for layer in spec.layer_specs:
+            parts = layer.submodules.self_attention.submodules
+            parts.core_attention = PackedAttention
+            # Upstream's own table misses latent attention, and renames a norm that stands before experts as well.
+            layer.submodules.sharded_state_dict_keys_map = {
+                plain.removesuffix("weight"): fused.removesuffix("weight")
+                for plain, fused in TE_NAMES.items()
+                if _has(layer.submodules, fused)
+            }
+            if isinstance(parts, MLASelfAttentionSubmodules):
+                # Whole on every rank, as in Transformer Engine's spec. The local spec cuts them, and then loses the
+                # other ranks' part of the gradient of the keys' rotary half, silently.
+                parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
+    if hf.family.head_norms:
+        for layer in spec.layer_specs:
+            set_heads_norms(layer.submodules, transformer)
+    if hf.delta is not None:
+        first = get_transformer_layer_offset(transformer, vp_stage=stage)
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # some were one
+        spec.layer_norm = ZeroCentredNorm
+        for number, layer in enumerate(spec.layer_specs, first):
+            parts = layer.submodules
+            parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
+            if hf.linear_layers[number]:
+                set_delta_net(parts, hf.delta)
+                parts.sharded_state_dict_keys_map = {}  # there is no linear_qkv to fuse a norm into
+            else:
+                attention = parts.self_attention.submodules
+                attention.q_layernorm = attention.k_layernorm = ZeroCentredNorm
+    return spec
+
+
+def _has(layer: TransformerLayerSubmodules, fused: str) -> bool:
+    """Whether the layer has the linear module that Transformer Engine fuses this norm into."""
+    part, module, _ = fused.split(".")
+    if part == "mlp":
+        return layer.mlp.module is MLP
+    return hasattr(layer.self_attention.submodules, module)
+
+
+Fill = Callable[[Chunks, Path, HFConfig], None]
+"""Puts the weights of a folder into this rank's part of the model. Collective."""
+
+
+def load_model(chunks: Chunks, path: Path, hf: HFConfig) -> None:
+    """From a Megatron checkpoint or a Hugging Face folder. A checkpoint that was converted has layers for multi-token
+    prediction beside the model, as the folder had them."""
+    if not checkpoint.is_checkpoint(path):
+        load_hf(chunks, path, hf)
+        return
+    checkpoint.load_weights(path, chunks)
+    if hf.mtp:
+        table = [entry for entry in entries(hf) if entry.megatron.startswith(MTP)]
+        beside = CheckpointCarried(path)
+        if missing := {name for entry in table for name in entry.hf} - beside.names:
+            raise UserError(f"{path}: {len(missing)} tensor(s) are missing, first: {min(missing)}")
+        fill(chunks, hf, table, beside.read)
+
+
+def build_layers(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
+    """This rank's part of the model on `device`, without values."""
+    transformer = transformer_config(config, hf)
+    vpp = config.parallel.vpp
+    stages = range(vpp) if vpp > 1 else [None]
+    engine = uses_transformer_engine(config, hf)
+    return Chunks([chunk(transformer, hf, stage, engine).to(device) for stage in stages])
+
+
+def build_model(config: Config, hf: HFConfig, device: torch.device, load: Fill = load_model) -> Chunks:
+    """This rank's part of the model on `device`, weights put in from `config.model.path` by `load`."""
+    chunks = build_layers(config, hf, device)
+    load(chunks, config.model.path, hf)
+    mark_shards(chunks, hf)
+    for name, parameter in chunks.named_parameters():
+        if ".experts." in name:
+            # One optimizer shape for any ep; must precede DDP.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            # Megatron marks experts' biases as shared by tensor-parallel ranks, which have tokens or experts of their
+            # own, and would add up their gradients.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+    return chunks
+
+
+def chunk(
+    transformer: TransformerConfig, hf: HFConfig, stage: int | None, transformer_engine: bool
+) -> GPTModel:
+    """The layers of one virtual pipeline stage; of the rank's only one when `stage` is None."""
+    where = {"ignore_virtual": False, "vp_stage": stage}
+    layers = block_spec(transformer, hf, stage, transformer_engine)
+    more: dict[str, Any] = {}
+    if hf.mtp:
+        more["mtp_block_spec"] = mtp_spec(transformer, layers, stage, transformer_engine)
+    model = (PredictingModel if hf.mtp else GPTModel)(
+        transformer,
+        layers,
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.context_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        parallel_output=True,
+        share_embeddings_and_output_weights=hf.tied,
+        position_embedding_type="yarn" if isinstance(transformer, YarnConfig) else "rope",
+        rotary_base=hf.rope.theta,
+        rotary_percent=hf.rope.share,
+        rope_scaling=hf.rope.kind == "llama3",
+        rope_scaling_factor=hf.rope.factor,
+        vp_stage=stage,
+        **more,
+    )
+    if model.pre_process:
+        model.embedding.register_forward_hook(_with_plain_strides)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            set_choice(module, hf)
+    model.to(transformer.params_dtype)  # torch's norms are born in float32
+    for name, buffer in model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            buffer.data = buffer.float()  # it decides between experts: megatron keeps it so, too
+    return model
+
+
+def _with_plain_strides(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Of embeddings `[P, 1, H]`, which are a transposed `[1, P, H]`: the stride of the axis of length 1 does not fit
+    the others, and torch would multiply them with a frozen weight token by token
+    (megatron_patches/frozen_weight_products.py)."""
+    return output.flatten(0, -2).view(output.shape)

@@ -1,0 +1,121 @@
+"""A train step on compared answers: DPO and its kin, KTO, reward models (rlsys/algo/sft/preferences.py).
+
+    score     every answer's log-prob, or value, under the weights as they are; under the first ones, if the loss asks
+    loss      of all answers together, and its derivative by each of these numbers
+    update    a backward pass with these derivatives as weights of the answers
+
+So a loss sees the whole update however it is cut into micro-batches and ranks: its pairs need not lie together. The
+price is a forward pass. Shapes: S answers of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.reduction import table_sum
+from rlsys.algo.sft.preferences import Answers, Preference
+from rlsys.core.errors import UserError
+from rlsys.data.trace import Trace
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.trainer import Trainer
+
+
+def preference_step(
+    trainer: Trainer, loss: Preference, traces: Sequence[Trace], lr: float
+) -> dict[str, object]:
+    """One optimizer update; its figures. Collective. Raises UserError for traces that the loss cannot compare."""
+    check_rows(loss, traces)
+    of_values = "values" in loss.needs()
+    rows = [_sample(trace, i, of_values) for i, trace in enumerate(traces)]
+    batch = trainer.passes.pack(rows)
+    # Each prompt with the answer of the row before it.
+    strangers = [replace(rows[i - 1], prompt_ids=row.prompt_ids, row=i) for i, row in enumerate(rows)]
+
+    def scored(batch: list[MicroBatch]) -> Tensor:
+        """Of each answer, `[S]` float64, alike on every rank."""
+        scores = trainer.passes.score(batch)
+        sums = [m.per_sequence(_of(s, of_values)) for m, s in zip(batch, scores, strict=True)]
+        # A bin without answers of its own holds a copy, masked: it adds 0 to the row.
+        return table_sum(sums, [m.rows for m in batch], len(rows), trainer.passes.sum_over_dp).cpu()
+
+    found = scored(batch).requires_grad_()
+    other = trainer.passes.pack(strangers) if loss.mismatched else []
+    drift = scored(other) if other else None
+    ref = None
+    if "ref" in loss.needs():
+        with trainer.without_replay(), trainer.with_weights(trainer.first_weights):
+            ref = scored(batch)
+            drift = None if drift is None else drift - scored(other)
+    answers = Answers(
+        logp=found,
+        tokens=torch.tensor([sum(t.trained or [True] * len(t.response_ids)) for t in traces]),
+        pair=torch.tensor([t.pair for t in traces]),
+        liked=torch.tensor([t.liked for t in traces]),
+        margin=torch.tensor([t.margin for t in traces], dtype=torch.float64),
+        ref=ref,
+        drift=drift,
+        value=found if of_values else None,
+    )
+    total = loss(answers)
+    (weights,) = torch.autograd.grad(total, found)
+
+    def weighted(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return (micro.expand(weights) * micro.masked(_of(scores, of_values))).sum(), {}
+
+    done = trainer.update(batch, weighted, lr, denominator=1.0)
+    return {
+        "loss": float(total.detach()),
+        "grad_norm": done.grad_norm,
+        "skipped_updates": int(done.skipped),
+        "padding_share": done.padding_share,
+        **_figures(loss, answers),
+        **done.prediction,
+    }
+
+
+def check_rows(loss: Preference, traces: Sequence[Trace]) -> None:
+    """Raises UserError where pairs are asked for and traces are none, or an update is too small for the loss."""
+    if loss.rows == "pairs":
+        for liked in (True, False):
+            numbers = [t.pair for t in traces if t.liked is liked]
+            if sorted(numbers) != sorted({t.pair for t in traces}) or -1 in numbers:
+                raise UserError(
+                    "sft.loss compares two answers to each prompt; sft.traces gives others. Use sft.traces = pairs"
+                )
+    if loss.mismatched and len(traces) < 2:
+        raise UserError("sft.loss measures answers on other prompts: expected sft.params.batch of 2 or more")
+
+
+def _sample(trace: Trace, row: int, of_values: bool) -> TrainSample:
+    """A value belongs to the token before it: one more token takes that of the answer's last."""
+    response, trained = trace.response_ids, trace.trained
+    if of_values:
+        response, trained = [*response, response[-1]], [False] * len(response) + [True]
+    n = len(response)
+    return TrainSample(trace.prompt_ids, response, [0.0] * n, [0] * n, row, trained)
+
+
+def _of(scores: Scores, of_values: bool) -> Tensor:
+    if not of_values:
+        return scores.logp
+    assert scores.values is not None
+    return scores.values
+
+
+def _figures(loss: Preference, answers: Answers) -> dict[str, object]:
+    rewards = loss.rewards(answers)
+    good, bad = rewards[answers.liked], rewards[~answers.liked]
+    figures: dict[str, object] = {
+        f"reward_{name}": float(part.mean())
+        for name, part in (("chosen", good), ("rejected", bad))
+        if len(part)
+    }
+    if loss.rows == "pairs":
+        lead = answers.chosen(rewards) - answers.rejected(rewards)
+        figures |= {"reward_lead": float(lead.mean()), "pairs_right": float((lead > 0).double().mean())}
+    return figures

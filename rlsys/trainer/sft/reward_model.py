@@ -1,0 +1,86 @@
+"""A trainer whose model ends in one value: `rlsys sft` trains reward models with it.
+
+Saved as transformers' model for sequence classification with one label; the value of a text is that of its last
+token. SGLang serves such folders with --is-embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from rlsys.convert.carried import with_carried
+from rlsys.convert.hf import write_hf
+from rlsys.convert.stack import stacked
+from rlsys.trainer.logprobs import Scores, aligned
+from rlsys.trainer.model.chunks import Chunks
+from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.weights import gather_hf
+from rlsys.trainer.passes import ScoresOf
+from rlsys.trainer.trainer import Trainer
+
+_HEAD = "output_layer."
+
+
+class RewardTrainer(Trainer):
+    """Scores have `values` only; their log-probs are 0."""
+
+    def _built(self) -> Chunks:
+        chunks = super()._built()
+        chunks.end_in_values(self._device)
+        for name, parameter in chunks.named_parameters():
+            if name == f"{_HEAD}bias":  # the folder has no place for it, and differences do not see it
+                parameter.requires_grad_(False)
+        return chunks
+
+    def _scoring(self) -> ScoresOf:
+        return self._scores
+
+    def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
+        """Of values `[1, P / c, 1]`."""
+        values = aligned(share, output[0, :, 0].float())
+        return Scores(torch.zeros_like(values), values=values)
+
+    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Without a head."""
+        headless = replace(self.hf, tied=True)
+        return stacked(gather_hf(self._chunks, headless), headless)
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder for sequence classification. Atomic."""
+        source = self.config.model.path
+        tensors = chain(self.named_hf_tensors(), [("score.weight", self._score_weight())])
+        if self.is_main:
+            changes = {
+                "architectures": [
+                    self.hf.family.architecture.replace("ForCausalLM", "ForSequenceClassification")
+                ],
+                "num_labels": 1,
+                "id2label": {"0": "reward"},
+                "label2id": {"reward": 0},
+            }
+            write_hf(folder, source, with_carried(tensors, source, self.hf), changes=changes)
+        else:
+            for _ in tensors:
+                pass
+        self.control.wait_for_all()
+
+    def _score_weight(self) -> Tensor:
+        """The value layer's `[1, H]`, which the last pipeline stage holds. Collective."""
+        held = dict(self.named_parameters()).get(f"{_HEAD}weight")
+        group = parallel_state.get_pipeline_model_parallel_group()
+        weight = torch.empty(
+            1, self.hf.hidden_size, dtype=self._transformer.params_dtype, device=self._device
+        )
+        if held is not None:
+            weight.copy_(held.detach())
+        if group.size() > 1:
+            dist.broadcast(weight, dist.get_global_rank(group, group.size() - 1), group)
+        return weight

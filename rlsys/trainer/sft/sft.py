@@ -1,0 +1,141 @@
+"""Learning from answers that are there: `rlsys sft CONFIG`, which runs on every trainer rank
+`python -m launch.ranks ... -m rlsys.trainer.sft.sft --config RUN/config.yaml`.
+
+The mean loss of the answers' trained tokens (rlsys/algo/sft/imitation.py), or one that compares answers
+(rlsys/trainer/sft/preference.py), with the trainer of the RL loop; the learning rate rises for trainer.warmup_steps
+and falls linearly to sft.lr_end of its peak. Ends with a Hugging Face folder, RUN/model. Goes on from its
+checkpoints, with the same numbers as a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from rlsys.algo.registry import TABLE, hint, load, make
+from rlsys.algo.sft.imitation import Imitation, Tokens
+from rlsys.algo.sft.preferences import Preference
+from rlsys.config import Config, load_config
+from rlsys.config.algo import Spec
+from rlsys.core.errors import UserError
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.data.trace import Trace
+from rlsys.data.traces import trace_batches
+from rlsys.obs.metrics import MetricsWriter
+from rlsys.obs.role import run_role
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.setup import leave_job
+from rlsys.trainer.sft.preference import preference_step
+from rlsys.trainer.sft.reward_model import RewardTrainer
+from rlsys.trainer.trainer import Trainer, learning_rate
+
+
+def sft(config: Config) -> None:
+    config = at_temperature_one(config)
+    loss = made_loss(config.sft.loss)
+    trainer = trainer_for(config, loss)
+    done = trainer.load_checkpoint()
+    metrics = MetricsWriter(config.run.dir, resume_step=done) if trainer.is_main else None
+
+    def write(kind: str, step: int, **values: object) -> None:
+        if metrics is not None:
+            metrics.write(kind, step, **values)
+
+    write("run", done, event="resume" if done else "start")
+    batches = trace_batches(config, Tokenizer.of(config), done)
+    for step, traces in enumerate(batches, done + 1):
+        start = time.monotonic()
+        lr = learning_rate(config.trainer, step, "linear", config.sft.lr_end)
+        if isinstance(loss, Imitation):
+            figures = imitate(trainer, loss, traces, lr)
+        else:
+            figures = preference_step(trainer, loss, traces, lr)
+        seconds, tokens = time.monotonic() - start, sum(len(t.response_ids) for t in traces)
+        times = {"tokens_per_s": tokens / seconds, "time_train": seconds, "time_step": seconds}
+        write("step", step, **figures, lr=lr, tokens=tokens, **times)
+        if step % config.trainer.checkpoint_every == 0 or step == config.trainer.steps:
+            trainer.finish_checkpoint()
+            trainer.save_checkpoint(step)
+    trainer.finish_checkpoint()
+    trainer.export_hf(config.run.dir / "model")
+    if config.trainer.lora is not None:
+        trainer.export_adapter(config.run.dir / "adapter")
+    write("run", config.trainer.steps, event="end")
+    trainer.close()
+
+
+def made_loss(spec: Spec) -> Imitation | Preference:
+    """What sft.loss names: a short name of either kind, a subclass of either, or a function on compared answers."""
+    known = {name: kind for kind in ("imitation", "preference") for name in TABLE[kind]}
+    kind = known.get(spec.name)
+    if kind is None and ":" not in spec.name:
+        raise UserError(f"sft.loss = {spec.name!r}: unknown; {hint(spec.name, known)}")
+    if kind is None:
+        found = load("sft.loss", spec.name)
+        kind = "imitation" if isinstance(found, type) and issubclass(found, Imitation) else "preference"
+    made: Imitation | Preference = make("sft.loss", kind, spec)
+    return made
+
+
+def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
+    if "values" not in loss.needs():
+        return Trainer(
+            config, loss.needs(), candidates=loss.candidates if isinstance(loss, Imitation) else None
+        )
+    if config.trainer.mtp_loss:
+        raise UserError(
+            f"trainer.mtp_loss = {config.trainer.mtp_loss:g}: a reward model predicts no tokens, sft.loss = "
+            "reward_model; expected 0"
+        )
+    if config.trainer.lora is not None:
+        raise UserError(
+            "trainer.lora trains nothing but adapters: sft.loss = reward_model trains a value layer; use one"
+        )
+    return RewardTrainer(config)
+
+
+def imitate(trainer: Trainer, loss: Imitation, traces: Sequence[Trace], lr: float) -> dict[str, object]:
+    """An update with the mean loss of all trained tokens; its figures."""
+
+    def of_tokens(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = loss(Tokens(scores.logp, scores.chance, scores.expected))
+        return micro.masked(losses).sum(), {}
+
+    done = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), of_tokens, lr)
+    figures: dict[str, object] = {
+        "loss": done.loss,
+        "grad_norm": done.grad_norm,
+        "padding_share": done.padding_share,
+    }
+    return {**figures, **done.prediction}
+
+
+def at_temperature_one(config: Config) -> Config:
+    """Traces are imitated as they stand, whatever temperature a later rollout samples with."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 1.0})})
+
+
+def as_sample(trace: Trace) -> TrainSample:
+    n = len(trace.response_ids)
+    return TrainSample(trace.prompt_ids, trace.response_ids, [0.0] * n, [0] * n, trained=trace.trained)
+
+
+def _main(config: Config) -> None:
+    sft(config)
+    leave_job()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    args = parser.parse_args()
+    run_role(lambda: _main(load_config(args.config)))
+
+
+if __name__ == "__main__":
+    main()

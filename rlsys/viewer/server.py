@@ -1,0 +1,256 @@
+"""`rlsys dash`: one page about runs, on loopback, for whoever has the link's token. It only reads.
+
+GET /?token=T              sets a cookie and leads to the page
+GET /static/...            the page's modules and its style
+GET /api/runs              name, state, steps and metrics of each run
+GET /api/curves            ?names=a,b   of all runs: those curves
+GET /api/timeline          ?run=        where the time of the last steps went
+GET /api/status            ?run=        what the coordinator says; {} of a run that has ended
+GET /api/samples           ?run=&step=&group=&order=&status=&resumed=&grep=&skip=   a page of them
+GET /api/sample            ?run=&sample=&from=   one, token by token, so many tokens from `from` on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlsys.core.errors import RlsysError, UserError
+from rlsys.ledger.samples import SampleQuery, check_query
+from rlsys.obs.coordinator import Silent
+from rlsys.viewer.reading import RunTexts, arrays_of
+from rlsys.viewer.series import RunCurves
+
+HOST = "127.0.0.1"
+STATIC = Path(__file__).parent / "static"
+POINTS = 400
+"""Of one curve."""
+STEPS = 60
+"""Of a timeline."""
+WARNINGS = 5
+"""Of one run: the newest."""
+SAMPLES = 24
+"""Of a page."""
+TOKENS = 2000
+"""Of one look at a sample."""
+SHOWN = 600
+"""Characters of a prompt or a response in a list."""
+DIGITS = 18
+"""Of a number in a query: no count of ours has more, and SQLite's integers have one more."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Dashboard:
+    """Owns what was read of the runs' metrics. `token`: who has it may read."""
+
+    def __init__(self, runs: list[Path], token: str) -> None:
+        """Raises UserError for a folder that is no run."""
+        self._folders = runs
+        self._texts = [RunTexts(run) for run in runs]
+        self._curves = [RunCurves(run) for run in runs]
+        self._names = _names(runs)
+        self._token = token
+        self._cookie = f"rlsys-dash-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+        """Cookies know no ports: two dashboards of one machine must not take each other's."""
+        self._reading = asyncio.Lock()
+        """Of `_curves`: a thread that takes lines in holds it, and whoever looks at them."""
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.get("/", self._page),
+                web.get("/api/runs", self._runs),
+                web.get("/api/curves", self._some_curves),
+                web.get("/api/timeline", self._timeline),
+                web.get("/api/status", self._status),
+                web.get("/api/samples", self._samples),
+                web.get("/api/sample", self._sample),
+                web.static("/static", STATIC),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Any user of this machine reaches a loopback port; the token is for whoever was given the link."""
+        told = request.query.get("token", "")
+        if told and request.path == "/" and secrets.compare_digest(told.encode(), self._token.encode()):
+            there = web.HTTPFound("/", headers=HEADERS)
+            there.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict")
+            raise there
+        if not secrets.compare_digest(request.cookies.get(self._cookie, "").encode(), self._token.encode()):
+            return web.Response(
+                status=403,
+                text="rlsys dash: open the link that it printed, with its token\n",
+                headers=HEADERS,
+            )
+        try:
+            answer = await handler(request)
+        except UserError as e:
+            answer = web.json_response({"error": str(e)}, status=400)
+        except RlsysError as e:  # a coordinator that does not answer now may do so later
+            answer = web.json_response({"error": str(e)}, status=503)
+        answer.headers.update(HEADERS)
+        return answer
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(STATIC / "index.html")
+
+    async def _runs(self, request: web.Request) -> web.Response:
+        async with self._reading:
+            for curves in self._curves:
+                await asyncio.to_thread(curves.follow)
+            told = [
+                {
+                    "name": name,
+                    "folder": str(folder),
+                    "steps": curves.last_step,
+                    "of": texts.config.trainer.steps,
+                    "ended": curves.ended,
+                    "last": curves.last_time,
+                    "metrics": curves.names,
+                    "warnings": curves.warnings[-WARNINGS:],
+                    "model": texts.config.model.path.name,
+                }
+                for name, folder, curves, texts in zip(
+                    self._names, self._folders, self._curves, self._texts, strict=True
+                )
+            ]
+        return web.json_response(told)
+
+    async def _some_curves(self, request: web.Request) -> web.Response:
+        names = [name for name in request.query.get("names", "").split(",") if name]
+        async with self._reading:
+            return web.json_response([{n: c.curve(n, POINTS) for n in names} for c in self._curves])
+
+    async def _timeline(self, request: web.Request) -> web.Response:
+        run = self._run(request)
+        async with self._reading:
+            return web.json_response(self._curves[run].timeline(STEPS))
+
+    async def _status(self, request: web.Request) -> web.Response:
+        reader = self._texts[self._run(request)].reader
+        try:
+            status = await asyncio.to_thread(reader.status)
+        except Silent as e:
+            status = {"silent": str(e)}
+        return web.json_response(status or {})
+
+    async def _samples(self, request: web.Request) -> web.Response:
+        texts = self._texts[self._run(request)]
+        query = sample_query(request.query)
+        pattern = _pattern(request.query.get("grep", ""))
+
+        def look() -> dict[str, Any]:
+            page = texts.page(query, pattern)
+            rows = []
+            for seen in page.samples:
+                row = texts.described(seen)
+                row["advantage"] = next((a for a in arrays_of(seen)["advantages"] if a is not None), None)
+                for name in ("prompt", "response"):
+                    row[name] = _shortened(row[name])
+                rows.append(row)
+            return {
+                "samples": rows,
+                "next": page.next_skip,
+                "looked": page.looked,
+                "last": texts.reader.last_step(),
+            }
+
+        return web.json_response(await asyncio.to_thread(look))
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        texts = self._texts[self._run(request)]
+        start = _number(request.query, "from") or 0
+
+        def look() -> dict[str, Any]:
+            (seen,) = texts.reader.samples(SampleQuery(sample=_number(request.query, "sample") or 0))
+            pieces = texts.tokenizer.pieces(seen.sample.response_ids[: start + TOKENS])
+            arrays = {name: values[start : start + TOKENS] for name, values in arrays_of(seen).items()}
+            return {**texts.described(seen), **arrays, "from": start, "pieces": pieces[start:]}
+
+        return web.json_response(await asyncio.to_thread(look))
+
+    def _run(self, request: web.Request) -> int:
+        run = _number(request.query, "run") or 0
+        if run >= len(self._folders):
+            raise UserError(f"run {run}: there are {len(self._folders)}")
+        return run
+
+
+def sample_query(told: Any) -> SampleQuery:
+    """Of a URL's query. Raises UserError."""
+    query = SampleQuery(
+        step=_number(told, "step"),
+        group=_number(told, "group"),
+        status=told.get("status") or None,
+        resumed=told.get("resumed") == "1",
+        order=told.get("order") or "newest",
+        skip=_number(told, "skip") or 0,
+        limit=SAMPLES,
+    )
+    check_query(query)
+    return query
+
+
+def _number(told: Any, name: str) -> int | None:
+    text = told.get(name, "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > DIGITS:
+        raise UserError(f"{name} {text[: 2 * DIGITS]}: expected a whole number of at most {DIGITS} digits")
+    return int(text)
+
+
+def _pattern(text: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text else None
+    except re.error as e:
+        raise UserError(f"{text}: not a regular expression: {e}") from None
+
+
+def _shortened(text: str | None) -> str | None:
+    if text is None or len(text) <= SHOWN:
+        return text
+    return f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+
+
+def _names(runs: list[Path]) -> list[str]:
+    """Short, and different from one another."""
+    short = [run.resolve().name for run in runs]
+    return [name if short.count(name) == 1 else str(run) for name, run in zip(short, runs, strict=True)]
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(24)
+
+
+async def serve(runs: list[Path], port: int, say: Callable[[str], None], stop: asyncio.Event) -> None:
+    """Until `stop`. `say` is told the link. Raises UserError: no run, or a port in use."""
+    token = new_token()
+    runner = web.AppRunner(Dashboard(runs, token).app(), access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, HOST, port).start()
+        except OSError:
+            raise UserError(f"--port {port}: in use on {HOST}; 0 finds a free one") from None
+        say(f"http://{HOST}:{runner.addresses[0][1]}/?token={token}")
+        await stop.wait()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,94 @@
+"""MLflow: the server that MLFLOW_TRACKING_URI names, else a folder beside the runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+
+from rlsys.viewer.trackers.tracker import PROJECT, Row, TrackedRun
+
+_TAG = "rlsys.run"
+_BATCH = 1000
+"""Metrics of one call: the API's limit. A line of ours has fewer."""
+
+
+class MlflowRun:
+    def __init__(self, run: TrackedRun) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder needs no database
+            place = run.place / "mlflow"
+            place.mkdir(parents=True, exist_ok=True)
+            uri = place.resolve().as_uri()
+        self.client = MlflowClient(tracking_uri=uri)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        number = self._experiment(name)
+        found = self.client.search_runs([number], f"tags.`{_TAG}` = '{run.run_id}'")
+        self.begun_before = bool(found)
+        if found:
+            self.id = found[0].info.run_id
+            self.client.set_terminated(self.id, "RUNNING")
+        else:
+            self.id = self.client.create_run(number, tags={_TAG: run.run_id}, run_name=run.name).info.run_id
+            flat = _flat(run.config)
+            self.client.log_batch(self.id, params=[Param(k, str(v)[:500]) for k, v in flat.items()][:100])
+        self._checked: set[str] = set()
+
+    def _experiment(self, name: str) -> str:
+        known = self.client.get_experiment_by_name(name)
+        if known is None:
+            try:
+                return str(self.client.create_experiment(name))
+            except MlflowException:  # another run was faster
+                known = self.client.get_experiment_by_name(name)
+                if known is None:
+                    raise
+        return str(known.experiment_id)
+
+    def written(self) -> dict[str, int]:
+        """A line is held when its last name is: MLflow may have got only a part of it."""
+        return {
+            kind: last for kind in ("step", "eval") if (last := self._last(f"{kind}/{_WHOLE}")) is not None
+        }
+
+    def _last(self, name: str) -> int | None:
+        """The last train step with this metric."""
+        known = self.client.get_metric_history(self.id, name)
+        return max((m.step for m in known), default=None)
+
+    def write(
+        self, kind: str, step: int, time: float, values: dict[str, float], samples: Sequence[Row]
+    ) -> None:
+        names = {f"{kind}/{name}": value for name, value in values.items()}
+        if kind not in self._checked and self.begun_before:  # a kill may have left a part of this line
+            names = {n: v for n, v in names.items() if (self._last(n) or -1) < step}
+        self._checked.add(kind)
+        names[f"{kind}/{_WHOLE}"] = 1.0
+        at = round(time * 1000)
+        self.client.log_batch(self.id, metrics=[Metric(n, v, at, step) for n, v in names.items()][:_BATCH])
+        if samples:
+            columns = {c: [s[c] for s in samples] for c in samples[0]}
+            self.client.log_dict(self.id, columns, f"samples/{step:06d}.json")
+
+    def close(self) -> None:
+        self.client.set_terminated(self.id)
+
+
+_WHOLE = "whole"
+"""Of a line: written after all the others."""
+
+
+def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return out
+
+
+def open_run(run: TrackedRun) -> MlflowRun:
+    return MlflowRun(run)

@@ -1,0 +1,75 @@
+"""Weights & Biases. Without a key and without WANDB_MODE it works offline; `wandb sync` sends what it kept."""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+from wandb.proto import wandb_internal_pb2
+
+from rlsys.viewer.trackers.leveldb_log import records
+from rlsys.viewer.trackers.tracker import PROJECT, Row, TrackedRun, last_steps
+
+
+class WandbRun:
+    def __init__(self, run: TrackedRun) -> None:
+        run.place.mkdir(parents=True, exist_ok=True)
+        self._files = list(run.place.glob(f"wandb/*run-*-{run.run_id}/run-{run.run_id}.wandb"))
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT), id=run.run_id, name=run.name, resume="allow",
+            dir=str(run.place), config=run.config, mode=_mode(),
+        )  # fmt: skip
+
+    def written(self) -> dict[str, int]:
+        """From the files of this run's sessions, which W&B keeps in every mode."""
+        return last_steps(history(self._files))
+
+    def write(
+        self, kind: str, step: int, time: float, values: dict[str, float], samples: Sequence[Row]
+    ) -> None:
+        row: dict[str, Any] = {f"{kind}/{name}": value for name, value in values.items()}
+        if samples:
+            columns = list(samples[0])
+            row["samples"] = wandb.Table(columns=columns, data=[[s[c] for c in columns] for s in samples])
+        # Committed at once: an evaluation after a step is a row of its own, and a kill finds no row half done.
+        self._run.log({**row, "train_step": step, "_timestamp": time})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _mode() -> Any:
+    if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
+        return None  # as the environment says
+    try:
+        known = netrc.netrc().authenticators("api.wandb.ai")
+    except (FileNotFoundError, netrc.NetrcParseError):
+        known = None
+    return None if known else "offline"
+
+
+def history(files: Sequence[Path]) -> list[tuple[int, dict[str, Any]]]:
+    """(train step, values) of every row in W&B's files; what a kill cut off at an end is left out."""
+    rows = []
+    for path in sorted(files):
+        for data in records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                if "train_step" in items:
+                    step = int(items["train_step"])
+                    rows.append((step, {k: v for k, v in items.items() if "/" in k or k == "samples"}))
+    return rows
+
+
+def open_run(run: TrackedRun) -> WandbRun:
+    return WandbRun(run)

@@ -1,0 +1,57 @@
+"""Puts a relay into an HTTP application (Starlette or FastAPI): routes for the trainer, a door for other hosts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rlsys.weights_relay.feeder import Hop
+from rlsys.weights_relay.relay import NONSENSE, Door, Relay
+
+Endpoint = Callable[[Request], Any]
+
+
+def install(app: Starlette, mark: Callable[[Endpoint], Endpoint]) -> Relay:
+    """Before the application serves. `mark`: says of an endpoint which key opens it."""
+    relay = Relay()
+    for name, call in (("open", _open), ("state", _state), ("feed", _feed)):
+        endpoint = mark(_endpoint(relay, call))
+        app.router.routes.insert(0, Route(f"/relay/{name}", endpoint, methods=["POST"]))
+    build: Any = app.build_middleware_stack
+    # Around all that is added later, keys included.
+    app.build_middleware_stack = lambda: Door(build(), relay)  # type: ignore[method-assign]
+    return relay
+
+
+def _endpoint(relay: Relay, call: Callable[[Relay, Any], dict[str, Any]]) -> Endpoint:
+    async def endpoint(request: Request) -> Response:
+        try:
+            body = await request.json()
+            return JSONResponse(await asyncio.to_thread(call, relay, body))
+        except (ValueError, TypeError, KeyError) as e:
+            said = {"success": False, "message": f"not a request to a relay: {e!r:.200}"}
+            return JSONResponse(said, status_code=NONSENSE)
+
+    return endpoint
+
+
+def _open(relay: Relay, body: Any) -> dict[str, Any]:
+    return relay.open(str(body["token"]), _line(body), float(body["seconds"]))
+
+
+def _state(relay: Relay, body: Any) -> dict[str, Any]:
+    return relay.state(int(body["files"]), str(body["root"]))
+
+
+def _feed(relay: Relay, body: Any) -> dict[str, Any]:
+    return relay.feed(int(body["files"]), _line(body), float(body["seconds"]))
+
+
+def _line(body: Any) -> list[Hop]:
+    return [Hop(str(url), str(token)) for url, token in body["line"]]

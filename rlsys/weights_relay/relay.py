@@ -1,0 +1,197 @@
+"""A host of a chain: takes pieces of weights, checks them, keeps them, and passes them on while more come in.
+
+    POST /relay/open    a push begins: who may bring pieces, and who gets them next
+    POST /relay/state   whether all is here; then in which folder, for `update_weights_from_disk`
+    POST /relay/feed    give all that is here to others, which lost the host before them
+    POST /relay/offer   which of these pieces are missing
+    POST /relay/piece   one piece
+
+It lives in the engine's own HTTP server (rlsys/engine/server.py). The trainer calls the first three itself, with the
+engine's admin key, and behind its fence. The last two are for whoever has the token of the push that was opened last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlsys.weights_relay.feeder import (
+    AGAIN,
+    BEFORE_HEADER,
+    OFFER,
+    OFFERED,
+    PIECE,
+    PIECE_HEADER,
+    TAKEN,
+    TOKEN_HEADER,
+    WHOLE,
+    Feeder,
+    Hop,
+)
+from rlsys.weights_relay.pieces import PIECE_BYTES, Damaged, Payload, Piece, decode, read_piece
+from rlsys.weights_relay.store import Store
+
+STRANGER, NONSENSE, TOO_LARGE = 403, 400, 413
+MOST_BODY = max(2 * PIECE_BYTES, 256 * OFFERED)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Scope]]
+Send = Callable[[Scope], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass
+class _Push:
+    token: str
+    onward: Feeder | None
+    """To the next host."""
+    helping: list[Feeder] = field(default_factory=list)
+    """Of hosts that lost the one before them."""
+    seen: set[Piece] = field(default_factory=set)
+
+
+class Relay:
+    """Owns the store, the folder that names it, and the push under way. May be called from several threads."""
+
+    def __init__(self) -> None:
+        self._store = Store()
+        self._push: _Push | None = None
+        self._lock = threading.Lock()
+        self._folder: Path | None = None
+        self.damaged = 0
+        """Pieces that were refused since the start."""
+
+    def open(self, token: str, line: Sequence[Hop], seconds: float) -> dict[str, Any]:
+        """`line`: who is next, and who instead, when that one is gone. `seconds`: how long each may be silent."""
+        with self._lock:
+            self._end()
+            self._push = _Push(token, Feeder(line, self._store, seconds) if line else None)
+        return {"success": True}
+
+    def state(self, files: int, root: str) -> dict[str, Any]:
+        """Whether the first so many files have this digest together. `taken`: pieces that came in this push."""
+        with self._lock:
+            push = self._push
+            told = {"success": True, "taken": 0 if push is None else len(push.seen), "damaged": self.damaged}
+            if push is None or self._store.root(files) != root:
+                return {**told, "folder": None}
+            if self._folder is None:
+                self._folder = Path(tempfile.mkdtemp(prefix="rlsys-relay-"))
+                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            self._store.link(self._folder, files)
+            return {**told, "folder": str(self._folder)}
+
+    def feed(self, files: int, line: Sequence[Hop], seconds: float) -> dict[str, Any]:
+        """Give the first so many files to the first of `line` that takes them."""
+        with self._lock:
+            if self._push is None:
+                return {"success": False, "message": "no push was opened here"}
+            known = self._store.pieces(files)
+            self._push.helping.append(Feeder(line, self._store, seconds, known, closed=True))
+        return {"success": True}
+
+    def admits(self, token: str) -> bool:
+        push = self._push
+        return push is not None and hmac.compare_digest(token.encode(), push.token.encode())
+
+    def missing(self, pieces: Sequence[Piece]) -> list[int]:
+        """Which of them are not here, by number."""
+        return [i for i, piece in enumerate(pieces) if self._store.held(piece) != piece.after]
+
+    def take(self, token: str, piece: Piece, payload: Payload) -> int:
+        """The answer: TAKEN, WHOLE, AGAIN or STRANGER."""
+        if (held := self._store.held(piece)) != piece.after:
+            if payload.before and held != payload.before:
+                return WHOLE
+            try:
+                content = decode(piece, payload, self._store.content(piece) if payload.before else None)
+            except Damaged:
+                self.damaged += 1
+                return AGAIN
+            with self._lock:
+                if not self.admits(token):
+                    return STRANGER
+                self._store.write(piece, content)
+        self._pass_on(token, piece, payload)
+        return TAKEN
+
+    def _pass_on(self, token: str, piece: Piece, payload: Payload) -> None:
+        with self._lock:
+            push = self._push
+            if push is None or push.token != token or piece in push.seen:
+                return
+            push.seen.add(piece)
+            if push.onward is not None:
+                push.onward.put(piece, payload)
+
+    def _end(self) -> None:
+        if self._push is not None:
+            for feeder in (self._push.onward, *self._push.helping):
+                if feeder is not None:
+                    feeder.stop()
+
+
+class Door:
+    """An ASGI application around another one, in front of its keys too: offers and pieces have their own token."""
+
+    def __init__(self, app: App, relay: Relay) -> None:
+        self._app, self._relay = app, relay
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path not in (OFFER, PIECE):
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        token = headers.get(TOKEN_HEADER, "")
+        if scope["method"] != "POST" or not self._relay.admits(token):
+            await _answer(send, STRANGER, {"message": "no push of this token is under way"}, close=True)
+            return
+        if (body := await _read(receive)) is None:
+            await _answer(send, TOO_LARGE, {"message": f"more than {MOST_BODY} bytes"}, close=True)
+            return
+        try:
+            if path == OFFER:
+                pieces = [read_piece(text) for text in json.loads(body)]
+                status, said = TAKEN, dict[str, Any](missing=self._relay.missing(pieces))
+            else:
+                piece = read_piece(headers.get(PIECE_HEADER, ""))
+                payload = Payload(headers.get(BEFORE_HEADER, ""), body)
+                status, said = await asyncio.to_thread(self._relay.take, token, piece, payload), {}
+        except (ValueError, TypeError) as e:
+            status, said = NONSENSE, {"message": f"not a piece: {e!r:.200}"}
+        await _answer(send, status, said)
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """The body; None when there is too much of it, or nobody is left to bring it."""
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":  # the sender has gone
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MOST_BODY:
+            return None
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _answer(send: Send, status: int, said: dict[str, Any], *, close: bool = False) -> None:
+    """`close`: the body was not read."""
+    body = json.dumps(said).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if close:
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,130 @@
+"""Puts together what every process that asks engines needs: the scorer and the router of a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from aiohttp import ClientSession
+
+from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.identity import Identity
+from rlsys.core.model_folder import read_fields
+from rlsys.data import Tokenizer
+from rlsys.engine.client import EngineClient
+from rlsys.engine.launch_args import passes_on
+from rlsys.engine.weight_calls import ADAPTER
+from rlsys.engine.wire import Limits
+from rlsys.engine_requests import Limits as PromptLimits
+from rlsys.rewards import Rewards
+from rlsys.rewards.answer import canonical_answer, form_of
+from rlsys.router.attest import Bounds
+from rlsys.router.engines import Engines
+from rlsys.router.router import Router
+from rlsys.worker.scoring import Scorer
+
+
+def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scorer:
+    return Scorer(
+        rewards.open,
+        tokenizer.decode,
+        config.rollout.reward_timeout,
+        lambda prompt, response: canonical_answer(response, form_of(prompt)),
+        config.rollout.reward_concurrency,
+        tokenizer.stop_ids,
+    )
+
+
+class ClientMaker(Protocol):
+    def __call__(
+        self,
+        url: str,
+        whose: Identity,
+        *,
+        tp: int = 1,
+        index: int | None = None,
+        adapter: str | None = ...,
+        pool: str | None = None,
+    ) -> EngineClient: ...
+
+
+def client_maker(config: Config, session: ClientSession) -> ClientMaker:
+    """Makes clients of a run's engines, with its limits and its adapter."""
+    limits = Limits(config.answer_seconds, config.work_seconds)
+    own_adapter = ADAPTER if config.weights.method == "adapter" else None
+
+    def client(
+        url: str,
+        whose: Identity,
+        *,
+        tp: int = 1,
+        index: int | None = None,
+        adapter: str | None = own_adapter,
+        pool: str | None = None,
+    ) -> EngineClient:
+        return EngineClient(
+            url, session, tp=tp, index=index, identity=whose, limits=limits, adapter=adapter, pool=pool
+        )
+
+    return client
+
+
+def build_router(
+    config: Config,
+    engines: list[EngineClient],
+    tokenizer: Tokenizer,
+    *,
+    trusted: bool = False,
+    sole: bool = True,
+) -> Router:
+    """`trusted`: engines serve with the weights that they have; nobody pushes any. `sole`: see Router."""
+    vocab_size, context_length = _sizes(config)
+    return Router(
+        engines,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        stop_ids=tokenizer.stop_ids,
+        stop_texts=config.rollout.stop,
+        decode=tokenizer.decode,
+        bounds=Bounds.of(config),
+        routes=config.engine.return_routes,
+        strategy=config.router.strategy,
+        interruption=config.router.interruption,
+        reads_again=config.rollout.keep_budget is not None,
+        patience=config.start_seconds,  # the supervisor may be restarting the only engine
+        trusted=trusted,
+        peers=passes_on(config) and sole,  # weights pass through one folder of the run, one copy at a time
+        sole=sole,
+        slots=config.max_running_requests,
+        kinds=config.engine,
+    )
+
+
+def limits_of(config: Config) -> PromptLimits:
+    """What every prompt must keep to that goes to an engine of the run, whoever asks: see Router.limits."""
+    return PromptLimits(*_sizes(config))
+
+
+def _sizes(config: Config) -> tuple[int, int]:
+    """Vocabulary, and the most tokens that an engine can hold of one sample."""
+    vocab_size, context_length = read_model_limits(config.model.path)
+    return vocab_size, min(context_length, config.engine.max_total_tokens)
+
+
+async def ask_engines(router: Engines, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:
+    """The run's own model says what it thinks of a question, greedily and outside the ledger, over interruptions."""
+    ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
+    return tokenizer.decode((await router.greedy(ids, max_new_tokens)).ids)
+
+
+def read_model_limits(path: Path) -> tuple[int, int]:
+    """Vocabulary size and context length from config.json. The tokenizer may know fewer ids than the model has."""
+    file = path / "config.json"
+    try:
+        hf = read_fields(path)
+        return int(hf["vocab_size"]), int(hf["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(
+            f"{file}: cannot read vocab_size and max_position_embeddings: {type(e).__name__} {e}"
+        ) from None

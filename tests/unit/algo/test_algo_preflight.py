@@ -1,0 +1,282 @@
+"""What is refused before anything starts: plug-ins that do not exist, needs that nothing serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.algo.no_effect import describe_passes
+from rlsys.algo.planners import start_size
+from rlsys.algo.preflight import check, notes
+from rlsys.algo.registry import make_all
+from rlsys.config import load_config
+from rlsys.core.errors import UserError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+EARLY = ("trainer.early_backward=true", "launch.placement=disaggregated")
+ROC = "{name: grpo_roc, penalty: length}"
+RECIPES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_can_be_served(path: Path) -> None:
+    check(load_config(path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algo.advantage=gpro"], "algo.advantage = 'gpro': unknown advantage; did you mean grpo?"),
+        (["algo.loss=[{name: clip, low: 1}]"], r"algo.loss\[0\].low: unknown key"),
+        (["algo.loss=[tis]"], "tis is of kind correction"),
+        (["algo.group_reward=fapo"], "needs verdicts, .*: data.judge names none"),
+        (
+            ["algo.planners=[lens]"],
+            r"algo.planners\[0\] \(Lens\) needs prompt_scores, .*: engine.reference names",
+        ),
+        (["algo.selectors=[grpo_roc]"], "needs tool_penalty, .*: rollout.generator = single_turn calls no"),
+        (
+            ["algo.anchor=behaviour", "launch.placement=disaggregated"],
+            "algo.anchor = 'behaviour' needs behaviour, .*: launch.placement = 'disaggregated' has changed",
+        ),
+        (
+            ["algo.anchor=behaviour", "router.interruption=retract"],
+            "algo.anchor = 'behaviour' needs behaviour, .*: router.interruption = retract leaves the last tokens",
+        ),
+        (
+            ["algo.anchor=behaviour", "trainer.replay=trainer"],
+            "algo.anchor = 'behaviour' needs behaviour, .*: trainer.replay = 'trainer' trains a token by the experts",
+        ),
+        (
+            ["algo.anchor=old", "algo.loss=[bapo]"],
+            r"algo.loss\[0\] \(Bapo\) makes bounds for exp\(logp - anchor\), which is 1 for every token",
+        ),
+        (
+            ["trainer.early_backward=true"],
+            "trainer.early_backward = true, but launch.placement = colocated: .* use",
+        ),
+        ([*EARLY, "algo.selectors=[rorecomp]"], "the algorithm looks at whole steps: RoRecomp"),
+        (
+            [*EARLY, "algo.minibatches=2"],
+            "algo.minibatches = 2: a step's groups are shuffled over them; use 1",
+        ),
+        (
+            [*EARLY, "algo.epochs=2"],
+            "algo.epochs = 2: a further pass needs the step's samples once more; use 1",
+        ),
+        ([*EARLY, "parallel.overlap=true"], "parallel.overlap = true reduces .* use false"),
+        ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 weighs .* use balance_rate"),
+        ([*EARLY, "rollout.staleness_policy=wait"], "rollout.staleness_policy = wait chooses .* use drop"),
+        ([*EARLY, "rollout.repeat=runs/other"], "rollout.repeat = runs/other: the record decides"),
+        (
+            ["algo.reducer={name: token_mean, over: active}", "algo.advantage=mssr", "rollout.group_size=1"],
+            r"algo.reducer.over = 'active' counts .* algo.advantage \(Mssr\) gives each token its own: use all",
+        ),
+        (
+            ["algo.planners=[lens]", "algo.corrections=[lens]", "engine.reference=own"],
+            "algo.planners has lens, but algo.selectors has not: name it in all of planners, selectors, corrections",
+        ),
+        *[
+            (
+                [f"algo.corrections=[opsm, {name}]", "algo.anchor=mu"],
+                r"algo.corrections\[1\] \(\w+\) acts on .* everywhere with algo.anchor = 'mu': use algo.anchor = old",
+            )
+            for name in ("tis", "icepop", "decoupled_ppo")
+        ],
+        (["algo.planners=[dapo, dapo]"], r"algo.planners\[1\] = 'dapo': this planner is named twice"),
+        (
+            ["algo.selectors=[rorecomp, {name: rorecomp, capacity: 3}]"],
+            r"algo.selectors\[1\]: only one selector",
+        ),
+        *[
+            (
+                [f"algo.loss=[{loss}]", f"algo.reducer={name}"],
+                rf"algo.loss has {loss}, .*, but algo.reducer \({made}\) .* use algo.reducer = sequence_mean",
+            )
+            for loss in ("gspo", "luspo", "gmpo")
+            for name, made in (("token_mean", "TokenMean"), ("constant", "Constant"))
+        ],
+        (["algo.loss=[entropy]"], r"algo.loss \(EntropyBonus\) has no term that trains on advantages"),
+        (["algo.loss=[clip, value]"], r"algo.loss \(Clip, ValueLoss\) trains a critic, but .* use gae"),
+        (
+            ["algo.hooks=[sync_ref]"],
+            r"algo.hooks \(SyncReference\) moves the reference model, but no .*; add kl",
+        ),
+        (
+            ["algo.loss=[clip,kl]", "algo.hooks=[sync_ref, {name: sync_ref, every: 8}]"],
+            "move the reference model more than once",
+        ),
+        (
+            ["algo.critic={}"],
+            r"algo.critic is given, but algo.advantage \(Grpo\) asks for no values; use gae",
+        ),
+        (["algo.advantage=gae"], r"algo.advantage \(Gae\) needs a critic, but .* add value"),
+        (["algo.anchor=ewma"], r"algo.anchor = 'ewma' needs averaged weights, .* algo.hooks = \[ewma\]"),
+        (["algo.hooks=[ewma]"], r"algo.hooks \(EwmaAnchor\) averages the weights, but algo.anchor = 'mu'"),
+        (
+            ["algo.anchor=ewma", "algo.hooks=[ewma, {name: ewma, window: 8}]"],
+            "average the weights more than once",
+        ),
+        *[
+            (
+                ["rollout.group_size=1", f"algo.advantage={name}"],
+                rf"rollout.group_size = 1, but algo.advantage \({made}\) compares the samples",
+            )
+            for name, made in (("rloo", "Rloo"), ("vcpo", "MinimumVariance"), ("reinforce_pp_baseline", ".*"))
+        ],
+        (
+            ["rollout.group_size=1", "algo.advantage=reinforce_pp", "algo.planners=[dapo]"],
+            r"rollout.group_size = 1, but algo.planners\[0\] \(Dapo\) drops groups of equal rewards",
+        ),
+        (["algo.advantage=mc_grpo"], "rollout.group_size = 8 makes groups of 8, .* needs an odd number"),
+        *[
+            (
+                ["algo.advantage=mc_grpo", f"algo.planners=[mc_grpo, {{name: {name}, largest: 32}}]"],
+                rf"algo.planners\[1\] \({made}\) lets groups of 9 grow to any size up to 32, .* an odd number",
+            )
+            for name, made in (("dars", "Dars"), ("xrpo", "Xrpo"))
+        ],
+        (
+            ["algo.advantage=mc_grpo", "algo.planners=[grpo_roc, mc_grpo]", f"algo.selectors=[{ROC}]"],
+            r"algo.selectors\[0\] \(GrpoRoc\) leaves 8 of groups of 17, .* an odd number of samples",
+        ),
+        (
+            ["algo.planners=[dars, xrpo]"],
+            r"algo.planners \(Dars, Xrpo\): Xrpo allots all further samples of a group in its rounds",
+        ),
+        (
+            ["algo.hooks=[{name: brorl, samples: 128}]"],
+            r"algo.hooks\[0\] \(BatchScaling\).samples = 128 is what an update has \(16 groups of 8 over 1 mini",
+        ),
+        (
+            ["algo.planners=[{name: dars, largest: 4}]"],
+            r"algo.planners\[0\] \(Dars\).largest = 4 leaves no room: groups start with 8",
+        ),
+        (
+            ["algo.planners=[{name: brorl, factor: 1000}, {name: ttrl, factor: 1000}]"],
+            "algo.planners make groups of up to 8000000 samples of rollout.group_size = 8; at most 65536",
+        ),
+        (["algo.selectors=[lens]"], "algo.selectors has lens, but algo.corrections has not"),
+        (["data.judge=engines"], "data.judge = 'engines' is never asked: algo.group_reward is not given"),
+        (
+            ["algo.shaping=[{name: overlong, cap: 500}]"],
+            r"algo.shaping\[0\] \(Overlong\): cap = 500 less buffer = 64 is not below .*_tokens = 256",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        check(load_config(CONFIGS / "quickstart.yaml", overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_method_known_from_an_abstract_alone_says_so() -> None:
+    (note,) = notes(load_config(CONFIGS / "algorithms" / "minpro.yaml"))
+    assert note.startswith(
+        "algo.corrections[0] (MinPro): evidence A, a reading of the abstract: it may differ "
+    )
+    assert "\n" not in note
+    assert notes(load_config(CONFIGS / "algorithms" / "grpo.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algo.planners=[grpo_roc, mc_grpo]", "algo.selectors=[{name: grpo_roc, penalty: length, keep: 0.53}]"],
+        [
+            "algo.planners=[mc_grpo, lens]", "algo.selectors=[lens]", "algo.corrections=[lens]",
+            "engine.reference=own",
+        ],
+    ],
+)  # fmt: skip
+def test_groups_that_stay_odd_have_a_median(overrides: list[str]) -> None:
+    check(load_config(CONFIGS / "quickstart.yaml", ["algo.advantage=mc_grpo", *overrides]))
+
+
+def test_the_recipe_of_brorl_has_more_samples_than_its_learning_rate_was_chosen_for() -> None:
+    config = load_config(CONFIGS / "algorithms" / "brorl.yaml")
+    made = make_all(config.algo)
+    start = start_size(made["planners"], config.rollout.group_size)
+    quickstart = load_config(CONFIGS / "quickstart.yaml")
+    assert made["hooks"][0].samples == quickstart.samples_per_step == 128
+    size = config.rollout.groups_per_step * start / config.algo.minibatches
+    assert made["hooks"][0].lr_factor(None, [], size) > 1.4
+    assert config.rollout.groups_per_step < quickstart.rollout.groups_per_step
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["algo.anchor=old", "algo.corrections=[tis]"],
+            ["algo.loss[0] (Clip): with algo.anchor = 'old' and"],
+        ),
+        (["algo.anchor=old", "algo.corrections=[tis]", "algo.minibatches=2"], []),
+        (["algo.anchor=old", "algo.loss=[m2po]", "algo.epochs=2"], []),
+        (["algo.anchor=mu"], []),
+        (["algo.anchor=old", "algo.loss=[reinforce]"], ["algo.anchor = 'old' is not looked at: no term of"]),
+        (
+            ["trainer.replay=trainer"],
+            ["trainer.replay = 'trainer' with algo.minibatches = 1: the same weights"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) -> None:
+    config = load_config(CONFIGS / "quickstart.yaml", overrides)
+    check(config)
+    found = notes(config)
+    assert len(found) == len(told)
+    assert all(line.startswith(start) for line, start in zip(found, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], ["none"]),
+        (["algo.anchor=old"], ["none for `old`: it is the training pass's own"]),
+        (
+            ["algo.anchor=old", "algo.minibatches=4"],
+            ["of a step's 4 mini-batches all but the first, whose `old` is its training pass's own"],
+        ),
+        (
+            ["algo.anchor=behaviour", "algo.loss=[m2po,kl]"],
+            [
+                "what was interrupted, before the weights change that sampled it",
+                "the whole step, since M2PO needs now before the loss",
+                "the whole step with the reference's weights",
+            ],
+        ),
+        (
+            ["algo.anchor=old", "algo.corrections=[{name: tis, normalise: true}]"],
+            ["the whole step, since Tis looks at a whole update before its backward pass"],
+        ),
+        (["trainer.replay=trainer"], ["the whole step, since trainer.replay = trainer replays its experts"]),
+    ],
+    ids=str,
+)
+def test_the_passes_of_a_step_are_told(overrides: list[str], told: list[str]) -> None:
+    assert describe_passes(load_config(CONFIGS / "quickstart.yaml", overrides)) == told
+
+
+def test_without_a_ratio_corrections_are_allowed_at_mu() -> None:
+    check(load_config(CONFIGS / "quickstart.yaml", ["algo.loss=[reinforce]", "algo.corrections=[tis]"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algo.anchor=old"], "none for `old`: it is the training pass's own"),
+        (
+            ["algo.anchor=old", "algo.epochs=2"],
+            "the whole step, since its samples come again in each of 2 epochs",
+        ),
+        (
+            ["algo.anchor=interpolated", "algo.loss=[m2po]", "algo.epochs=3", "algo.minibatches=2"],
+            "each of 5 mini-batches once more, just before its update",
+        ),
+    ],
+)
+def test_explain_names_the_passes_of_further_epochs(overrides: list[str], told: str) -> None:
+    assert told in describe_passes(load_config(CONFIGS / "quickstart.yaml", overrides))

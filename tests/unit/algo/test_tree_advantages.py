@@ -1,0 +1,99 @@
+"""BranchGRPO's depth-wise advantage: by hand, by brute force over all tokens, and as GRPO where nothing forks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlsys.algo.advantages import grpo
+from rlsys.algo.batch import Batch
+from rlsys.algo.methods.tree_advantages import Node, by_depth, paths
+from rlsys.algo.reduction import alone
+from rlsys.algo.registry import build
+from tests.helpers.algo_world import DOUBLE, World, packed, table
+
+
+def test_the_nodes_of_a_tree_by_hand() -> None:
+    """1 forks off 0 at token 4, 2 off 0 at 2, 3 off 1 at 6; 4 stands alone."""
+    found = paths([-1, 0, 0, 1, -1], [0, 4, 2, 6, 0])
+    assert found == [
+        [Node(0, 0), Node(0, 2), Node(0, 4)],
+        [Node(0, 0), Node(0, 2), Node(1, 4), Node(1, 6)],
+        [Node(0, 0), Node(2, 2)],
+        [Node(0, 0), Node(0, 2), Node(1, 4), Node(3, 6)],
+        [Node(4, 0)],
+    ]
+
+
+def test_depth_wise_advantages_by_hand() -> None:
+    """A trunk of mean 0.5 beside a lone sample of 1; two branches of 1 and 0."""
+    found = by_depth(torch.tensor([1.0, 0.0, 1.0]), [-1, 0, -1], [0, 3, 0], eps=0.0)
+    half = 0.5**0.5  # (1 - 0.5) / std([1, 0]) with n - 1, and as well (1 - 0.75) / std([0.5, 1])
+    expected = [[(0, -half), (3, half)], [(0, -half), (3, -half)], [(0, half)]]
+    for own, wanted in zip(found, expected, strict=True):
+        assert [at for at, _ in own] == [at for at, _ in wanted]
+        assert [a for _, a in own] == pytest.approx([a for _, a in wanted])
+
+
+def random_tree(r: random.Random, size: int) -> tuple[list[int], list[int], list[list[str]]]:
+    """Stems, forks, and responses whose tokens are equal only where they are shared."""
+    stems, forks, texts = [-1], [0], [[f"0.{t}" for t in range(12)]]
+    for place in range(1, size):
+        stem = r.choice([-1, *range(place)])
+        at = r.randrange(1, 12) if stem >= 0 else 0
+        stems.append(stem)
+        forks.append(at)
+        texts.append([*(texts[stem][:at] if stem >= 0 else []), *(f"{place}.{t}" for t in range(at, 12))])
+    return stems, forks, texts
+
+
+def brute_force(rewards: list[float], texts: list[list[str]]) -> list[list[float]]:
+    """Token by token from the texts alone: a node is a set of samples with the same prefix, a fork is where that
+    set changes."""
+    size, steps = len(texts), len(texts[0])
+    everybody = range(size)
+
+    def sharing(i: int, t: int) -> frozenset[int]:
+        return frozenset(j for j in everybody if texts[j][: t + 1] == texts[i][: t + 1])
+
+    groups = [[sharing(i, t) for t in range(steps)] for i in everybody]
+    depth = [[sum(own[k] != own[k - 1] for k in range(1, t + 1)) for t in range(steps)] for own in groups]
+    out = []
+    for i in range(size):
+        own = []
+        for t in range(steps):
+            peers = {groups[j][u] for j in everybody for u in range(steps) if depth[j][u] == depth[i][t]}
+            means = torch.tensor([sum(rewards[m] for m in peer) / len(peer) for peer in peers], dtype=DOUBLE)
+            mine = sum(rewards[m] for m in groups[i][t]) / len(groups[i][t])
+            flat = len(means) < 2 or float(means.std()) < 1e-6
+            own.append(0.0 if flat else float((mine - means.mean()) / (means.std() + 1e-8)))
+        out.append(own)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_token_has_the_advantage_that_brute_force_finds(seed: int) -> None:
+    r = random.Random(seed)
+    stems, forks, texts = random_tree(r, 6)
+    rewards = [r.choice([0.0, 0.5, 1.0]) for _ in texts]
+    tree = {"place": torch.arange(6), "stem": torch.tensor(stems), "fork_at": torch.tensor(forks)}
+    samples = replace(table(rewards, [0] * 6, [12] * 6, **tree), counted=torch.ones(6, dtype=torch.bool))
+    batch = packed([12] * 6)
+    method = build("advantage", "branch_grpo")
+    (found,) = method.per_token(method(samples), samples, [batch], alone)
+    expected = torch.tensor(brute_force(rewards, texts), dtype=DOUBLE).flatten()
+    assert torch.allclose(found, expected, atol=1e-9)
+
+
+def test_without_forks_it_is_grpo() -> None:
+    world = World()
+    lone = {"stem": torch.full((20,), -1), "fork_at": torch.zeros(20).long()}
+    samples = replace(world.samples, counted=torch.ones(20, dtype=torch.bool), **lone)
+    part: Batch = world.part(range(20))
+    method = build("advantage", "branch_grpo")
+    (found,) = method.per_token(method(samples), samples, [part], alone)
+    plain = part.masked(part.expand(grpo(samples.reward, samples.group_ids, eps=1e-8)))
+    assert torch.allclose(found, plain, atol=1e-12)

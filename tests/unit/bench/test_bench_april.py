@@ -1,0 +1,208 @@
+"""What bench/april.py says about its figures: the trace's shape, and the ratios of the summary. No engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsys.config import Config
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Sample, SampleGroup, Taken
+from rlsys.core.weight_updates import Canary
+from rlsys.engine.client import EngineClient
+from tests.helpers.scripted_engine import Network, ScriptedEngine, canary_logprobs
+from tests.integration.test_bench_april_quick import IN_THE_SUMMARY, MODES
+
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+
+
+@pytest.fixture
+def april(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, found as when it is run: its folder is on the path."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import april
+
+    return april
+
+
+def test_half_of_the_trace_ends_within_a_tenth_of_the_cap_and_a_tail_reaches_it(april: ModuleType) -> None:
+    lengths = april.trace(quick=False)
+    cap = max(lengths)
+    assert median(lengths) <= cap / 10
+    assert 0.01 < sum(n == cap for n in lengths) / len(lengths) < 0.05
+    assert min(lengths) > 0
+
+
+def test_slots_are_whole_groups_and_the_two_baselines_match_april_2_in_batch_and_in_slots(
+    april: ModuleType,
+) -> None:
+    modes = {m.name: m for m in april.MODES}
+    assert all(m.slots % april.GROUP_SIZE == 0 == m.batch % april.GROUP_SIZE for m in modes.values())
+    assert modes["synchronous"].batch == modes["april-2"].batch
+    assert modes["synchronous-2N"].slots == modes["april-2"].slots == april.SATURATED_SLOTS
+
+
+def test_a_mode_is_warm_when_the_longest_response_can_have_ended(april: ModuleType) -> None:
+    modes = {m.name: m for m in april.MODES}
+    lengths = [10] * 9 + [110]  # a step makes 20 / over_provision tokens of each slot
+    assert modes["synchronous"].warm_steps(lengths) == 0
+    assert [modes[f"april-{r}"].warm_steps(lengths) for r in ("1.25", "2", "3")] == [7, 11, 17]
+
+
+def test_the_summary_compares_medians(april: ModuleType) -> None:
+    def mode(rate: float, length_ratio: float = 1.0) -> dict[str, Any]:
+        rates = {f"{what}_tokens_per_s": {"median": rate} for what in ("trained", "sampled")}
+        return {**rates, "length_ratio": {"median": length_ratio}}
+
+    costs = {
+        "gpu-like": {
+            "saturated": mode(1000), "synchronous": mode(300), "synchronous-2N": mode(450),
+            "april-2": mode(900, 0.99), "april-2-abort": mode(800), "april-2-kept": mode(980),
+        },
+        "cpu": {
+            "saturated": mode(4000), "synchronous": mode(2000), "synchronous-2N": mode(2500), "april-2": mode(3000)
+        },
+    }  # fmt: skip
+    costs["gpu-like"]["prefill"] = {"seconds_per_token": {"median": 0.0001}}
+    costs["cpu"]["prefill"] = {"seconds_per_token": {"median": 0.00005}}
+    found = april.summary(costs, [1, 3])
+    # 2 x 5 / 4 / 2 tokens are read for a trained one.
+    assert found.pop("share_of_bound_at_2") == pytest.approx(0.9 * 1.125)
+    assert found.pop("share_of_bound_at_2_raw_cpu") == pytest.approx(0.75 * 1.25)
+    assert found == {
+        "gain_at_2": 3.0,
+        "gain_at_2_same_slots": 2.0,
+        "gain_at_2_raw_cpu": 1.5,
+        "gain_at_2_raw_cpu_same_slots": 1.2,
+        "share_of_saturated_at_2": 0.9,
+        "share_of_saturated_at_2_raw_cpu": 0.75,
+        "share_of_saturated_at_2_abort": 0.8,
+        "share_of_saturated_at_2_kept": 0.98,
+        "length_ratio_at_2": 0.99,
+    }
+    del costs["gpu-like"], costs["cpu"]["synchronous"], costs["cpu"]["prefill"]
+    assert april.summary(costs, [1, 3]) == {
+        "gain_at_2_raw_cpu_same_slots": 1.2, "share_of_saturated_at_2_raw_cpu": 0.75,
+    }, "as far as their modes have run"  # fmt: skip
+
+
+@pytest.mark.gate
+def test_the_bound_counts_what_a_simulated_queue_reads_again(april: ModuleType) -> None:
+    """Slots that decode a token a tick; every step, when N responses have ended, all prefixes are read again."""
+    lengths, batch, slots = april.trace(quick=False), 40, 80
+    draw = np.random.default_rng(0)
+    whole = draw.choice(lengths, slots)
+    done = np.zeros(slots, dtype=int)
+    read = trained = ended = 0
+    for _ in range(25_000):
+        done += 1
+        if (over := done == whole).any():
+            ended, trained = ended + int(over.sum()), trained + int(whole[over].sum())
+            whole[over], done[over] = draw.choice(lengths, over.sum()), 0
+        if ended >= batch:
+            ended -= batch
+            read += int(done.sum())
+    expected = 1 / april.bound_of(1.0, 1.0, slots / batch, lengths) - 1
+    assert read / trained == pytest.approx(expected, rel=0.03)
+
+
+def test_the_modes_of_the_quick_bench_are_all_that_its_summary_needs(april: ModuleType) -> None:
+    """tests/integration/test_bench_april_quick.py takes a part of them; before, its summary was empty."""
+    assert {*MODES} <= {"saturated", "prefill", *(mode.name for mode in april.MODES)}
+    keys = ("trained_tokens_per_s", "sampled_tokens_per_s", "length_ratio", "seconds_per_token")
+    figures = {key: {"median": 1.0} for key in keys}
+    costs = {cost: dict.fromkeys(MODES, figures) for cost in ("gpu-like", "cpu")}
+    assert april.summary(costs, [1]).keys() >= IN_THE_SUMMARY
+
+
+def test_figures_of_trained_groups(april: ModuleType) -> None:
+    def sample(i: int, tokens: int, **fields: int) -> Sample:
+        ids = list(range(tokens))
+        return Sample(i, 0, i, [7, 8], 1, ids, [0.0] * tokens, [VersionSpan(1, 0, tokens)], **fields)
+
+    # One sample unbroken; one interrupted after 4 of 6 tokens, read again but for 2 tokens from a cache.
+    samples = [
+        sample(0, 2, prefilled_tokens=2),
+        sample(1, 6, prefilled_tokens=2 + 6, cached_tokens=2, resumes=1),
+    ]
+    taken = Taken(
+        1, 1, [SampleGroup(0, 0, samples)], {"tokens": 8, "off_policy_share": 0.25, "staleness_mean": 3.0}
+    )
+    assert april.of_trained([taken], 2.0, true_mean=5.0) == {
+        "trained_tokens_per_s": 4.0,
+        "samples_per_s": 1.0,
+        "off_policy_share": 0.25,
+        "mean_age": 3.0,
+        "length_ratio": 0.8,
+        "re_prefilled_tokens_per_trained_token": 0.5,
+    }
+
+
+@pytest.mark.gate
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("name", ["synchronous", "april-2", "april-2-abort", "april-2-kept", "asynchronous"])
+async def test_a_mode_on_a_scripted_engine(
+    april: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ScriptedEngine("http://engine", ends_at=lambda seed: 10**6)
+
+    class Sync:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def push(self, *_: object) -> None:
+            engine.load(0)
+
+    async def here(work: Callable[..., None], *args: object) -> None:  # no threads on a virtual clock
+        work(*args)
+
+    monkeypatch.setattr(april, "WeightSync", Sync)
+    monkeypatch.setattr(april.asyncio, "to_thread", here)
+    lengths = april.trace(quick=True)
+    config = Config.model_validate(
+        {
+            "model": {"path": april.write_random_moe(tmp_path / "model")},
+            "rollout": {"max_response_tokens": max(lengths)},
+            "weights": {"uncompared": 1.0},  # no digests of its tensors are given below
+        }
+    )
+    canaries = [Canary(ids, canary_logprobs(ids, 0)) for ids in april.canary_ids()]
+    stage = april.Stage(EngineClient(engine.url, Network(engine)), config, {}, canaries, lengths, tmp_path)  # type: ignore[arg-type]
+    mode = next(m for m in april.MODES if m.name == name)
+    figures = await april.run_mode(stage, mode, april.BATCH)
+    assert figures["length_ratio"] > 0.3
+    assert (figures["off_policy_share"] > 0) == (mode.max_staleness > 0)
+    assert (figures["re_prefilled_tokens_per_trained_token"] > 0) == (
+        name in ("april-2-abort", "asynchronous")
+    )
+
+
+@pytest.mark.gate
+def test_the_claim_pairs_runs_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    import april_claim
+
+    def runs(*figures: tuple[float, float | None]) -> list[Any]:
+        return [april_claim.Claimed(accuracy, seconds, 3, 2.0) for accuracy, seconds in figures]
+
+    found = april_claim.compared(
+        {
+            1.0: runs((0.90, 30.0), (0.92, 40.0), (0.94, None)),
+            2.0: runs((0.91, 10.0), (0.91, 20.0), (0.96, 5.0)),
+        }
+    )["2"]
+    assert found["times_sooner_by_seed"] == [3.0, 2.0], "a run without the target is in no pair"
+    assert found["accuracy_difference"] == pytest.approx(0.02 / 3)
+    low, high = found["accuracy_difference_interval"]
+    # Differences 0.01, -0.01, 0.02: standard deviation 0.01528, t with 2 degrees of freedom 4.303.
+    assert (low, high) == (
+        pytest.approx(0.02 / 3 - 0.03795, abs=1e-4),
+        pytest.approx(0.02 / 3 + 0.03795, abs=1e-4),
+    )
+    assert april_claim.interval([0.1]) is None

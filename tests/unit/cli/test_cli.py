@@ -1,0 +1,159 @@
+"""The command line: one line, the right exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsys.cli import main
+from rlsys.cli.models import find_subject
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.store import FILE_NAME
+from rlsys.obs.metrics import MetricsWriter
+
+QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["train", "/no/m.yaml"], "/no/m.yaml: no such file, and no shipped config of this name"),
+        (["train", QUICKSTART, "rollout.group_sise=4"], "rollout.group_sise: unknown key; did you mean"),
+        (["train", QUICKSTART, "model.path=/no/such"], "model.path = /no/such: no such folder"),
+        (["explain", QUICKSTART, "rollout.group_size=0"], "rollout.group_size = 0: "),
+        (["report", "/no/such"], "/no/such: no such run folder"),
+        (["report", "/"], "/: no metrics.jsonl in it"),
+        (["status", "/"], "/: not a run folder: no config.yaml in it"),
+        (["doctor", "/"], "/: not a run folder: no config.yaml in it"),
+        (["submit", QUICKSTART, "--dry-run", "algo.loss=[nonesuch]"], "algo.loss[0] = "),
+        (["submit", QUICKSTART, "--dry-run", "--time", "8h"], "--time '8h': expected minutes"),
+        (["submit", QUICKSTART, "--dry-run", "--partition", ""], "--partition '': expected a name"),
+        (
+            ["submit", QUICKSTART, "--dry-run", "--sbatch", "qos=high"],
+            "--sbatch 'qos=high': expected an option",
+        ),
+        (
+            ["submit", QUICKSTART, "--dry-run", "--nodes", "2", "launch.placement=disaggregated"],
+            "weights.method = tensor passes through one machine's memory",
+        ),
+        (["explain", QUICKSTART, "--gpu-memory", "nan"], "--gpu-memory nan: expected more than 0 GB"),
+        (["explain", QUICKSTART, "data.reward=exact_anwser"], "data.reward = 'exact_anwser': unknown name"),
+        (["train", QUICKSTART, "rollout.generator=nope"], "rollout.generator = 'nope': unknown name"),
+        (["algo", "show", ""], "no algorithm ''"),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"rlsys: error: {told}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["report", "x", "--jsn"]])
+def test_a_mistaken_command_line_is_one_line_too(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(argv)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rlsys: error: ")
+    assert said.count("\n") == 1
+
+
+def test_overrides_may_stand_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["submit", QUICKSTART, "run.seed=3", "--nodes", "2", "--dry-run", "weights.method=disk"]
+    assert main.main(argv) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in script
+    assert (
+        f"train {QUICKSTART} run.seed=3 weights.method=disk launch.backend=slurm launch.nodes=2\n" in script
+    )
+
+
+def test_report_json_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write("run", 0, event="start")
+    writer.write("eval", 0, accuracy=0.5, prompts=4)
+    writer.close()
+    assert main.main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_accuracy_before"] == 0.5
+
+
+def test_report_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write("run", 0, event="start")
+    writer.close()
+    assert main.main(["report", str(tmp_path)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_ledger_is_printed_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = RolloutBuffer(tmp_path / FILE_NAME, "identity", 2)
+    buffer.issue(Prompt(0, "1+1", [1, 2], {}), [7, 8])
+    buffer.flush()
+    buffer.close()
+    assert main.main(["ledger", str(tmp_path), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["issued"], figures["active"], figures["parked"], figures["lost"]) == (1, 1, 2, 0)
+    assert main.main(["ledger", str(tmp_path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["active", "1", "2", "0"] in rows
+    assert ["parked", "2"] in rows
+
+
+def test_a_ledger_with_losses_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buffer = RolloutBuffer(tmp_path / FILE_NAME, "identity", 2)
+    buffer.add_lost(5)
+    buffer.close()
+    assert main.main(["ledger", str(tmp_path)]) == 1
+    assert "rlsys: error: ledger: 5 tokens" in capsys.readouterr().err
+
+
+def test_a_run_with_a_method_read_in_an_abstract_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(Path(QUICKSTART).parent / "algorithms" / "minpro.yaml")
+    assert main.main(["submit", recipe, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("rlsys: note: algo.corrections[0] (MinPro): evidence A, a reading of the abstract")
+    assert said.count("\n") == 1
+
+
+def test_algorithms_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["algo", "list"]) == 0
+    assert "grpo" in capsys.readouterr().out
+    assert main.main(["algo", "show", "grpo"]) == 0
+    assert "paper:" in capsys.readouterr().out
+    assert main.main(["algo", "show", "grop"]) == 2
+    assert "did you mean grpo?" in capsys.readouterr().err
+
+
+def test_doctor_lists_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    main.main(["doctor"])
+    said = capsys.readouterr().out
+    for name in ("python", "torch", "sglang", "megatron-core", "gpu", "ports", "transformer engine", "apex"):
+        assert name in said
+
+
+def test_what_eval_measures(tmp_path: Path) -> None:
+    """A config's model, or another folder; the newest checkpoint of a run; each time in a folder of its own."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    for step in (1, 2):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    (run / "config.yaml").write_text(f"model: {{path: {model}}}\nrun: {{dir: {run}}}\n")
+    (run / "metrics.jsonl").touch()
+    subject = find_subject(run / "config.yaml", None, ["eval.prompts=3"])
+    assert (subject.model, subject.folder) == (model, run / "evaluations" / "model-1")
+    with subject.served() as config:
+        assert (config.run.dir, config.model.path, config.eval.prompts) == (subject.folder, model, 3)
+    subject.folder.mkdir(parents=True)
+    assert find_subject(run / "config.yaml", None, []).folder.name == "model-2"
+    assert find_subject(run, None, []).model == run / "checkpoints" / "step-000002"
+    older = run / "checkpoints" / "step-000001"
+    assert find_subject(run, older, []).folder == run / "evaluations" / "step-000001-1"
+    with pytest.raises(UserError, match="no such folder"):
+        find_subject(run, tmp_path / "none", [])

@@ -1,0 +1,80 @@
+"""A conversion writes a new folder whole or not at all, and says in one line why it could not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors import SafetensorError
+
+from rlsys.convert.output import new_folder, partial_of
+from rlsys.core.errors import UserError
+
+
+def write_until(folder: Path, error: BaseException) -> None:
+    with new_folder(folder, 10):
+        partial_of(folder).mkdir()
+        (partial_of(folder) / "half").write_text("a")
+        raise error
+
+
+def test_what_was_written_stays_when_all_goes_well(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "above" / "model", 10):
+        partial_of(tmp_path / "above" / "model").mkdir()
+    assert [path.name for path in tmp_path.rglob("*")] == ["above", "model.partial"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "the disk is full; nothing was left behind"),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "the disk is full; nothing was left behind"),
+        (SafetensorError("I/O error: No space left on device"), "the disk is full; nothing was left behind"),
+        (OSError(errno.EIO, os.strerror(errno.EIO)), r"cannot be written: .*Input/output error"),
+        (SafetensorError("no such dtype"), "cannot be written: no such dtype"),
+    ],
+    ids=str,
+)
+def test_an_error_on_the_way_is_told_and_leaves_nothing(error: Exception, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^--out {tmp_path / 'model'}: {told}$"):
+        write_until(tmp_path / "model", error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug of ours")], ids=repr)
+def test_what_is_not_the_disks_fault_passes_and_leaves_nothing(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)):
+        write_until(tmp_path / "model", error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match="exists already; name a new folder"):
+        write_until(tmp_path / "model", AssertionError("not reached"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["model"]
+
+
+def test_a_place_where_no_folder_can_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/model: cannot write there: (Not a directory|File exists)$"):
+        write_until(tmp_path / "file" / "model", AssertionError("not reached"))
+
+
+@pytest.mark.parametrize(("free", "fits"), [(9_999_999, False), (10_000_000, True)])
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    free: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    if fits:
+        with new_folder(tmp_path / "model", 10_000_000):
+            return
+    with (
+        pytest.raises(UserError, match=r"needs 0\.01 GB, the disk has 0\.01 GB left$"),
+        new_folder(tmp_path / "model", 10_000_000),
+    ):
+        raise AssertionError("not reached")

@@ -1,0 +1,236 @@
+"""A response whose last token is any stop id of the model has ended by itself: in rewards, votes, SFT and imports."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rlsys.config import Config
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Prompt, Sample, Segment, Status
+from rlsys.data import Tokenizer
+from rlsys.data.chats import written
+from rlsys.evaluation.evaluation import score_all
+from rlsys.generators.tools import ToolTurns, around_answer
+from rlsys.importers import slime
+from rlsys.importers.draft import Draft
+from rlsys.rewards import Rewards, make_scores
+from rlsys.rewards.results import read_mark
+from rlsys.router.request import Turn
+from rlsys.router.turn_ends import turn_ends
+from rlsys.worker.assembly import build_scorer
+from rlsys.worker.scoring import Verdict
+from tests.helpers.stop_families import FAMILIES, edit, write_family
+
+SUM = {"source_dataset": "chain_sum", "difficulty": {}}
+ENTRY = {"answer": "7", "metadata": SUM, "step": 7, "steps": 9, "question": "3 + 4"}
+REWARDS: list[tuple[Any, str]] = [
+    ("exact_answer", "</think><answer>7</answer>"),
+    ("answer_and_format", "</think><answer>7</answer>"),
+    ("reasoning_gym", "</think><answer>7</answer>"),
+    ("reasoning_gym_partial", "</think><answer>7</answer>"),
+    ("math", r"\boxed{7}"),
+    ("math", "Answer: 7"),
+    ("fapo_judge", r"\boxed{7}"),
+    ("format", "</think><answer>7</answer>"),
+    ({"name": "json_schema", "params": {"schema": {"type": "number"}}}, "no: 3<answer>7</answer>"),
+    ({"name": "regex", "params": {"pattern": "7", "whole": True}}, "7"),
+    ({"name": "code"}, "```python\nprint(7)\n```"),
+    ("reasoning_answer_consistency", "3+4=7</think><answer>7</answer>"),
+]
+CUT_SCORES = {"regex": 1.0, "code": 1.0, "json_schema": 0.0, "answer_and_format": 0.0, "fapo_judge": 0.0}
+"""Of a right answer that was cut off; all others give 0."""
+
+
+def agrees(config: Config, ask: Any) -> Any:
+    async def judge(text: str) -> str:
+        return "yes"
+
+    return judge
+
+
+class Direct:
+    """The rewards of a config in this process."""
+
+    def __init__(self, config: Config) -> None:
+        (self._score,) = make_scores(config)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Any]:
+        async def reward(prompt: Prompt, text: str) -> Any:
+            found = cast(Any, self._score)(prompt, text)
+            return read_mark(await found if inspect.isawaitable(found) else found)
+
+        yield reward
+
+
+def sample_of(ids: list[int], status: Status) -> Sample:
+    sample = Sample(0, 0, 0, [1], seed=0, status=status)
+    sample.response_ids.extend(ids)
+    return sample
+
+
+def judged(folder: Path, reward: Any, ids: list[int], status: Status, **rollout: Any) -> Verdict:
+    data = {"reward": reward, "judge": f"{Path(__file__)}:agrees"}
+    config = Config.model_validate({"model": {"path": folder}, "data": data, "rollout": rollout})
+    scorer = build_scorer(config, cast(Rewards, Direct(config)), Tokenizer(folder))
+    entry = ENTRY if "code" not in str(reward) else {"answer": [{"input": "", "output": "7"}]}
+    prompt = Prompt(0, "3+4=", [1], entry, "3+4=")
+    (verdict,) = asyncio.run(score_all([(sample_of(ids, status), prompt)], scorer))
+    assert verdict.reason is None
+    return verdict
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("reward", "text"), REWARDS, ids=[f"{r}"[:40] for r, _ in REWARDS])
+def test_a_right_answer_counts_by_whatever_stop_id_it_ends(
+    name: str, reward: Any, text: str, tmp_path: Path
+) -> None:
+    family = write_family(tmp_path, name)
+    tokenizer = Tokenizer(tmp_path)
+    body = tokenizer.encode(text)
+    worth = {
+        mark: judged(tmp_path, reward, [*body, *tokenizer.encode(mark)], Status.FINISHED).reward
+        for mark in family.stops
+    }
+    full = 2.0 if reward == "answer_and_format" else 1.0
+    assert worth == dict.fromkeys(family.stops, full)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_votes_read_the_answer_whatever_stop_id_it_ends_by(name: str, tmp_path: Path) -> None:
+    family = write_family(tmp_path, name)
+    tokenizer = Tokenizer(tmp_path)
+    for mark in family.stops:
+        ids = [*tokenizer.encode("<answer>B 7</answer>"), *tokenizer.encode(mark)]
+        assert judged(tmp_path, "exact_answer", ids, Status.FINISHED).answer == "b 7", mark
+
+
+def test_an_answer_that_was_cut_off_does_not_count_even_if_it_spells_the_end_token(tmp_path: Path) -> None:
+    write_family(tmp_path, "glm")
+    tokenizer = Tokenizer(tmp_path)
+    spelled = [i for c in "<|endoftext|>" for i in tokenizer.encode(c)]  # plain characters, no special token
+    for end in ([], spelled):
+        ids = [*tokenizer.encode("</think><answer>7</answer>"), *end]
+        for reward in ("exact_answer", "math", "format", "reasoning_gym"):
+            assert judged(tmp_path, reward, ids, Status.TRUNCATED).reward == 0.0, (reward, end)
+        assert judged(tmp_path, "exact_answer", ids, Status.TRUNCATED).answer is None
+
+
+def test_an_answer_that_an_agents_own_stop_text_ended_has_ended_by_itself(tmp_path: Path) -> None:
+    """What a request asked for beside rollout.stop is known to its status alone."""
+    write_family(tmp_path, "glm")
+    ids = Tokenizer(tmp_path).encode("</think><answer>7</answer>|")
+    assert judged(tmp_path, "exact_answer", ids, Status.FINISHED).reward == 1.0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_end_that_is_the_last_token_of_the_budget_is_an_end(name: str, tmp_path: Path) -> None:
+    """SGLang looks at the length first, and calls such a response cut off."""
+    family = write_family(tmp_path, name)
+    tokenizer = Tokenizer(tmp_path)
+    config = Config.model_validate({"model": {"path": tmp_path}, "rollout": {"stop": ["</answer>"]}})
+    turn = Turn(3, 1.0, None, turn_ends(config, tokenizer), pinned=False)
+    for mark in (*family.stops, "</answer>"):
+        ids = [*tokenizer.encode("7"), *tokenizer.encode(mark)]
+        assert turn.status(sample_of(ids, Status.IN_FLIGHT), "length") is Status.FINISHED, mark
+    assert turn.status(sample_of(tokenizer.encode("77"), Status.IN_FLIGHT), "length") is Status.TRUNCATED
+
+
+CHAT = [{"role": "user", "content": "1+1="}]
+ANSWERED = [*CHAT, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="}]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("as_text", [True, False])
+def test_an_imitated_answer_ends_as_the_template_ends_a_turn(
+    name: str, as_text: bool, tmp_path: Path
+) -> None:
+    family = write_family(tmp_path, name)
+    tokenizer = Tokenizer(tmp_path)
+    answer: Any = "2" if as_text else [{"role": "assistant", "content": "2"}]
+    trace = written(tokenizer, CHAT, answer)
+    assert tokenizer.decode(trace.response_ids) == f"2{family.turn_end or family.eos}"
+    assert trace.trained is None or all(trace.trained)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_imitated_turns_are_trained_to_their_end(name: str, tmp_path: Path) -> None:
+    """Where the template writes no end of a turn, the next role's mark is it, if the model stops there."""
+    family = write_family(tmp_path, name)
+    tokenizer = Tokenizer(tmp_path)
+    trace = written(tokenizer, CHAT, [*ANSWERED[1:], {"role": "assistant", "content": "4"}], every=True)
+    assert trace.trained is not None
+    own = [i for i, mine in zip(trace.response_ids, trace.trained, strict=True) if mine]
+    end = family.turn_end
+    assert tokenizer.decode(own) == f"2{end or family.user}4{end or family.eos}"
+
+
+def test_a_text_that_has_its_end_token_gets_no_second_one(tmp_path: Path) -> None:
+    write_family(tmp_path, "glm")
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(written(tokenizer, CHAT, "2<|user|>").response_ids) == "2<|user|>"
+
+
+def translated(folder: Path, *ids: int) -> Draft:
+    options = f"--hf-checkpoint {folder} --rm-type math --prompt-data rows.jsonl"
+    script = f"python3 train.py {options} --rollout-stop-token-ids {' '.join(map(str, ids))}\n"
+    return slime.translate(slime.settings_of(script, None, {}), [])
+
+
+def test_slimes_stop_ids_are_not_needed_only_where_the_model_stops_there_anyway(tmp_path: Path) -> None:
+    write_family(tmp_path, "glm")
+    own = json.loads((tmp_path / "config.json").read_text())["eos_token_id"]
+    option = "--rollout-stop-token-ids"
+    same = translated(tmp_path, *own)
+    assert option in [r.theirs for r in same.defaults] and option not in [r.theirs for r in same.refused]
+    for other in (translated(tmp_path, own[0], 5), translated(tmp_path / "gone", *own)):
+        assert option not in [r.theirs for r in other.defaults]
+        (row,) = [r for r in other.refused if r.theirs == option]
+        assert "rollout.stop" in row.ours
+
+
+def test_eos_of_the_text_part_is_a_stop_id(tmp_path: Path) -> None:
+    write_family(tmp_path, "qwen")
+    tokenizer = Tokenizer(tmp_path)
+    (mark,) = tokenizer.encode("<|im_end|>")
+    edit(tmp_path / "config.json", eos_token_id=None, text_config={"eos_token_id": 5})
+    config = Config.model_validate({"model": {"path": tmp_path}})
+    assert {5, mark} <= turn_ends(config, tokenizer).ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_tools_answer_follows_the_end_of_the_turn_that_called_it(name: str, tmp_path: Path) -> None:
+    """The token that ended the turn is not said twice; a turn that a stop text ended gets the template's end."""
+    family = write_family(tmp_path, name)
+    tokenizer = Tokenizer(tmp_path)
+    config = Config.model_validate({"model": {"path": tmp_path}, "rollout": {"stop": [")"]}})
+    call, end = "<answer>1+1</answer>", family.turn_end
+
+    async def observed(last: str) -> str:
+        async def speak(sample: Sample) -> None:
+            ids = tokenizer.encode(call + last)
+            sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))]))
+            sample.status = Status.FINISHED
+
+        async def tool(text: str) -> str:
+            return "2"
+
+        turns = ToolTurns(
+            speak, tokenizer, tool, ends=turn_ends(config, tokenizer), call=("<answer>", "</answer>"),
+            answer=around_answer(tokenizer, "user"), max_turns=2, max_response_tokens=99,
+        )  # fmt: skip
+        sample = Sample(0, 0, 0, [1], seed=0)
+        await turns(sample, Prompt(0, "", [1], {}))
+        (said,) = sample.observed
+        return tokenizer.decode(sample.response_ids[said.start : said.end])
+
+    assert await observed(")") == f"{end}{family.user}2<assistant>"
+    assert await observed(end or family.user) == f"{family.user if end else ''}2<assistant>"

@@ -1,0 +1,98 @@
+"""The order of a sharded push: who sends and who takes never wait for one another in a circle."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.engine.hooks.bucket_hooks import unpacked
+from rlsys.engine.hooks.bucket_order import Buckets, aligned, described, description, taker
+
+SIZES = st.lists(st.lists(st.integers(9, 99), max_size=4), min_size=1, max_size=7)
+
+
+def told(sizes: list[list[int]], engine: int, engines: int) -> Buckets:
+    return Buckets(tuple(range(len(sizes))), tuple(map(tuple, sizes)), engine, engines)
+
+
+def sends(sizes: list[list[int]], engines: int, place: int) -> list[tuple[int, int, int]]:
+    """(engine, place, number of the bucket), as SendersGroup.send goes through them."""
+    return [((place + t) % engines, place, n) for n in range(len(sizes[place])) for t in range(engines)]
+
+
+@given(SIZES, st.integers(1, 6))
+def test_every_engine_takes_every_bucket_once_in_rounds(sizes: list[list[int]], engines: int) -> None:
+    for engine in range(engines):
+        order = list(told(sizes, engine, engines).order())
+        assert Counter(order) == Counter((p, size) for p, each in enumerate(sizes) for size in each)
+        for place, each in enumerate(sizes):
+            assert [size for p, size in order if p == place] == each
+
+
+@given(SIZES, st.integers(1, 6), st.integers(1, 4))
+def test_nobody_waits_in_a_circle_even_where_a_send_waits_until_it_is_received(
+    sizes: list[list[int]], engines: int, tp: int
+) -> None:
+    """Each sender and each engine does one thing at a time, in its order; a bucket passes when both are at it."""
+    out = [deque(sends(sizes, engines, place)) for place in range(len(sizes))]
+    numbers = [Counter[int]() for _ in range(engines)]
+    into: list[deque[tuple[int, int, int]]] = []
+    for engine in range(engines):
+        into.append(deque())
+        for place, _ in told(sizes, engine, engines).order():
+            into[-1].append((engine, place, numbers[engine][place]))
+            numbers[engine][place] += 1
+    while any(into):
+        passed = [queue for queue in into if queue and out[queue[0][1]][0] == queue[0]]
+        assert passed, "everybody waits"
+        for queue in passed:
+            out[queue.popleft()[1]].popleft()
+    assert not any(out)
+    assert {taker(place, tp) for place in range(tp)} == set(range(tp))
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_in_a_step_each_sender_gives_to_one_engine_and_engines_take_alike(senders: int, engines: int) -> None:
+    """The engines' links are used evenly, and so are the senders'."""
+    sizes = [[9]] * senders
+    orders = [list(told(sizes, engine, engines).order()) for engine in range(engines)]
+    steps = [[(engine - place) % engines for place, _ in order] for engine, order in enumerate(orders)]
+    for of_engine in steps:
+        assert of_engine == sorted(of_engine)
+    taken = [Counter(of_engine) for of_engine in steps]
+    for step in range(engines):
+        each = [of_engine[step] for of_engine in taken]
+        assert sum(each) == senders and max(each) - min(each) <= 1
+
+
+def test_what_is_told_comes_back() -> None:
+    buckets = told([[10, 20], [], [5]], 1, 2)
+    assert Buckets.read(buckets.encoded()) == buckets
+    for wrong in ("{}", "[]", '{"ranks":[0],"sizes":[],"engine":0,"engines":1}', "no json"):
+        with pytest.raises(ValueError):
+            Buckets.read(wrong)
+
+
+def test_a_bucket_says_what_is_in_it() -> None:
+    tensors = {
+        "a": torch.arange(3, dtype=torch.bfloat16),
+        "b": torch.arange(4, dtype=torch.float32).reshape(2, 2),
+        "c": torch.tensor(7, dtype=torch.int64),
+        "d": torch.zeros(0, 4),
+    }
+    memory = b""
+    for tensor in tensors.values():
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        memory += data.ljust(aligned(len(data)), b"\0")
+    memory += description(
+        [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
+    )
+    found = unpacked(torch.frombuffer(bytearray(memory), dtype=torch.uint8))
+    assert found is not None
+    assert {name: tensor.tolist() for name, tensor in found} == {n: t.tolist() for n, t in tensors.items()}
+    assert [tensor.dtype for _, tensor in found] == [t.dtype for t in tensors.values()]
+    assert described(bytes(8)) is None and unpacked(torch.zeros(64, dtype=torch.uint8)) is None

@@ -1,0 +1,277 @@
+"""Environments in processes of their own: asked again, killed, paused, poisoned; the client hears of none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import runpy
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlsys.core.errors import UserError
+from rlsys.environments.client import DEATHS, EnvironmentFailed, RemoteEpisode
+from rlsys.environments.contract import Action, Refused
+from rlsys.environments.leases import Leases
+from rlsys.generators.environment_services import Service, ServiceParams, Services
+
+ROOT = Path(__file__).resolve().parents[3]
+OWN = ROOT / "tests/data/environments/own.py"
+Sums = runpy.run_path(str(OWN))["Sums"]
+TASK = {"terms": [3, 4, 5]}
+
+
+@asynccontextmanager
+async def running(**params: Any) -> AsyncIterator[Services]:
+    given = {"connector": f"{OWN}:Sums", **params}
+    services = Services(ServiceParams(**given), "rollout.generator_params")
+    try:
+        yield services
+    finally:
+        await services.close()
+
+
+def processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    found = []
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "rlsys.environments.serve" in child.cmdline():
+                found.append(child)
+    return found
+
+
+async def played(
+    services: Services, task: dict[str, Any], said: tuple[str, ...] = ("3", "7", "12")
+) -> list[float]:
+    async with services.episode(task, 0) as episode:
+        return [(await episode.step(text))["reward"] for text in said]
+
+
+def leases(most: int = 8, idle: float = 60.0) -> Leases:
+    return Leases(Sums(), most, idle)
+
+
+def test_a_question_that_is_asked_again_has_the_same_answer_and_plays_nothing_twice() -> None:
+    held = leases()
+    assert held.open("a", TASK, 0) == held.open("a", TASK, 0)
+    first = held.step("a", 0, Action("3"))
+    assert held.step("a", 0, Action("3")) is first
+    with pytest.raises(Refused, match="turn 0 of lease a, where turn 1 is due") as refused:
+        held.step("a", 0, Action("4"))
+    assert refused.value.status == 409
+    assert held.step("a", 1, Action("7")).reward == 1.0
+    held.close("a")
+    held.close("a")
+    with pytest.raises(Refused, match="no lease a"):
+        held.step("a", 2, Action("12"))
+
+
+def test_leases_are_bounded_and_what_nobody_steps_is_closed() -> None:
+    held = leases(most=1)
+    held.open("a", TASK, 0)
+    with pytest.raises(Refused, match="all 1 leases are taken") as refused:
+        held.open("b", TASK, 0)
+    assert refused.value.status == 503
+    idle = leases(most=1, idle=0.0)
+    idle.open("a", TASK, 0)
+    idle.open("b", TASK, 0)
+    assert len(idle) == 1
+
+
+def test_one_that_raises_says_so_and_holds_no_lease() -> None:
+    held = leases(most=1)
+    with pytest.raises(Refused, match="open raised ValueError: no such task"):
+        held.open("a", {"raises": True}, 0)
+    assert len(held) == 0
+
+
+@pytest.mark.gate
+async def test_a_service_of_its_own_plays_many_episodes_at_once() -> None:
+    async with running(processes=2, leases=4) as services:
+        found = await asyncio.gather(*(played(services, TASK, ("3", "8", "12")) for _ in range(20)))
+        assert found == [[1.0, 0.0, 1.0]] * 20
+        assert len(processes()) == 2
+    assert not processes()
+
+
+@pytest.mark.gate
+async def test_a_killed_service_is_started_anew_and_the_episode_played_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with running(params={"log": str(log)}) as services:
+        async with services.episode({**TASK, "kill_once": str(tmp_path / "killed")}, 0) as episode:
+            assert [(await episode.step(t))["reward"] for t in ("3", "7", "12")] == [1.0, 1.0, 1.0]
+            assert (episode.restarts, services.restarts) == (1, 1)
+        steps = [line.split() for line in log.read_text().splitlines()]
+        assert [(at, text) for _, at, text in steps] == [
+            ("0", "3"), ("1", "7"), ("0", "3"), ("1", "7"), ("2", "12"),
+        ]  # fmt: skip
+        (alive,) = processes()
+        alive.send_signal(signal.SIGKILL)
+        assert await played(services, TASK) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.gate
+async def test_what_kills_it_each_time_fails_alone_and_the_others_play_on() -> None:
+    async with running() as services:
+        poison = played(services, {**TASK, "poison": True})
+        others = [played(services, TASK) for _ in range(4)]
+        first, *rest = await asyncio.gather(poison, *others, return_exceptions=True)
+        assert isinstance(first, EnvironmentFailed) and f"died {DEATHS} times at turn 1" in str(first)
+        assert rest == [[1.0, 1.0, 1.0]] * 4
+
+
+@pytest.mark.gate
+async def test_one_that_says_something_else_after_a_restart_is_not_believed(tmp_path: Path) -> None:
+    async with running() as services:
+        task = {**TASK, "kill_once": str(tmp_path / "killed"), "fickle": True}
+        with pytest.raises(EnvironmentFailed, match="something else after a restart than before"):
+            await played(services, task)
+
+
+@pytest.mark.gate
+async def test_a_step_that_hangs_fails_in_time_and_a_paused_service_is_waited_for() -> None:
+    async with running(step_seconds=0.5) as services:
+        assert await played(services, TASK) == [1.0, 1.0, 1.0]
+        with pytest.raises(EnvironmentFailed, match=r"no answer within 0.5 s"):
+            await played(services, {**TASK, "hangs": True})
+    async with running() as services, services.episode(TASK, 0) as episode:
+        (process,) = processes()
+        process.send_signal(signal.SIGSTOP)
+        step = asyncio.ensure_future(episode.step("3"))
+        assert not (await asyncio.wait([step], timeout=0.2))[0]
+        process.send_signal(signal.SIGCONT)
+        assert (await step)["reward"] == 1.0
+
+
+@pytest.mark.gate
+async def test_a_service_that_hangs_as_a_whole_is_started_anew_before_its_clients_give_up() -> None:
+    async with running(step_seconds=6) as services, services.episode(TASK, 0) as episode:
+        assert (await episode.step("3"))["reward"] == 1.0
+        (process,) = processes()
+        process.send_signal(signal.SIGSTOP)
+        assert [(await episode.step(t))["reward"] for t in ("7", "12")] == [1.0, 1.0]
+        assert (episode.restarts, services.restarts, process.is_running()) == (1, 1, False)
+
+
+@pytest.mark.gate
+async def test_an_episode_that_nobody_waits_for_frees_its_lease() -> None:
+    async with running(leases=1, params={"slow": 0.3}) as services:
+        for _ in range(3):
+            work = asyncio.ensure_future(played(services, TASK))
+            await asyncio.sleep(0)
+            while not processes():
+                await asyncio.sleep(0.01)
+            work.cancel()
+            await asyncio.wait([work])
+        assert await played(services, TASK) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.gate
+async def test_strangers_are_refused_and_mistakes_told() -> None:
+    async with running() as services, services.service() as service:
+        stranger = await asyncio.to_thread(
+            ask, service, "/open", {"lease": "a", "task": TASK, "seed": 0}, "no"
+        )
+        assert stranger == (401, "a wrong key")
+        for path, body, expected in (
+            ("/open", {}, (400, "KeyError: 'lease'")),
+            (
+                "/open",
+                {"lease": "a", "task": {"raises": 1}, "seed": 0},
+                (422, "open raised ValueError: no such task"),
+            ),
+            ("/else", {"lease": "a"}, (404, "there is no /else; there are /health, /open, /step and /close")),
+        ):
+            assert await asyncio.to_thread(ask, service, path, body) == expected
+        with pytest.raises(EnvironmentFailed, match="open raised ValueError: no such task"):
+            await played(services, {"raises": True})
+    with pytest.raises(
+        UserError, match=r"rollout.generator_params: the environment gymnasium: ModuleNotFoundError"
+    ):
+        async with running(connector="gymnasium", params={"id": "FrozenLake-v1"}) as services:
+            await played(services, TASK)
+    with pytest.raises(UserError, match=r"python = '/no/python' is no program"):
+        async with running(python="/no/python") as services:
+            await played(services, TASK)
+    for params, words in (
+        ({"connector": "gymnasum"}, "expected one of gymnasium"),
+        ({"connector": "gymnasium", "url": "http://x"}, "connector, url: expected one of them"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ServiceParams(**params)  # type: ignore[arg-type]
+
+
+@pytest.mark.gate
+async def test_a_body_is_read_after_the_key_and_only_if_it_is_of_a_sensible_length() -> None:
+    """Else a stranger's request, of which nothing comes, holds a thread, and a long one the memory."""
+    async with running() as services, services.service() as service:
+        for key, length, status in (
+            ("no", str(10**12), b"401"),
+            (service.key, str(10**12), b"413"),
+            (service.key, "-1", b"413"),
+            (service.key, "many", b"400"),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
+            head = f"POST /open HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+            writer.write(head.encode())  # and no body
+            answer = await reader.read()  # to its end: the connection is closed
+            assert answer.split()[1] == status
+            writer.close()
+            await writer.wait_closed()
+        assert await played(services, TASK) == [1.0, 1.0, 1.0]
+
+
+async def test_a_machine_without_room_for_a_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_room(*args: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", no_room)
+    with pytest.raises(UserError, match=r"the environment .*own.py:Sums: .*Resource temporarily unavailable"):
+        async with running() as services:
+            await played(services, TASK)
+
+
+def ask(service: Service, path: str, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", int(service.url.rpartition(":")[2]))
+    headers = {"Authorization": f"Bearer {key or service.key}"}
+    connection.request("POST", path, json.dumps(body), headers)
+    answer = connection.getresponse()
+    said = json.loads(answer.read())
+    connection.close()
+    return answer.status, said["error"]
+
+
+@pytest.mark.gate
+async def test_somebody_elses_service_is_asked_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as theirs, theirs.service() as service:
+        monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", service.key)
+        async with running(connector=None, url=service.url) as services:
+            assert await played(services, TASK) == [1.0, 1.0, 1.0]
+        monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", "another")
+        async with running(connector=None, url=service.url) as services:
+            with pytest.raises(EnvironmentFailed, match="a wrong key"):
+                await played(services, TASK)
+
+
+@pytest.mark.gate
+async def test_an_agent_finds_the_environment_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as services, services.service() as service:
+        monkeypatch.setenv("RLSYS_ENVIRONMENT_URL", service.url)
+        monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", service.key)
+
+        def agent() -> tuple[str, float]:
+            with RemoteEpisode.of_agent(TASK) as episode:
+                return episode.messages[0]["content"], episode.step("3")["reward"]
+
+        assert await asyncio.to_thread(agent) == ("3", 1.0)
+    monkeypatch.delenv("RLSYS_ENVIRONMENT_URL")
+    with pytest.raises(EnvironmentFailed, match="RLSYS_ENVIRONMENT_URL is not set"):
+        RemoteEpisode.of_agent(TASK)

@@ -1,0 +1,341 @@
+"""Segment files: what was written is read, what was cut off is absent and counted, what nobody wants is removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.core.errors import RunError, UserError
+from rlsys.core.owner import Deposed, claim
+from rlsys.core.spans import RouteSpan, VersionSpan
+from rlsys.core.types import GroupState, Prompt, SampleGroup, Scored, Segment, Status
+from rlsys.ledger import samples, segments
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.ledger import check
+from rlsys.ledger.reader import RunReader
+from rlsys.ledger.store import FILE_NAME
+from rlsys.segments.records import FOLDER, Kind, Whose, decode, encode
+from tests.helpers.takeovers import between_look_and_commit, take_locks_away
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def opened(folder: Path) -> RolloutBuffer:
+    return RolloutBuffer(folder / FILE_NAME, "run", 2)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).iterdir())
+
+
+def grow(group: SampleGroup, version: int, first: int, tokens: int = 3) -> None:
+    """Each sample gets so many tokens, counted up from `first`."""
+    for s in group.samples:
+        at = len(s.response_ids)
+        ids = list(range(first, first + tokens))
+        s.append(Segment(ids, [-i / 7 for i in ids], [VersionSpan(version, 0, tokens)], None))
+        s.routes.append(RouteSpan(at, at + tokens, bytes(range(tokens))))
+
+
+def issue(buffer: RolloutBuffer) -> SampleGroup:
+    return buffer.issue(Prompt(0, "", [1, 2], {}), [5, 6])
+
+
+@given(
+    ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20),
+    sample=st.integers(0, 2**64 - 1),
+    sequence=st.integers(0, 2**32 - 1),
+    start=st.integers(0, 2**32 - 1),
+    routes=st.binary(max_size=30),
+)
+def test_a_record_is_read_as_it_was_written(
+    ids: list[int], sample: int, sequence: int, start: int, routes: bytes
+) -> None:
+    mu = [i / 3 for i in ids]
+    payload = struct.pack(f"<{len(ids)}i{len(mu)}d", *ids, *mu) + routes
+    data = encode(Kind.TOKENS, Whose(sample, sequence, 0), start, len(ids), payload, len(routes))
+    record = decode(data, "here")
+    assert (record.kind, record.sample_id, record.sequence, record.start) == (
+        Kind.TOKENS,
+        sample,
+        sequence,
+        start,
+    )
+    assert record.ids().tolist() == ids
+    assert record.mu().tolist() == mu
+    assert bytes(record.route_bytes()) == routes
+
+
+@given(st.data())
+def test_no_changed_byte_passes(data: st.DataObject) -> None:
+    record = bytearray(encode(Kind.SCORES, Whose(7), 2, 3, bytes(range(12))))
+    at = data.draw(st.integers(0, len(record) - 1))
+    record[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(RunError, match=r"^here: damaged"):
+        decode(bytes(record), "here")
+    with pytest.raises(RunError, match=r"^here: damaged"):
+        decode(bytes(record[:at]), "here")
+
+
+def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
+    buffer = opened(tmp_path)
+    group, version = issue(buffer), buffer.versions.new(0)
+    for first in (10, 20, 30):
+        grow(group, version, first)
+        buffer.save(group.samples)
+    buffer.store_scores([Scored(s.sample_id, 1, [-0.5, -0.25]) for s in group.samples])
+    for s in group.samples:
+        s.status = Status.FINISHED
+    buffer.finish(group, GroupState.READY)
+    buffer.take(1, [group])
+    (back,) = buffer.taken(1)[1]
+    assert not any(s.response_ids for s in back.samples)
+    back.samples = buffer.load(back.samples)
+    assert [(s.response_ids, s.mu, s.routes) for s in back.samples] == [
+        (s.response_ids, s.mu, s.routes) for s in group.samples
+    ]
+    assert back.samples[0].behaviour[1:] == [-0.5, -0.25]
+    buffer.close()
+    assert repr(RunReader(tmp_path).groups("state = 'trained'")) == repr([back]), "NaN is no NaN's equal"
+
+
+def test_a_reader_sees_what_is_committed_while_the_writer_goes_on(tmp_path: Path) -> None:
+    buffer = opened(tmp_path)
+    group, version = issue(buffer), buffer.versions.new(0)
+    grow(group, version, 10)
+    buffer.save(group.samples)
+    buffer.flush()
+    grow(group, version, 20)
+    buffer.save(group.samples)
+    assert [list(s.response_ids) for s in RunReader(tmp_path).groups("1")[0].samples] == [[10, 11, 12]] * 2
+    buffer.flush()
+    assert [len(s.response_ids) for s in RunReader(tmp_path).groups("1")[0].samples] == [6, 6]
+    buffer.close()
+
+
+def test_what_is_committed_between_two_queries_of_a_reader_is_in_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a sample had more tokens in its pieces than in its row, and the reader called the ledger wrong."""
+    buffer = opened(tmp_path)
+    group, version = issue(buffer), buffer.versions.new(0)
+    grow(group, version, 10)
+    buffer.save(group.samples)
+    buffer.flush()
+    plain = samples._interrupts
+
+    def meanwhile(db: sqlite3.Connection, ids: list[int]) -> dict[int, list[tuple[int, int]]]:
+        grow(group, version, 20)
+        buffer.save(group.samples)
+        buffer.flush()
+        return plain(db, ids)
+
+    monkeypatch.setattr(samples, "_interrupts", meanwhile)
+    seen = RunReader(tmp_path).samples(samples.SampleQuery(group=0))
+    assert [list(s.sample.response_ids) for s in seen] == [[10, 11, 12]] * 2
+    buffer.close()
+
+
+def test_files_are_of_bounded_size_and_go_when_nobody_can_want_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments.SegmentFile.__init__, "__defaults__", (200,))
+    buffer = opened(tmp_path)
+    version = buffer.versions.new(0)
+    late = issue(buffer)
+    for step in (1, 2, 3):
+        group = issue(buffer)
+        for g in (group, late):
+            grow(g, version, 10, tokens=8)
+            buffer.save(g.samples)
+        for s in group.samples:
+            s.status = Status.FINISHED
+        buffer.finish(group, GroupState.READY)
+        buffer.take(step, [group])
+        buffer.flush()
+    before = files(tmp_path)
+    assert len(before) > 4 and max(f.stat().st_size for f in before) < 400
+    buffer.prune(3)
+    assert files(tmp_path) == before, "before the commit a restart could want them"
+    buffer.flush()
+    left = files(tmp_path)
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        wanted = {row[0] for row in db.execute("SELECT name FROM segments JOIN pieces USING (segment)")}
+        named = {row[0] for row in db.execute("SELECT name FROM segments")}
+    assert len(left) < len(before) and wanted <= {f.name for f in left} == named
+    buffer.close()
+    back = opened(tmp_path)
+    assert [len(s.response_ids) for s in back.active()[0].samples] == [24, 24], "the late group has all of it"
+    back.close()
+
+
+def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
+    """The process dies between a write and its commit, by SIGKILL."""
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from tests.unit.ledger.test_segments import grow, issue, opened\n"
+        "buffer = opened(Path(sys.argv[1]))\n"
+        "group, version = issue(buffer), buffer.versions.new(0)\n"
+        "grow(group, version, 10)\nbuffer.save(group.samples)\nbuffer.flush()\n"
+        "grow(group, version, 20)\nbuffer.save(group.samples)\n"
+        "buffer._file.tokens.write_out()\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    (file,) = files(tmp_path)
+    with file.open("ab") as end:
+        end.write(b"rlsg and half of a record")
+    size = file.stat().st_size
+    back = opened(tmp_path)
+    (group,) = back.active()
+    assert [list(s.response_ids) for s in group.samples] == [[10, 11, 12]] * 2
+    ledger = back.ledger()
+    check(ledger)
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        (committed,) = db.execute("SELECT length FROM segments").fetchone()
+    assert ledger.torn_bytes == size - committed > 25
+    grow(group, back.versions.new(0), 20)
+    back.save(group.samples)
+    back.close()
+    assert len(files(tmp_path)) == 2, "nobody appends to a file that another process began"
+    again = opened(tmp_path)
+    assert list(again.active()[0].samples[0].response_ids) == [10, 11, 12, 20, 21, 22]
+    assert again.ledger().torn_bytes == ledger.torn_bytes, "counted once"
+    again.close()
+
+
+@pytest.mark.parametrize("harm", ["gone", "short"])
+def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path, harm: str) -> None:
+    buffer = opened(tmp_path)
+    group = issue(buffer)
+    grow(group, buffer.versions.new(0), 10)
+    buffer.save(group.samples)
+    buffer.close()
+    (file,) = files(tmp_path)
+    if harm == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(UserError, match=rf"{file.name}: \d+ bytes of it are in use, but it .*; restore it"):
+        opened(tmp_path)
+
+
+def test_a_changed_byte_is_told_to_who_reads_it(tmp_path: Path) -> None:
+    buffer = opened(tmp_path)
+    group = issue(buffer)
+    grow(group, buffer.versions.new(0), 10)
+    buffer.save(group.samples)
+    buffer.close()
+    (file,) = files(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[60] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{file.name} at 0: damaged: the record of sample 0"):
+        RunReader(tmp_path).groups("1")
+
+
+def test_a_deposed_launch_writes_into_files_of_its_own_only(tmp_path: Path) -> None:
+    old = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))
+    group, version = issue(old), old.versions.new(0)
+    grow(group, version, 10)
+    old.save(group.samples)
+    old.flush()
+    old._file._lock.release()  # as if the two ran on machines that do not see one another's locks
+    new = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))
+    before = [f.read_bytes() for f in files(tmp_path)]
+    grow(new.active()[0], new.versions.new(0), 20)
+    new.save(new.active()[0].samples)
+    new.flush()
+    first, second = files(tmp_path)
+    assert first.read_bytes() == before[0] and first.name[:6] < second.name[:6]
+    new.close()
+
+
+def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prunes, is stopped before the commit, and commits when another launch works on a copy of the ledger."""
+    take_locks_away(monkeypatch)
+    first = claim(tmp_path)
+    old = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, first)
+    version = old.versions.new(0)
+    group = issue(old)
+    grow(group, version, 10, tokens=8)
+    for s in group.samples:
+        s.status = Status.FINISHED
+    old.finish(group, GroupState.READY)
+    old.take(1, [group])
+    old.flush()
+    old._file.tokens._most = 1  # the next tokens have a file of their own
+    later = issue(old)
+    grow(later, version, 10)
+    old.save(later.samples)
+    old.flush()
+    old.prune(2)
+    writers: list[RolloutBuffer] = []
+    between_look_and_commit(
+        first,
+        lambda: writers.append(RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))),
+        monkeypatch,
+    )
+    with pytest.raises(Deposed):
+        old.flush()
+    (new,) = writers
+    new.restore(0)
+    _, groups = new.taken(1)
+    assert [len(s.response_ids) for s in new.load(groups[0].samples)] == [8, 8]
+    new.close()
+
+
+def test_a_file_of_groups_that_nobody_trains_goes_before_any_checkpoint(tmp_path: Path) -> None:
+    buffer = opened(tmp_path)
+    buffer._file.tokens._most = 1  # a file for each record
+    version = buffer.versions.new(0)
+    dropped, kept = issue(buffer), issue(buffer)
+    for group in (dropped, kept):
+        grow(group, version, 10)
+        buffer.save(group.samples)
+    buffer.flush()
+    before = files(tmp_path)
+    buffer.finish(dropped, GroupState.EXPIRED)
+    grow(kept, version, 20)
+    buffer.save(kept.samples)
+    buffer.flush()
+    assert [f for f in before if f.exists()] == before[2:]
+    buffer.close()
+    back = opened(tmp_path)
+    assert [s.tokens for s in back.load(back.active()[0].samples)] == [6, 6]
+    assert back.ledger().torn_bytes == 0
+    back.close()
+
+
+def test_a_commit_waits_for_the_files_that_have_something_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    sync = segments._sync_file
+
+    def noted(path: Path) -> None:
+        synced.append(path.name)
+        sync(path)
+
+    monkeypatch.setattr(segments, "_sync_file", noted)
+    buffer = opened(tmp_path)
+    group = issue(buffer)
+    grow(group, buffer.versions.new(0), 1)
+    buffer.save(group.samples)
+    buffer.flush()
+    assert len(synced) == 1
+    buffer.add_lost(1)
+    buffer.flush()
+    assert len(synced) == 1, "nothing new lies in it"
+    buffer.close()

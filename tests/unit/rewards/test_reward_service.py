@@ -1,0 +1,220 @@
+"""A reward behind a URL: what is asked, what is asked again, what censors, and that nobody else is told anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.types import Prompt
+from rlsys.data import Tokenizer
+from rlsys.rewards import Rewards, find_reward, service
+from rlsys.rollout.trial import try_rollout
+from rlsys.worker.assembly import build_scorer
+from rlsys.worker.scoring import Verdict
+from tests.helpers.responses import sample_of
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "configs/models/quickstart-moe"
+TOKENIZER = Tokenizer(MODEL)
+IDS = [*TOKENIZER.encode("3+4=7</think><answer>7</answer>"), TOKENIZER.eos_id]
+ROW = Prompt(4, "<bos><user>3+4=", [5, 6], {"prompt": "3+4=", "answer": "7", "difficulty": 2})
+Reply = Callable[[int], Awaitable[web.StreamResponse]]
+
+
+class ScriptedService:
+    """`reply` to the question of this number, from 0."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        self.headers.append(dict(request.headers))
+        return await self._reply(len(self.asked) - 1)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.add_routes([web.post("/score", self._answer)])
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/score"
+        finally:
+            await runner.cleanup()
+
+
+async def verdict_of(reward: Any, seconds: float = 20.0, ids: list[int] = IDS) -> Verdict:
+    config = Config.model_validate(
+        {"model": {"path": MODEL}, "data": {"reward": reward}, "rollout": {"reward_timeout": seconds}}
+    )
+    rewards = Rewards(config)
+    try:
+        return await build_scorer(config, rewards, TOKENIZER).score(ROW, sample_of(ids))
+    finally:
+        await rewards.close()
+
+
+def says(value: Any, status: int = 200, **headers: str) -> web.Response:
+    return web.json_response(value, status=status, headers=headers)
+
+
+async def test_a_service_is_asked_as_slimes_are_and_may_give_what_a_function_gives() -> None:
+    values = [1, {"score": 0.5, "acc": True, "seconds": 3}, {"right": 1, "brief": -0.25}]
+
+    async def reply(number: int) -> web.Response:
+        return says(values[number])
+
+    server = ScriptedService(reply)
+    async with server.listening() as url:
+        plain, scored, named = [await verdict_of(url) for _ in values]
+    assert (plain.reward, plain.right, scored.reward, scored.right) == (1, True, 0.5, True)
+    assert scored.figures["seconds"] == 3
+    assert (named.reward, named.named) == (0.75, {"right": 1, "brief": -0.25})
+    first = server.asked[0]
+    said = "3+4=7</think><answer>7</answer>"  # as for other frameworks' functions, without the end's token
+    assert (first["prompt"], first["response"], first["label"]) == ("3+4=", said, "7")
+    assert first["entry"] == ROW.entry
+    assert {h["Idempotency-Key"] for h in server.headers} == {first["id"]} == {a["id"] for a in server.asked}
+
+
+async def test_another_response_has_another_id_and_a_row_may_hold_anything() -> None:
+    assert service.question(ROW, "a")["id"] != service.question(ROW, "b")["id"]
+    odd = Prompt(0, "", [], {"messages": [{"role": "user", "content": "x"}], "at": Path("/x")})
+    assert service.question(odd, "a")["prompt"] == odd.entry["messages"]
+
+
+@pytest.mark.parametrize("status", sorted(service.AGAIN))
+async def test_not_now_is_asked_again_with_the_same_id(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "FIRST_PAUSE", 0.0)
+
+    async def reply(number: int) -> web.Response:
+        return says("busy", status) if number < 3 else says(1)
+
+    server = ScriptedService(reply)
+    async with server.listening() as url:
+        assert (await verdict_of(url)).reward == 1
+    assert len(server.asked) == 4 and len({a["id"] for a in server.asked}) == 1
+
+
+async def test_a_broken_connection_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "FIRST_PAUSE", 0.0)
+
+    async def reply(number: int) -> web.StreamResponse:
+        if number:
+            return says(1)
+        raise ConnectionResetError
+
+    server = ScriptedService(reply)
+    async with server.listening() as url:
+        assert (await verdict_of(url)).reward == 1
+    assert len(server.asked) == 2
+
+
+async def test_a_service_that_never_can_censors_and_says_why() -> None:
+    async def reply(number: int) -> web.Response:
+        return says("no worker", 503, **{"Retry-After": "99"})
+
+    server = ScriptedService(reply)
+    async with server.listening() as url:
+        found = await verdict_of(url)
+    assert found.reward is None and found.reason is not None
+    assert 'it answered 503 "no worker"; tried 1 times in 18 s' in found.reason
+
+
+@pytest.mark.virtual_clock
+async def test_tries_end_with_the_time_of_a_reward() -> None:
+    gone = await verdict_of("http://127.0.0.1:9/score", 30)
+    assert gone.reason is not None
+    assert "ClientConnectorError" in gone.reason and "times in 27 s" in gone.reason
+
+
+async def test_a_service_that_hangs_censors_within_the_time() -> None:
+    async def reply(number: int) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with ScriptedService(reply).listening() as url:
+        found = await verdict_of(url, 0.2)
+    assert found.reward is None and "TimeoutError; tried 1 times" in str(found.reason)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda: says({"detail": "no such task"}, 422), 'answered 422 {"detail": "no such task"}'),
+        (lambda: web.Response(text="<html>"), "answered no JSON: '<html>'"),
+        (lambda: web.Response(body=b"1" * (service.LARGEST_ANSWER + 1)), "answered more than 1048576 bytes"),
+        (lambda: says("1"), "gave '1', expected a finite number"),
+        (lambda: says({}), "gave {}, expected a number"),
+        (lambda: web.Response(text="NaN"), "answered no JSON"),
+    ],
+)
+async def test_what_is_no_reward_is_told_once(answer: Callable[[], web.Response], told: str) -> None:
+    async def reply(number: int) -> web.Response:
+        return answer()
+
+    server = ScriptedService(reply)
+    async with server.listening() as url:
+        found = await verdict_of(url)
+    assert found.reward is None and told in str(found.reason)
+    assert len(server.asked) == 1, "a poisonous question is not asked again"
+
+
+async def test_a_redirect_is_refused_and_the_token_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLSYS_REWARD_TOKEN", "abc")
+
+    async def one(number: int) -> web.Response:
+        return says(1)
+
+    stranger = ScriptedService(one)
+    async with stranger.listening() as there:
+
+        async def away(number: int) -> web.Response:
+            return web.Response(status=307, headers={"Location": there})
+
+        server = ScriptedService(away)
+        async with server.listening() as url:
+            monkeypatch.setenv("http_proxy", there)
+            found = await verdict_of(url)
+    assert f"redirects to {there}; name the address that answers" in str(found.reason)
+    assert stranger.asked == [] and server.headers[0]["Authorization"] == "Bearer abc"
+
+
+async def test_a_service_joins_other_rewards_under_the_name_of_its_host() -> None:
+    async def one(number: int) -> web.Response:
+        return says(1)
+
+    async with ScriptedService(one).listening() as url:
+        found = await verdict_of(["exact_answer", {"name": url, "weight": 0.5}])
+    assert found.named == {"exact_answer": 1, "127.0.0.1": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://me:secret@host/x", "a URL with a name or a password in it; a config is written down"),
+        ("http://:80", "expected a URL"),
+        ("http://host:abc", "not a URL"),
+        ("http://a b/", "expected a URL"),
+    ],
+)
+def test_what_is_no_address_is_refused_before_anything_starts(url: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        find_reward(url)
+
+
+def test_a_service_is_not_asked_before_the_start() -> None:
+    config = {"model": {"path": MODEL}, "data": {"reward": ["exact_answer", "http://nobody.invalid/score"]}}
+    assert try_rollout(Config.model_validate(config)).rewards is None

@@ -1,0 +1,233 @@
+"""Connections between trainer and rollout process break: a command is carried out once, and its answer arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlsys.core.errors import RunError
+from rlsys.core.messages import encode
+from rlsys.core.owner import KEY_HEADER, START_HEADER
+from rlsys.rollout import client as client_module
+from rlsys.rollout.client import RolloutClient
+from rlsys.rollout.once import Once
+from rlsys.rollout.protocol import RECONNECT_SECONDS, REQUEST_HEADER, StepRequest
+from tests.helpers.proxy import Proxy
+from tests.helpers.rollout_rig import ids, make_config, rig, settle
+from tests.helpers.service_rig import OWNER, served, ticking
+
+
+@pytest.fixture
+def proxies() -> Iterator[list[Proxy]]:
+    made: list[Proxy] = []
+    yield made
+    for proxy in made:
+        proxy.close()
+
+
+def behind(client: RolloutClient, proxies: list[Proxy]) -> RolloutClient:
+    """The same rollout process, through a proxy that can cut."""
+    at = client._socket.with_name(f"proxy{len(proxies)}")
+    proxies.append(Proxy(lambda: client._socket, at))
+    return RolloutClient(at, OWNER.key)
+
+
+async def test_a_take_goes_on_over_a_broken_connection(
+    tmp_path: Path, proxies: list[Proxy], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before: a RunError of the trainer, which ended the launch."""
+    caplog.set_level(logging.WARNING)
+    async with rig(make_config(tmp_path)) as r, served(r) as direct:
+        client = behind(direct, proxies)
+        await ticking(r, client.restore, 0)
+        await r.start()
+        takes = []
+        plain = r.manager.take
+
+        async def take(step: int) -> object:
+            takes.append(step)
+            return await plain(step)
+
+        r.manager.take = take  # type: ignore[method-assign,assignment]
+        asked = asyncio.ensure_future(asyncio.to_thread(client.take, 1))
+        for _ in range(3):
+            while not r.manager._command.locked():
+                await asyncio.sleep(0.001)
+            proxies[0].cut()
+            await asyncio.sleep(0.01)
+            proxies[0].mend()
+        while not asked.done():
+            r.router.tick()
+            await asyncio.sleep(0.001)
+        taken = await asked
+        assert taken is not None and ids(taken.groups) == [0, 1]
+        assert takes == [1]
+    told = [m for m in caplog.messages if "asking again" in m]
+    assert told and "in take; asking again" in told[0]
+
+
+async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxies: list[Proxy]) -> None:
+    """The work was done when the connection broke: begin_push hands out one version, not two."""
+    async with rig(make_config(tmp_path)) as r, served(r) as direct:
+        client = behind(direct, proxies)
+        await ticking(r, client.restore, 0)
+        plain = client._http
+        broken: list[tuple[int, bytes]] = []
+
+        def breaks(*args: object, **kwargs: object) -> tuple[int, bytes]:
+            answer = plain(*args, **kwargs)  # type: ignore[arg-type]
+            if not broken:
+                broken.append(answer)
+                raise client_module.Broken("IncompleteRead")
+            return answer
+
+        client._http = breaks  # type: ignore[method-assign,assignment]
+        ticket = await ticking(r, client.begin_push)
+        assert ticket.weight_version == 1 == r.buffer.versions.newest
+        assert r.router.calls.count("begin 1") == 1
+
+
+async def test_an_error_is_told_again_as_it_was_raised(tmp_path: Path) -> None:
+    once, raised = Once(), []
+
+    async def fail() -> None:
+        raised.append(1)
+        raise RunError("no")
+
+    for _ in range(2):
+        with pytest.raises(RunError, match="no"):
+            await once.result("a", fail)
+    assert len(raised) == 1
+
+
+async def endless(ended: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append("ended")
+
+
+async def gone(once: Once, name: str, ended: list[str]) -> None:
+    """A command whose connection breaks while it is carried out."""
+    asked = asyncio.ensure_future(once.result(name, lambda: endless(ended)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait([asked])
+
+
+async def test_another_command_ends_the_one_of_a_trainer_that_was_replaced() -> None:
+    """A take that waits for samples would keep the restore of the next trainer waiting."""
+    once, ended = Once(), list[str]()
+    await gone(once, "take of the old one", ended)
+    assert not ended
+    await once.result("restore of the new one", lambda: asyncio.sleep(0))
+    assert ended
+
+
+async def test_two_connections_with_one_name_wait_for_one_work() -> None:
+    """Both come while the command before is still being ended, which takes a moment."""
+    once, ended, carried_out = Once(), asyncio.Event(), []
+
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await ended.wait()
+
+    async def push() -> dict[str, float]:
+        carried_out.append(1)
+        return {}
+
+    before = asyncio.ensure_future(once.result("take", ends_slowly))
+    await settle()
+    both = [asyncio.ensure_future(once.result("push", push)) for _ in range(2)]
+    await settle()
+    ended.set()
+    assert await asyncio.gather(*both) == [{}, {}]
+    assert len(carried_out) == 1
+    assert before.cancelled()
+
+
+@pytest.mark.virtual_clock
+async def test_a_command_that_nobody_comes_back_for_is_ended() -> None:
+    once, ended = Once(), list[str]()
+    await gone(once, "take", ended)
+    await asyncio.sleep(RECONNECT_SECONDS - 1)
+    assert not ended
+    await gone(once, "take", ended)  # came back, and broke again: the time begins anew
+    await asyncio.sleep(RECONNECT_SECONDS - 1)
+    assert not ended
+    await asyncio.sleep(2)
+    assert ended
+
+
+@pytest.mark.virtual_clock
+async def test_who_comes_back_too_late_has_it_carried_out_anew() -> None:
+    once, ended = Once(), list[str]()
+    await gone(once, "take", ended)
+    await asyncio.sleep(RECONNECT_SECONDS + 1)
+    assert await once.result("take", lambda: asyncio.sleep(0, {"a": 1.0})) == {"a": 1.0}
+
+
+async def test_a_trainer_that_is_replaced_in_a_take_blocks_nobody(tmp_path: Path) -> None:
+    """Over HTTP, with a name: the command outlives its connection, until the next trainer restores."""
+    async with rig(make_config(tmp_path)) as r, served(r) as client:
+        await ticking(r, client.restore, 0)
+        await r.start()
+        _, writer = await asyncio.open_unix_connection(client._socket)
+        body = encode(StepRequest(1))
+        headers = (
+            f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\n{REQUEST_HEADER}: old\r\n"
+            f"Content-Length: {len(body)}"
+        )
+        writer.write(f"POST /take HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
+        await writer.drain()
+        while not r.manager._command.locked():
+            await asyncio.sleep(0.001)
+        writer.close()
+        await asyncio.sleep(0.05)
+        assert r.manager._command.locked()
+        await ticking(r, RolloutClient(client._socket, OWNER.key, start=2).restore, 0)
+        assert not r.manager._command.locked()
+        assert r.buffer.last_taken_step == 0
+
+
+async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp_path: Path) -> None:
+    """It was paused between the head of its command and the body; before: its push interrupted the new one's."""
+    async with rig(make_config(tmp_path)) as r, served(r) as client:
+        await ticking(r, client.restore, 0)
+        reader, writer = await asyncio.open_unix_connection(client._socket)
+        body = encode(None)
+        headers = (
+            f"Host: x\r\n{KEY_HEADER}: {OWNER.key}\r\n{START_HEADER}: 1\r\n{REQUEST_HEADER}: old\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close"
+        )
+        writer.write(f"POST /begin_push HTTP/1.1\r\n{headers}\r\n\r\n".encode())
+        await writer.drain()
+        await ticking(r, RolloutClient(client._socket, OWNER.key, start=2).restore, 0)
+        writer.write(body)
+        answer = await reader.read()
+        writer.close()
+        assert b"start 2 has taken its place" in answer
+        assert r.buffer.versions.newest == 0
+
+
+def test_who_stays_away_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time, in one sentence; a status that is asked for is tried again, too."""
+    now = [0.0]
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client_module.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "rollout"))  # nobody listens
+        client = RolloutClient(tmp_path / "rollout", "")
+        with pytest.raises(RunError, match=r"is gone \(ConnectionRefusedError in take, for 30 s\)"):
+            client.take(1)
+        assert RECONNECT_SECONDS <= now[0] < RECONNECT_SECONDS + 1
+        with pytest.raises(RunError, match=r"is gone \(ConnectionRefusedError in status, for 30 s\)"):
+            client.leaving()

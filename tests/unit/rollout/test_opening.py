@@ -1,0 +1,75 @@
+"""A ledger that takes long to open: it is told how far that is, and waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rlsys.core.errors import RunError
+from rlsys.rollout import client
+from rlsys.rollout.client import RolloutClient
+from rlsys.rollout.opening import open_while_telling
+from tests.helpers.clocks import FalseClock
+
+TIMEOUT = 240.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FalseClock:
+    clock = FalseClock()
+    monkeypatch.setattr(client, "time", clock)
+    return clock
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answers: object) -> RolloutClient:
+    monkeypatch.setattr(RolloutClient, "_http", lambda *_: next(answers))  # type: ignore[call-overload]
+    return RolloutClient(Path("nowhere"), "key")
+
+
+def test_an_opening_that_goes_on_is_waited_for(clock: FalseClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: the trainer gave up after engine.start_timeout, however far the ledger was."""
+    opening = ((503, f"opening the ledger: {i // 100} MiB".encode()) for i in range(5000))
+    ready = (200, json.dumps({"engines_ready": True}).encode())
+    answering(monkeypatch, itertools.chain(opening, [ready])).wait_ready(TIMEOUT)
+    assert clock.now > 4 * TIMEOUT
+
+
+def test_an_opening_that_does_not_go_on_is_not(clock: FalseClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = answering(monkeypatch, itertools.repeat((503, b"opening the ledger: 7 MiB read")))
+    with pytest.raises(RunError, match="not ready after 240 s: opening the ledger: 7 MiB read"):
+        stuck.wait_ready(TIMEOUT)
+    assert clock.now == pytest.approx(TIMEOUT, abs=1)
+
+
+async def test_who_asks_while_it_is_opened_hears_how_far_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(b"x" * 3 * 2**20)
+    go_on = threading.Event()
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def open_it() -> int:
+        go_on.wait()
+        return len(path.read_bytes())
+
+    async def listen(runner: web.AppRunner) -> None:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port.set_result(runner.addresses[0][1])
+
+    task = asyncio.create_task(open_while_telling(path, open_it, listen))
+    url = f"http://127.0.0.1:{await port}"
+    async with aiohttp.ClientSession() as session:
+        for path_asked in ("/status", "/ledger"):
+            async with session.get(url + path_asked) as answer:
+                assert answer.status == 503
+                assert (await answer.text()).startswith("opening the ledger of 3 MiB: ")
+        go_on.set()
+        assert await task == 3 * 2**20
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await session.get(url)

@@ -1,0 +1,490 @@
+"""1,000 train steps of the real manager, router and buffer on scripted engines and a virtual clock, while everything
+that can go wrong does: at the end every token is where it belongs, and every group was trained at most once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import shutil
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsys.config import Config
+from rlsys.core.membership import forget, tell
+from rlsys.core.owner import claim
+from rlsys.core.types import Prompt, Sample, Status, Taken
+from rlsys.core.weight_updates import Canary
+from rlsys.engine.client import EngineClient
+from rlsys.generators.generator import single_turn
+from rlsys.generators.turns import sampling_turns
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.ledger import check
+from rlsys.ledger.reader import RunReader
+from rlsys.ledger.store import FILE_NAME
+from rlsys.planner.virtual_time import run_virtual
+from rlsys.planning.exploring import Explorer
+from rlsys.planning.planning import Planning
+from rlsys.rollout.manager import RolloutManager
+from rlsys.rollout.members import Members
+from rlsys.router.attest import Bounds
+from rlsys.router.router import Router
+from rlsys.segments.records import FOLDER, SegmentReader
+from rlsys.segments.route_records import in_hand
+from rlsys.worker.scoring import Scorer
+from tests.helpers.loaded import loaded
+from tests.helpers.rollout_rig import Numbers, abandon, make_config
+from tests.helpers.scripted_engine import (
+    EOS,
+    Network,
+    ScriptedEngine,
+    canary_logprobs,
+    checksums,
+    experts,
+    logprob,
+    token,
+)
+
+STEPS = 1000
+KILLS = 40
+"""Of the rollout process; after them it is let live."""
+CHECKPOINT_EVERY = 5
+BUDGET = 24
+
+
+class World:
+    """Two engines, a saboteur, a trainer that is killed now and then, rewards that cannot be relied on."""
+
+    def __init__(self, config: Config, seed: int, *, steps: int = STEPS, joins: bool = False) -> None:
+        """`joins`: further engines come and go."""
+        self.steps, self.joins, self.owner = steps, joins, claim(config.run.dir)
+        self.joined: list[ScriptedEngine] = []
+        self.gone: list[ScriptedEngine] = []
+        passed: list[int] | None = [] if joins else None
+        self.passed = passed
+        self.rng = random.Random(seed)
+        self.config = config
+        writes = config.run.dir / FOLDER, None  # the second one gives its routes in its answers
+        self.engines = [
+            ScriptedEngine(f"http://e{i}:1", ends_at=lambda s: 3 + s % 40, segments=writes[i], passed=passed)
+            for i in range(2)
+        ] + [
+            ScriptedEngine(f"http://x{i}:1", ends_at=lambda s: 3 + s % 40, passed=passed)
+            for i in range(config.engine.explorers)
+        ]
+        self.happened: Counter[str] = Counter()
+        self.told: dict[int, list[tuple[int, list[int]]]] = {}  # step -> group ids and their tokens
+        self.saved = 0  # steps of the last checkpoint
+        self.buffer: RolloutBuffer | None = None
+        self.manager: RolloutManager
+
+    async def run(self) -> None:
+        saboteur = asyncio.create_task(self.sabotage())
+        while self.saved < self.steps:
+            session = asyncio.create_task(self.session())
+            patience = self.rng.expovariate(1 / 6) if self.happened["killed"] < KILLS else None
+            await asyncio.wait({session}, timeout=patience)
+            if not session.done():
+                self.happened["killed"] += 1
+            await self.end_everything_but(saboteur)
+            if session.done() and not session.cancelled():
+                session.result()
+        saboteur.cancel()
+
+    async def end_everything_but(self, saboteur: asyncio.Task[None]) -> None:
+        """As kill -9 would, and what was not committed is gone."""
+        others = asyncio.all_tasks() - {saboteur, asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self.buffer is not None:
+            abandon(self.buffer)
+            self.buffer = None
+
+    async def session(self) -> None:
+        """From the last checkpoint to the end, or until killed."""
+        launched = [e.url for e in self.engines if e not in self.joined]
+        own = [self.client(url, 1, i) for i, url in enumerate(launched)]
+        router = Router(
+            own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+            routes=True, peers=self.joins, kinds=self.config.engine,
+        )  # fmt: skip
+        scorer = Scorer(
+            lambda: nullcontext(self.reward), lambda ids: "x" * len(ids), self.config.rollout.reward_timeout
+        )
+        planning = self.planning(router, scorer)
+        self.buffer = RolloutBuffer(self.config.run.dir / FILE_NAME, "run", planning.largest)
+        self.manager = RolloutManager(self.config, self.buffer, router, Numbers(), scorer, planning)
+        self.watch = asyncio.create_task(router.watch())
+        members = Members(self.config, self.owner, router, self.client, own)
+        coming = asyncio.create_task(members.watch())
+        await self.manager.restore(self.saved)
+        await self.push()
+        for step in range(self.saved + 1, self.steps + 1):
+            taken = await self.take(step)
+            self.check(taken)
+            if self.joins:  # it trains: engines pass weights on between two pushes alone
+                await asyncio.sleep(0.5)
+            await self.push()
+            if step % CHECKPOINT_EVERY == 0:
+                await self.manager.commit(step)
+                self.saved = step
+        assert not coming.done()
+
+    def planning(self, router: Router, scorer: Scorer) -> Planning:
+        return Planning(self.config, Numbers(), None)
+
+    def client(self, url: str, _tp: int, index: int | None = None) -> EngineClient:
+        network: Any = Network(*self.engines, *self.gone)
+        return EngineClient(url, network, index=index)
+
+    async def take(self, step: int) -> Taken:
+        """Some answers get lost on their way: then the trainer asks again."""
+        while True:
+            if self.rng.random() < 0.05:
+                lost = asyncio.create_task(self.manager.take(step))
+                await asyncio.wait({lost}, timeout=self.rng.random() / 5)
+                lost.cancel()
+                await asyncio.gather(lost, return_exceptions=True)
+                self.happened["answers lost"] += 1
+            taken = await self.manager.take(step)
+            if taken is not None:
+                return taken
+            await self.push()
+            self.happened["engines brought back"] += 1
+
+    async def push(self) -> None:
+        left = True
+        while left:
+            ticket = await self.manager.begin_push()
+            for address in ticket.engines:
+                engine = next(e for e in [*self.engines, *self.gone] if e.url == address.url)
+                if engine.update_open and not engine.dead:  # else it died since
+                    engine.load(ticket.weight_version)
+            canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
+            sums = [checksums(ticket.weight_version)] if self.joins else []
+            left = bool((await self.manager.end_push(ticket, canaries, sums))["push_left"])
+            self.happened["rounds of a rolling push"] += left
+
+    async def sabotage(self) -> None:
+        while True:
+            await asyncio.sleep(self.rng.expovariate(1 / (0.2 if self.joins else 0.35)))
+            engine = self.rng.choice(self.engines)
+            deeds = ["die", "preempt", "abort", "hang", "restart"]
+            deed = self.rng.choice(deeds + ["join", "send away"] * self.joins)
+            if engine.dead or engine.hung:
+                continue
+            self.happened[deed] += 1
+            if deed == "join":
+                self.join()
+            elif deed == "send away":
+                self.send_away()
+            elif deed == "die":
+                engine.die()
+                await asyncio.sleep(self.rng.random() * 4)
+                engine.restart()
+            elif deed == "restart":
+                engine.restart()
+            elif deed == "abort":  # somebody else's
+                engine._abort_request({"abort_all": True})
+            elif deed == "preempt":
+                engine.preempt()
+            else:
+                engine.hung = True
+                await asyncio.sleep(self.rng.random() * 20)
+                engine.wake()  # what it answers now comes late
+
+    def join(self) -> None:
+        """Up to three beside the launch's own two."""
+        if len(self.joined) < 3:
+            number = self.happened["join"]
+            made = ScriptedEngine(f"http://j{number}:1", ends_at=lambda s: 3 + s % 40, passed=self.passed)
+            self.joined.append(made)
+            self.engines.append(self.joined[-1])
+            tell(self.owner, self.joined[-1].url, 1, wanted=True)
+
+    def send_away(self) -> None:
+        """The one that came first; one that died earlier than that has gone without a word."""
+        if self.joined:
+            engine = self.joined.pop(0)
+            self.engines.remove(engine)
+            self.gone.append(engine)
+            if engine.dead:
+                forget(self.owner, engine.url)
+            else:
+                tell(self.owner, engine.url, 1, wanted=False)
+                self.happened["left in order"] += 1
+
+    async def reward(self, prompt: Prompt, text: str) -> float:
+        fate = self.rng.random()
+        await asyncio.sleep(self.rng.random() / 10)
+        for name, limit in (("reward raised", 0.01), ("reward NaN", 0.02), ("reward hung", 0.03)):
+            if fate < limit:
+                self.happened[name] += 1
+                if name == "reward raised":
+                    raise OSError("judge is away")
+                if name == "reward NaN":
+                    return math.nan
+                await asyncio.Event().wait()
+        return float(len(text) % 2)
+
+    def check(self, taken: Taken) -> None:
+        groups = loaded(self.config.run.dir, taken.groups)
+        told = [(g.group_id, *(q.response_ids for s in g.samples for q in s.sequences)) for g in groups]
+        assert self.told.setdefault(taken.train_step, told) == told
+        assert taken.metrics["staleness_max"] <= self.config.rollout.max_staleness
+        assert taken.metrics["lost"] == 0
+        for sequence in (q for group in groups for s in group.samples for q in s.sequences):
+            check_sample(sequence)
+            self.check_routes(sequence)
+
+    def check_routes(self, s: Sample) -> None:
+        """They are the engine's at every position that has any; without them are only those that died with one."""
+        with SegmentReader(self.config.run.dir) as segments:
+            read = in_hand(segments, s)
+        for told, span in zip(s.routes, read.routes, strict=True):
+            self.happened["routes in hand" if told.place is None else "routes in files"] += 1
+            chosen = [e for p in range(span.start, span.end) for e in experts(p)]
+            assert np.frombuffer(span.experts, "<u2").tolist() == chosen
+        covered = sum(span.end - span.start for span in s.routes)
+        self.happened["positions"] += len(s.prompt_ids) + s.tokens - 1
+        self.happened["positions with routes"] += covered
+
+
+def check_sample(s: Sample) -> None:
+    """It is what one unbroken response would be, with the weights that each token was made with."""
+    first, versions = len(s.prompt_ids), s.versions()
+    finished = 3 + s.seed % 40 < first + BUDGET
+    assert len(s.response_ids) == (4 + s.seed % 40 - first if finished else BUDGET)
+    assert s.status is (Status.FINISHED if finished else Status.TRUNCATED)
+    expected = [token(s.seed, first + i, v) for i, v in enumerate(versions)]
+    assert list(s.response_ids) == ([*expected[:-1], EOS] if finished else expected)
+    assert list(s.mu) == [logprob(s.seed, first + i, v) for i, v in enumerate(versions)]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory where there is such a place: every step waits for several commits."""
+    path = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    yield path
+    shutil.rmtree(path)
+
+
+ROLLING = {
+    "launch": {"placement": "disaggregated"}, "engine": {"count": 2, "tp": 1}, "weights": {"rolling": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seed", "sections"),
+    [
+        pytest.param(0, {}, marks=pytest.mark.gate),
+        pytest.param(0, ROLLING, marks=pytest.mark.gate, id="rolling"),
+        *(pytest.param(n, {}, marks=pytest.mark.slow) for n in range(1, 6)),
+        *(pytest.param(n, ROLLING, marks=pytest.mark.slow, id=f"rolling-{n}") for n in range(1, 6)),
+    ],
+)
+def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, Any]) -> None:
+    config = make_config(
+        folder,
+        rollout={
+            "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
+            "stall_timeout": 600,
+        },
+        trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
+        **sections,
+    )  # fmt: skip
+    world = World(config, seed)
+    run_virtual(world.run())
+    trained = [group[0] for told in world.told.values() for group in told]
+    assert len(trained) == len(set(trained)) == STEPS * config.rollout.groups_per_step
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained)
+    assert ledger.groups["censored"] > 0
+    assert ledger.lost == 0
+    with sqlite3.connect(folder / FILE_NAME) as db:
+        journal = {
+            step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
+        }
+    assert {s: sorted(ids) for s, ids in journal.items()} == {
+        s: [group[0] for group in told] for s, told in world.told.items()
+    }
+    assert world.happened["killed"] >= 30
+    deeds = ("die", "restart", "abort", "preempt", "hang", "answers lost")
+    rewards = ("reward raised", "reward NaN", "reward hung")
+    assert world.happened["engines brought back"] > 0
+    assert (world.happened["rounds of a rolling push"] > 100) == bool(sections)
+    assert all(world.happened[deed] >= 20 for deed in (*deeds, *rewards)), world.happened
+    assert world.happened["routes in hand"] > 100 and world.happened["routes in files"] > 100
+    assert world.happened["positions with routes"] > 0.8 * world.happened["positions"]
+    left = {f.relative_to(folder / FOLDER).as_posix() for f in (folder / FOLDER).glob("*/*.seg")}
+    with sqlite3.connect(folder / FILE_NAME) as db:
+        wanted = {
+            row[0]
+            for row in db.execute("SELECT DISTINCT name FROM route_files JOIN route_places USING (file)")
+        }
+    assert wanted <= left and len(left) < 40, "files go when nobody can want them"
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("sections", [{}, ROLLING], ids=["all at once", "rolling"])
+def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: dict[str, Any]) -> None:
+    """Each of their tokens is what the engine would have made undisturbed, whatever was killed between them."""
+    rollout = {
+        "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
+        "stall_timeout": 600, "generator": "tests.helpers.episode_cases:three_at_once",
+    }  # fmt: skip
+    kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
+    config = make_config(folder, rollout=rollout, trainer=kept, **sections)
+    world = World(config, 0, steps=120)
+    run_virtual(world.run())
+    trained = [group for told in world.told.values() for group in told]
+    assert len({group[0] for group in trained}) == len(trained) == 120 * config.rollout.groups_per_step
+    assert all(len(group) == 1 + 3 * config.rollout.group_size for group in trained)
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    assert world.happened["killed"] >= 3 and world.happened["die"] >= 3, world.happened
+
+
+class Scouted(World):
+    """Prompts are tried out by engines of a pool of their own."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.metrics: list[dict[str, float]] = []
+        self.seeds: set[int] = set()  # of samples that were trained
+
+    def planning(self, router: Router, scorer: Scorer) -> Planning:
+        generate = single_turn(self.config, None, sampling_turns(self.config, router, explorers=True))
+        explorer = Explorer(generate, scorer, self.config.run.seed)
+        return Planning(self.config, Numbers(), None, explorer=explorer)
+
+    def check(self, taken: Taken) -> None:
+        super().check(taken)
+        for group in taken.groups:
+            self.happened[f"groups of {len(group.samples)}"] += 1
+            self.seeds |= {s.seed for s in group.samples}
+        self.metrics.append(taken.metrics)
+
+
+class Forest(World):
+    """Its samples are branches: only the roots' own tokens are what the engine would have made undisturbed."""
+
+    def check(self, taken: Taken) -> None:
+        groups = loaded(self.config.run.dir, taken.groups)
+        told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
+        assert self.told.setdefault(taken.train_step, told) == told
+        assert taken.metrics["lost"] == 0
+        for group in groups:
+            for s in group.samples:
+                assert len(s.response_ids) == len(s.mu) == s.tokens and s.status.terminal
+                self.happened["forked"] += s.fork is not None
+                if s.fork is None:
+                    first, versions = len(s.prompt_ids), s.versions()
+                    expected = [token(s.seed, first + i, v) for i, v in enumerate(versions)]
+                    assert list(s.response_ids)[:-1] == expected[:-1]
+                    continue
+                stem, at = group.samples[s.fork.place], s.fork.at
+                shared = min(at, 5)  # the root is cut off there, after the first forks
+                assert list(s.response_ids[:shared]) == list(stem.response_ids[:shared])
+                assert s.versions()[:shared] == stem.versions()[:shared] and s.response_ids[at] in (
+                    97,
+                    98,
+                    99,
+                )
+
+
+@pytest.mark.gate
+def test_a_hundred_steps_of_trees(folder: Path) -> None:
+    """Forked, cut and pruned between kills: a token that an engine made is in the ledger, or counted as discarded."""
+    rollout = {
+        "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
+        "group_size": 4, "stall_timeout": 600, "generator": "tests.helpers.tree_cases:bushes",
+    }  # fmt: skip
+    kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
+    world = Forest(make_config(folder, rollout=rollout, trainer=kept), 0, steps=100)
+    run_virtual(world.run())
+    trained = [group[0] for told in world.told.values() for group in told]
+    assert len(trained) == len(set(trained)) == 200
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    assert ledger.given > 100 and ledger.discarded > 100 and world.happened["forked"] > 100
+    assert world.happened["killed"] >= 5 and world.happened["die"] >= 3, world.happened
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("sections", [{}, ROLLING], ids=["all at once", "rolling"])
+def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sections: dict[str, Any]) -> None:
+    config = make_config(
+        folder,
+        rollout={
+            "over_provision": 2,
+            "max_staleness": 3,
+            "max_response_tokens": BUDGET,
+            "stall_timeout": 600,
+        },
+        trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
+        **sections,
+    )
+    world = World(config, 0, steps=200, joins=True)
+    run_virtual(world.run())
+    trained = [group[0] for told in world.told.values() for group in told]
+    assert len(trained) == len(set(trained)) == 200 * config.rollout.groups_per_step
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    copied = sum(e.calls.count("update_weights_from_tensor") for e in [*world.joined, *world.gone])
+    assert copied >= 3, "from one another, without the trainer"
+    served = [engine for engine in [*world.joined, *world.gone] if engine.started]
+    assert len(served) >= 4 and world.happened["left in order"] >= 3, world.happened
+    assert world.happened["die"] >= 3 and world.happened["killed"] >= 5, world.happened
+
+
+SCOUTS = {"pools": [{"name": "exact", "count": 2}, {"name": "scouts", "count": 1, "role": "explore"}]}
+
+
+@pytest.mark.gate
+def test_sixty_steps_with_engines_that_explore_and_die(folder: Path) -> None:
+    """Nothing that they make is trained; without them groups have the usual size, and nobody waits."""
+    rollout = {
+        "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "stall_timeout": 600,
+        "groups_per_step": 4, "group_size": 4,
+    }  # fmt: skip
+    config = make_config(
+        folder,
+        rollout=rollout,
+        trainer={"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2},
+        engine=SCOUTS,
+        launch={"placement": "disaggregated"},
+        algo={"planners": [{"name": "explore", "probes": 4, "first": 2, "largest": 6}]},
+    )
+    world = Scouted(config, 0, steps=60)
+    run_virtual(world.run())
+    trained = [group[0] for told in world.told.values() for group in told]
+    assert len(trained) == len(set(trained)) == 60 * config.rollout.groups_per_step
+    ledger = RunReader(folder).ledger()
+    check(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    explorer, writers = world.engines[2], world.engines[:2]
+    tried = {request.seed for request in explorer.history}
+    written = {request.seed for engine in writers for request in engine.history}
+    assert len(tried) > 100 and not tried & written and world.seeds <= written
+    sizes = {int(name.split()[-1]) for name in world.happened if name.startswith("groups of")}
+    assert {2, 4, 5, 6} <= sizes, "4 p (1 - p) is 0, 3/4 or 1 of four answers; 4 without any"
+    assert world.happened["die"] >= 3 and world.happened["killed"] >= 5, world.happened
+    assert any(m["explored_not"] for m in world.metrics) and any(m["explored"] > 9 for m in world.metrics)
+    assert any(-1 <= m.get("explore_correlation", 2) <= 1 for m in world.metrics)

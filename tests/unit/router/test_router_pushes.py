@@ -1,0 +1,206 @@
+"""Weight pushes through the router: order, requests that are kept, wrong weights, engines that rest meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rlsys.core.types import Status
+from rlsys.core.weight_updates import Canary
+from rlsys.router.attest import Bounds
+from rlsys.router.dispatch import Interruption
+from tests.helpers.router_rig import (
+    CANARY_IDS,
+    PROMPT,
+    A,
+    B,
+    Rig,
+    check,
+    positions_with_routes,
+    routing,
+    sample,
+)
+from tests.helpers.scripted_engine import (
+    ScriptedEngine,
+    canary_logprobs,
+)
+
+pytestmark = pytest.mark.virtual_clock
+
+
+async def test_a_push_keeps_its_order() -> None:
+    async with routing() as rig:
+        _, (task,) = await rig.at_work()
+        rig.engine.calls.clear()
+        await rig.push()
+        assert rig.engine.calls == [
+            "abort_request", "begin_weight_update", "tensors", "end_weight_update", "flush_cache",
+            "update_weight_version", "generate",
+        ]  # fmt: skip
+        await task
+
+
+@pytest.mark.parametrize("how", ["retract", "in_place"])
+async def test_an_engine_may_keep_its_requests_through_a_push(how: Interruption) -> None:
+    async with routing(interruption=how) as rig:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.15)
+        rig.engine.calls.clear()
+        await rig.push()
+        flush = ["flush_cache"] if how == "retract" else []
+        assert rig.engine.calls == [
+            "pause_generation", "begin_weight_update", "tensors", "end_weight_update", *flush,
+            "update_weight_version", "continue_generation", "generate",
+        ]  # fmt: skip
+        assert s.status is Status.IN_FLIGHT
+        check(await task, versions={1, 2})
+        assert (s.resumes, len(rig.engine.started)) == (0, 1)
+        seam = len(PROMPT) + s.spans[1].start - 1
+        last = len(PROMPT) + len(s.response_ids) - 1
+        assert positions_with_routes(s) == list(range(seam, last)), "older routes left with the first pass"
+        assert (await rig.settle())["lost"] == 0
+
+
+@pytest.mark.parametrize("how", ["retract", "in_place"])
+async def test_only_samples_of_the_same_first_version_meet_in_a_cache_that_outlives_a_push(
+    how: Interruption,
+) -> None:
+    async with routing(interruption=how) as rig:
+        await rig.push()
+        old = rig.start(sample(0))
+        await asyncio.sleep(0.15)
+        await rig.router.interrupt()
+        await rig.push()
+        await old
+        await rig.start(sample(1))
+        expected = ["1", "1", "2"] if how == "in_place" else [None, None, None]
+        assert [request.cache_key for request in rig.engine.history] == expected
+
+
+async def test_what_is_to_be_read_again_meets_nothing_of_older_weights() -> None:
+    """And what stays in its engine goes on there."""
+    async with routing(interruption="in_place", reads_again=True) as rig:
+        await rig.push()
+        long, short = sample(0, seed=3), sample(1, seed=4)
+        tasks = [rig.start(long), rig.start(short)]
+        await asyncio.sleep(0.15)
+        await rig.router.interrupt(keep=lambda s: s is long)
+        assert (long.status, short.status) == (Status.IN_FLIGHT, Status.PARKED)
+        await rig.push()
+        for task in tasks:
+            check(await task, versions={1, 2})
+        assert (long.resumes, short.resumes) == (0, 1)
+        assert [request.cache_key for request in rig.engine.history] == ["1", "1", "2"]
+
+
+async def test_what_must_not_be_kept_comes_back() -> None:
+    async with routing(interruption="retract") as rig:
+        await rig.push()
+        young, old = sample(0, seed=3), sample(1, seed=4)
+        tasks = [rig.start(young), rig.start(old)]
+        await asyncio.sleep(0.15)
+        await rig.router.interrupt(keep=lambda s: s is young)
+        assert (young.status, old.status) == (Status.IN_FLIGHT, Status.PARKED)
+        await asyncio.sleep(1)
+        assert len(young.response_ids) < 20, "its engine pauses"
+        await rig.push()
+        for task in tasks:
+            check(await task, versions={1, 2})
+
+
+@pytest.mark.parametrize("how", ["retract", "in_place"])
+async def test_an_interrupt_for_good_reaches_requests_in_a_paused_engine(how: Interruption) -> None:
+    async with routing(interruption=how) as rig:
+        await rig.push()
+        s = sample()
+        task = rig.start(s)
+        await asyncio.sleep(0.15)
+        await rig.router.interrupt(keep=lambda _: True)
+        await rig.router.interrupt()
+        assert s.status is Status.PARKED
+        await rig.push()
+        check(await task, versions={1, 2})
+
+
+async def test_nothing_is_taken_from_an_engine_that_kept_requests_and_got_wrong_weights() -> None:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B), interruption="retract") as rig:
+        await rig.push()
+        samples = [sample(i, group=i) for i in range(2)]
+        tasks = [rig.start(s) for s in samples]
+        await asyncio.sleep(0.15)
+        assert {s.engine for s in samples} == {A, B}
+        await rig.push(wrong=(B,))
+        for task in tasks:
+            check(await task, versions={1, 2})
+        assert {s.engine for s in samples} == {A}
+        assert rig.router.engine_states()[B].startswith("quarantined")
+
+
+async def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> None:
+    async with routing() as rig:
+        _, (task,) = await rig.at_work()
+        await rig.router.interrupt()
+        rig.engine.calls.clear()
+        await rig.router.rest_engines()
+        await rig.router.rest_engines()  # a step that is taken again
+        assert rig.engine.released == {"weights", "kv_cache"}
+        await asyncio.sleep(3)  # probes find a live engine that must not serve
+        assert rig.engine.calls == ["flush_cache", "update_weight_version", "release_memory_occupation"]
+        assert rig.router.stale_engines == [A]
+        rig.version += 1
+        await rig.router.begin_push(rig.version)
+        assert rig.engine.released == {"kv_cache"}
+        rig.engine.load(rig.version)
+        await rig.router.end_push(rig.version, [Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, rig.version))])
+        rig.router.resume()
+        check(await task, versions={1, 2})
+        assert (await rig.settle())["lost"] == 0
+
+
+@pytest.mark.parametrize("after", ["take", "begin_push"])
+async def test_a_new_rollout_process_wakes_engines_that_rest(after: str) -> None:
+    async with routing() as rig:
+        await rig.push()
+        await rig.router.interrupt()
+        await rig.router.rest_engines()
+        if after == "begin_push":
+            await rig.router.begin_push(2)
+        again = Rig(rig.engine)
+        again.version = 2
+        await again.push()
+        check(await again.start(sample()), versions={3})
+        assert not rig.engine.released
+
+
+async def test_a_restarted_engine_has_its_memory() -> None:
+    async with routing() as rig:
+        await rig.push()
+        await rig.router.interrupt()
+        await rig.router.rest_engines()
+        rig.engine.restart()
+        await rig.push()
+        check(await rig.start(sample()), versions={2})
+
+
+async def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None:
+    async with routing() as rig:
+        rig.engine.generated = 500
+        await rig.push()
+        s = await rig.start(sample())
+        stats = await rig.settle()
+        canary = 1
+        assert (stats["engine_tokens"], stats["lost"]) == (len(s.response_ids) + canary, 0)
+
+
+def test_canary_gaps_are_quantiles() -> None:
+    from rlsys.router.attest import Agreement
+
+    near_tie = Agreement.of([-1.0] * 5000, [-1.0] * 4999 + [-1.002])
+    assert near_tie.within(Bounds(1e-6, 1e-4))
+    assert not Agreement.of([-1.0] * 100, [-1.0] * 99 + [float("nan")]).within(Bounds(1e-6, 1e-4))
+    assert Agreement.of([-20.0], [-20.002]).mean == pytest.approx(1e-4)
+    with pytest.raises(ValueError, match="2 canary log-probs expected, 1 seen"):
+        Agreement.of([0.0, 0.0], [0.0])

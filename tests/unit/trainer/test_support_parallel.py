@@ -1,0 +1,98 @@
+"""Log-probs, entropies and gradients among the ids that sampling had kept: on one rank and on two that share the
+vocabulary, against a softmax over these ids alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from rlsys.segments import support
+from rlsys.trainer.logprobs import aligned
+from rlsys.trainer.model.share import Share
+from rlsys.trainer.pack import TrainSample, pack
+from tests.helpers.gloo_ranks import on_gloo_ranks
+
+VOCABULARY, TEMPERATURE = 12, 1.7
+RESPONSES = [[5, 6, 11], [0, 7], [3, 3, 4, 9]]
+KEPT = [[[5, 0, 11], [6], [11, 10, 1, 2]], None, [[3, 9], list(range(12)), [4, 0], [9, 8]]]
+"""Of the tokens of each response; None: all were kept."""
+
+
+def samples() -> list[TrainSample]:
+    out = []
+    for row, (ids, kept) in enumerate(zip(RESPONSES, KEPT, strict=True)):
+        encoded = b"" if kept is None else support.encode(kept, ids)
+        out.append(TrainSample([1, 2], ids, [0.0] * len(ids), [0] * len(ids), row, support=encoded))
+    return out
+
+
+def logits_of(tokens: int) -> Tensor:
+    return torch.randn(tokens, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 2
+
+
+def expected(share: Share, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By the definition: log-prob, entropy, sum of squares of each token, and the gradient of their weighed sum."""
+    logits = logits.clone().requires_grad_()
+    allowed = torch.ones(len(logits), VOCABULARY, dtype=torch.bool)
+    assert share.support_at is not None
+    assert share.support_ids is not None
+    allowed[share.support_at] = False
+    allowed[share.support_at, share.support_ids] = True
+    logp = (logits / TEMPERATURE).masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    probs = logp.exp()
+    entropy = -(probs * logp.masked_fill(~allowed, 0.0)).sum(-1)
+    chosen = aligned(share, logp[torch.arange(len(logits)), share.following])
+    spread = aligned(share, entropy)
+    loss(chosen, spread).backward()
+    assert logits.grad is not None
+    return chosen.detach(), spread.detach(), aligned(share, (probs**2).sum(-1)).detach(), logits.grad
+
+
+def loss(logp: Tensor, entropy: Tensor) -> Tensor:
+    weights = torch.arange(1, len(logp) + 1).float()
+    return (weights * logp).sum() + (weights.flip(0) * entropy).sum()
+
+
+def gap_on(ranks: int, rank: int) -> float:
+    """The largest difference of all figures, of one rank."""
+    from megatron.core import parallel_state
+
+    from rlsys.trainer.logprobs import token_scores
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    (batch,) = pack(samples(), 100)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    share = Share.of(batch, 4, alone, torch.device("cpu"))
+    whole = logits_of(len(share.tokens))
+    chosen, spread, squares, gradient = expected(share, batch.tokens, whole)
+    columns = VOCABULARY // ranks
+    mine = slice(rank * columns, (rank + 1) * columns)
+    leaf = whole[:, mine].clone().requires_grad_()
+    asked = {"entropy": True, "squares": True, "values": None}
+    scores = token_scores(leaf * 1.0, share, TEMPERATURE, **asked)
+    assert scores.entropy is not None
+    assert scores.sum_pi_squared is not None
+    loss(scores.logp, scores.entropy).backward()
+    plain = token_scores(
+        whole[:, mine].clone(), share, TEMPERATURE, entropy=False, squares=False, values=None
+    )
+    assert leaf.grad is not None
+    pairs = [
+        (scores.logp, chosen), (scores.entropy, spread), (scores.sum_pi_squared, squares), (plain.logp, chosen),
+        (leaf.grad, gradient[:, mine]),
+    ]  # fmt: skip
+    found = max(float(((a.detach() - b).abs() / b.abs().clamp(min=1)).max()) for a, b in pairs)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_figures_are_of_the_kept_ids_alone(ranks: int, tmp_path: Path) -> None:
+    gaps = on_gloo_ranks(ranks, gap_on, tmp_path)
+    print(f"{ranks} ranks: largest difference {max(gaps):.1e}")
+    assert max(gaps) < 1e-6

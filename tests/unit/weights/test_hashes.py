@@ -1,0 +1,127 @@
+"""SGLang's hash of a GPU tensor in plain torch, fed in parts; what a push keeps while its tensors are hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.convert.table import entries
+from rlsys.weights.checksums import EngineChecksums, put_together
+from rlsys.weights.hashes import TILE, ByteHash, TileHash, join
+from tests.unit.weights.test_weights import LAYER, TINY
+
+# What SGLang 0.5.23's own kernel gives in Triton's interpreter for `sample(n, dtype)`;
+# tests/integration/test_gpu_hash.py runs it.
+GOLDEN = {
+    (1, "uint8"): "ec41b5cf3048f8a6",
+    (7, "bfloat16"): "ea2abefe28008dce",
+    (4096, "float32"): "675b0d9b37698ff7",
+    (8192, "float32"): "6d6b022f16622cf5",
+    (8193, "float32"): "a084dbca41c341ed",
+    (50001, "bfloat16"): "e91852dda844070f",
+}
+
+
+def sample(n: int, dtype: str) -> Tensor:
+    values = np.random.default_rng(n).integers(
+        0, 256, n * torch.empty(0, dtype=getattr(torch, dtype)).itemsize
+    )
+    return torch.from_numpy(values.astype(np.uint8)).view(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize(("n", "dtype"), GOLDEN)
+@pytest.mark.parametrize("parts", [1, 2, 9])
+def test_the_hash_of_a_gpu_tensor_is_sglangs_however_it_is_cut(n: int, dtype: str, parts: int) -> None:
+    whole, state = sample(n, dtype), TileHash()
+    rng = random.Random(parts)
+    at = [0, *sorted(rng.randrange(n + 1) for _ in range(parts - 1)), n]
+    for start, end in itertools.pairwise(at):
+        state.update(whole[start:end])
+    assert state.digest() == GOLDEN[n, dtype]
+
+
+def test_a_tensor_without_elements() -> None:
+    assert TileHash().digest() == "0" * 16
+    assert ByteHash().digest() == hashlib.sha256().hexdigest()[:16]
+
+
+def test_rounds_of_many_tiles_add_up() -> None:
+    big, state = sample(4 * (512 * TILE + 3 * TILE + 5), "uint8"), TileHash()
+    state.update(big)
+    pieces = TileHash()
+    for piece in big.split(1_000_003):
+        pieces.update(piece)
+    assert state.digest() == pieces.digest()
+
+
+def test_a_part_of_a_matrix_is_hashed_as_if_it_stood_alone() -> None:
+    matrix, state, alone = sample(600, "float32").view(20, 30), TileHash(), TileHash()
+    state.update(matrix[:, 7:19])
+    alone.update(matrix[:, 7:19].clone())
+    assert state.digest() == alone.digest()
+
+
+@pytest.mark.parametrize(("n", "dtype"), [case for case in GOLDEN if case[1] == "float32"])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_ranks_that_have_parts_find_the_hash_of_the_whole_together(n: int, dtype: str, ranks: int) -> None:
+    """Each hashes what it has, begun at its place; some tiles are shared by two of them, or by all."""
+    whole, rng, parts = sample(n, dtype), random.Random(ranks), []
+    at = [0, *sorted(rng.randrange(n + 1) for _ in range(ranks - 1)), n]
+    for start, end in itertools.pairwise(at):
+        state, middle = TileHash(start), rng.randint(start, end)
+        state.update(whole[start:middle])
+        state.update(whole[middle:end])
+        parts.append(state.part(n))
+    assert join(parts) == join(parts[::-1]) == GOLDEN[n, dtype]
+    assert ranks == 1 or join([part for part in parts if part.words][1:]) is None, "one is missing"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_of_a_layer_may_be_spread_over_trainer_ranks(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.manual_seed(0)
+    tensors = [(name, torch.randn(shape)) for entry in entries(TINY) for name, shape in entry.hf.items()]
+    alone, ranks = EngineChecksums(TINY, 2), [EngineChecksums(TINY, 2) for _ in range(3)]
+    assert len(list(alone.watch(tensors))) == len(tensors)
+    rng = random.Random(seed)
+    of_rank: list[list[tuple[str, Tensor]]] = [[], [], []]
+    for name, tensor in tensors:
+        sender = rng.randrange(3) if ".experts." in name else 1
+        of_rank[sender].append((name, tensor))
+    for rank, mine in zip(ranks, of_rank, strict=True):
+        assert len(list(rank.watch(mine))) == len(mine)
+    found = [rank.found() for rank in ranks]
+    assert put_together(found) == alone.digests()
+    w13 = LAYER + "mlp.experts.w13_weight"
+    one = next(i for i, each in enumerate(found) if w13 in each[0])
+    assert w13 not in put_together(found[:one] + found[one + 1 :])[0]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_no_tensor_of_a_push_is_kept(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", cuda)  # the GPU's way
+    checksums = EngineChecksums(TINY, 2)
+    memory: list[weakref.ref[np.ndarray]] = []
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for entry in entries(TINY):
+            for name, shape in entry.hf.items():
+                values = np.zeros(shape, np.float32)
+                memory.append(weakref.ref(values))
+                yield name, torch.from_numpy(values)
+                del values
+
+    held = []
+    for _ in checksums.watch(tensors()):
+        held.append(sum(ref() is not None for ref in memory))
+    assert max(held) <= 2, f"{held[-1]} of {len(memory)} tensors are still held after the last one"
