@@ -1,0 +1,3 @@
+"""RL post-training of Mixture-of-Experts language models: Megatron-Core trainers, SGLang engines, partial
+rollouts.
+"""

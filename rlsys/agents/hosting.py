@@ -18,7 +18,7 @@ from rlsys.agents import host as agents_host
 from rlsys.agents.host import LENGTH
 from rlsys.core.errors import UserError
 from rlsys.core.workers import KEPT_VARIABLES
-from rlsys.venv_runner import run as start
+from rlsys.venv_runner import run as venv_run
 
 START_SECONDS = 120.0
 
@@ -98,7 +98,7 @@ async def open_host(
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            python or sys.executable, start.__file__, agents_host.__name__,
+            python or sys.executable, venv_run.__file__, agents_host.__name__,
             stdin=theirs.fileno(),
             stdout=asyncio.subprocess.DEVNULL,
             env=env,

@@ -1,0 +1,1 @@
+"""The command `rlsys`. The only package that imports `launch`."""

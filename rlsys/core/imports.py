@@ -108,7 +108,7 @@ def place(error: BaseException) -> str:
     return f" ({path if own else path.name}:{at.lineno})"
 
 
-_OURS = Path(__file__).parent
+_OURS = Path(__file__).parents[1]
 _INSTALLED = tuple(
     f"{folder}/"
     for folder in (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)

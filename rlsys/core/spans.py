@@ -40,9 +40,7 @@ class TurnMark(NamedTuple):
 
 
 class RoutePlace(NamedTuple):
-    """Where an engine has written routes: a segment file of its own, and a record in it
-    (rlsys/segments/route_records.py).
-    """
+    """Where an engine has written routes: its segment file, and a record in it (rlsys/segments/route_records.py)."""
 
     segment: str
     offset: int

@@ -140,9 +140,7 @@ class Sample:
     own_prompt: bool = False
     """It was drawn from another prompt than its group's, and is trained on that (agents)."""
     support: bytearray = field(default_factory=bytearray)
-    """Rows of the ids that sampling had kept, one a response token (rlsys/segments/support.py); empty: it kept
-    all.
-    """
+    """Rows of the ids that sampling kept, one a response token (rlsys/segments/support.py); empty: all."""
     opinions: bytes = b""
     """What a teacher that is an engine finds most probable in the place of each response token
     (rlsys/segments/teacher_logprobs.py). It is large: from the time it is saved, only who loads the sample has it."""

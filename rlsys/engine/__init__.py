@@ -1,0 +1,1 @@
+"""One SGLang server: launch arguments, client, wire format, and our plug-ins inside it."""

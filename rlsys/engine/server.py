@@ -4,7 +4,7 @@ sglang.launch_server's arguments.
 An engine of a folder without tokenizer.json gets the conversion that all other processes use (tokenizer_files.py).
 
 Before it starts, sockets.py sees to it that nobody reaches the engine but through its HTTP server. The fence
-(fence.py) refuses weights of a push that another one has followed. The relay (rlsys/relay) takes weights in
+(fence.py) refuses weights of a push that another one has followed. The relay (rlsys/weights_relay) takes weights in
 pieces and passes them on to another host.
 
 Nearly all of a small engine's start is Python importing 7,000 modules, one after the other on one core. Two things

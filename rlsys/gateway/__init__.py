@@ -1,0 +1,1 @@
+"""The stand-alone HTTP router, `rlsys router`."""

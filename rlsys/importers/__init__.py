@@ -1,0 +1,1 @@
+"""Names and launch scripts of verl and slime, `rlsys import`."""

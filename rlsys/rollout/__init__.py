@@ -1,0 +1,1 @@
+"""The coordinator, in the rollout process: admission, selection, steps, and the protocol with the trainer."""

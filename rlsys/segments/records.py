@@ -9,8 +9,8 @@
         payload of SCORES: logp float32[tokens]
         payload of SUPPORT: rows of the ids that sampling had kept, one a token (rlsys/segments/support.py)
         payload of OPINIONS: what a teacher finds most probable in the place of each
-        (rlsys/segments/teacher_logprobs.py) payload of ROUTES: see rlsys/segments/route_records.py; engines write
-        these, into files of their own
+        (rlsys/segments/teacher_logprobs.py)
+        payload of ROUTES: see rlsys/segments/route_records.py; engines write these, into files of their own
 
 `start` is the first token's place in its sequence. `sequence` and `parent` tell the sequences of one sample apart and
 which of them each continues; `policy` whose tokens they are: today one.

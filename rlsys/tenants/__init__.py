@@ -1,0 +1,1 @@
+"""Adapters on one model behind the protocol of Tinker's client, `rlsys tenants`."""

@@ -1,0 +1,1 @@
+"""Runs modules of rlsys in the Python of another virtual environment."""

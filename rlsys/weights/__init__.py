@@ -1,0 +1,1 @@
+"""Weight updates, trainer side: who sends what to whom, transports, hashes."""

@@ -1,0 +1,1 @@
+"""Weights from host to host over a slow link. Standard library only."""

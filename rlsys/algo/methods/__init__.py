@@ -1,0 +1,1 @@
+"""Methods of papers, as plug-ins of the objective and of group policies."""

@@ -1,0 +1,1 @@
+"""Hooks into SGLang's processes: interruption, routed experts, weight buckets, sockets."""

@@ -139,9 +139,7 @@ class PackedAttention(DotProductAttention):
         return torch.cat(out).index_select(0, padding.to_packed)
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """This rank's two chunks of each sequence (rlsys.trainer.model.share) against the gathered keys before
-        them.
-        """
+        """This rank's two chunks of each sequence (rlsys.trainer.model.share) against all keys before them."""
         group = parallel_state.get_context_parallel_group()
         ranks, rank = group.size(), group.rank()
         keys, values = (

@@ -1,0 +1,1 @@
+"""Experiment trackers: W&B, MLflow, Trackio, SwanLab."""

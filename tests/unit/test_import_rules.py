@@ -1,0 +1,201 @@
+"""Who may import whom, read from the source: imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gate import file_map
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("rlsys", "launch", "megatron_patches")
+
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("core", "engine_requests", "environments", "megatron_patches", "ops", "venv_runner", "weights_relay"),
+    ("importers", "obs", "segments"),
+    ("config",),
+    ("algo", "convert", "data", "engine"),
+    ("agents", "ledger", "rewards", "router", "trainer"),
+    ("gateway", "generators", "tenants", "viewer", "weights"),
+    ("worker",),
+    ("evaluation", "planning"),
+    ("rollout",),
+    ("planner",),
+    ("launch", "rehearse", "train"),
+    ("cli",),
+)
+"""Packages, the lowest level first. A package imports packages of lower levels only, so there are no cycles."""
+FORBIDDEN: dict[str, set[str]] = {
+    "trainer": {"rollout", "worker", "ledger", "router"},
+    "weights": {"rollout", "worker", "ledger", "router"},
+    "agents": {"algo", "config"},
+    "ledger": {"config", "data", "engine"},
+}
+"""What a package of a lower level is, and still not to be imported."""
+
+TORCH_FREE = (
+    "core",
+    "config",
+    "segments",
+    "obs",
+    "engine_requests",
+    "importers",
+    "rewards",
+    "weights_relay",
+    "router",
+    "gateway",
+    "agents",
+    "environments",
+    "venv_runner",
+    "ledger",
+    "generators",
+    "worker",
+    "planning",
+    "evaluation",
+    "rollout",
+    "viewer",
+    "launch",
+    "cli",
+)
+TORCH_FREE_FILES = (
+    "rlsys/engine/client.py",
+    "rlsys/engine/wire.py",
+    "rlsys/engine/launch_args.py",
+    "rlsys/engine/hooks/route_writer.py",
+    "rlsys/data/source.py",
+    *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
+    *(
+        f"rlsys/convert/{name}.py"
+        for name in ("config", "fit", "adapters", "flops", "folder", "rope", "rows", "rules", "table")
+    ),
+    "rlsys/weights/plan.py",
+    "rlsys/weights/shard_plan.py",
+)
+MEGATRON_PACKAGES = {"trainer", "convert", "weights", "rehearse", "megatron_patches"}
+HEAVY = {"torch", "megatron", "sglang", "transformers"}
+
+
+def sources() -> list[Path]:
+    return sorted(p for top in OURS for p in (ROOT / top).rglob("*.py"))
+
+
+def package_of(module: str) -> str | None:
+    """`rlsys.router.pool` -> `router`; None for what is not ours, and for the bare package."""
+    parts = module.split(".")
+    if parts[0] in OURS[1:]:
+        return parts[0]
+    return parts[1] if parts[0] == "rlsys" and len(parts) > 1 else None
+
+
+def package(path: Path) -> str | None:
+    return package_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            yield from (f"{module}.{a.name}" for a in node.names) if module == "rlsys" else (module,)
+
+
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_package_imports_lower_levels_only(path: Path) -> None:
+    here = package(path)
+    if here in (None, "__init__"):
+        return
+    assert here in LEVEL, f"{path}: the package {here!r} has no level yet; add it here and in the docs"
+    for module in imports(path):
+        there = package_of(module)
+        if there in (None, here):
+            continue
+        assert LEVEL[there] < LEVEL[here], f"{here} must not import {module}"
+        assert there not in FORBIDDEN.get(here, ()), f"{here} must not import {module}"
+        assert there != "launch" or here == "cli", f"{here} must not import {module}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_heavy_imports_stay_in_their_packages(path: Path) -> None:
+    here, name = package(path), str(path.relative_to(ROOT))
+    tops = {module.split(".")[0] for module in imports(path)}
+    if here in TORCH_FREE or name in TORCH_FREE_FILES:
+        assert not tops & HEAVY
+    if here not in MEGATRON_PACKAGES:
+        assert "megatron" not in tops
+
+
+def test_only_tensor_files_of_algo_import_torch() -> None:
+    """The rollout process uses planners and filters: they must cost no torch."""
+    for name in (
+        "__init__",
+        "planners",
+        "allocation",
+        "prompts",
+        "group_rewards",
+        "put_off",
+        "plugin",
+        "registry",
+        "catalogue",
+        "handbook",
+    ):
+        path = ROOT / "rlsys/algo" / f"{name}.py"
+        assert "torch" not in {m.split(".")[0] for m in imports(path)}, path
+
+
+def test_launch_takes_of_heavy_packages_what_needs_no_torch() -> None:
+    heavy = ("rlsys.convert", "rlsys.weights")
+    taken = {m for p in sources() if package(p) == "launch" for m in imports(p) if m.startswith(heavy)}
+    assert {m.replace(".", "/") + ".py" for m in taken} <= set(TORCH_FREE_FILES)
+
+
+def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
+    in_a_venv = ("elsewhere/start", "agents/host", "imports", "errors")
+    names = ["launch/bootstrap", *(f"rlsys/{n}" for n in in_a_venv)]
+    names += [f"rlsys/environments/{p.stem}" for p in (ROOT / "rlsys/environments").glob("*.py")]
+    found = {m for name in names for m in imports(ROOT / f"{name}.py")}
+    ours = {m for m in found if m.startswith("rlsys.")}
+    assert {m.split(".")[0] for m in found - ours} <= sys.stdlib_module_names
+    assert {m.removeprefix("rlsys.").replace(".", "/") for m in ours if "environments" not in m} <= {
+        *in_a_venv
+    }
+
+
+def test_the_loop_is_short_enough_to_read() -> None:
+    assert len((ROOT / "rlsys/train.py").read_text(encoding="utf-8").splitlines()) < 200
+
+
+def test_the_tree_of_errors_in_the_docs_is_the_one_in_the_source() -> None:
+    parents = {"RlsysError": ""}
+    classes = [
+        node
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    for _ in range(5):  # as deep as they go
+        for node in classes:
+            if node.bases and isinstance(node.bases[0], ast.Name) and node.bases[0].id in parents:
+                parents[node.name] = node.bases[0].id
+    drawn: dict[str, str] = {}
+    above: list[str] = []
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Errors")[2].partition("```")[2]
+    for line in text.partition("```")[0].strip().splitlines():
+        indent = next(i for i, c in enumerate(line) if c.isalpha())
+        name = line[indent:].split()[0]
+        above = [*above[: indent // 4], name]
+        drawn[name] = above[-2] if len(above) > 1 else ""
+    assert drawn == parents
+
+
+def test_the_list_of_files_in_the_docs_is_made_from_the_source() -> None:
+    """`python -m tests.gate.file_map` writes it anew."""
+    assert (ROOT / "docs" / "files.md").read_text(encoding="utf-8") == file_map.page()
