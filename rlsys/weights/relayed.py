@@ -1,4 +1,4 @@
-"""The trainer's side of a push through relays (rlsys/weights_relay): a slow link is crossed once for a chain of engines.
+"""The trainer's side of a push through relays (rlsys/weights_relay): a chain of engines crosses a slow link once.
 
 Rank 0 keeps what it pushed last, and sends what has changed in it to the first host of each chain. Every host takes
 its weights from its own memory, as from a folder, once it holds all of them. A host that gets no more, because the

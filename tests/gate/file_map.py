@@ -1,6 +1,6 @@
 """Writes docs/files.md: the packages and their files, each with the first sentence of its docstring.
 
-    python -m tests.gate.file_map
+python -m tests.gate.file_map
 """
 
 from __future__ import annotations

@@ -75,6 +75,8 @@ TORCH_FREE_FILES = (
     "rlsys/weights/plan.py",
     "rlsys/weights/shard_plan.py",
 )
+TORCH_IN_A_FUNCTION = ("rlsys/core/rendezvous.py",)
+"""Makes a torch store for processes that have imported torch already."""
 MEGATRON_PACKAGES = {"trainer", "convert", "weights", "rehearse", "megatron_patches"}
 HEAVY = {"torch", "megatron", "sglang", "transformers"}
 
@@ -127,7 +129,7 @@ def test_a_package_imports_lower_levels_only(path: Path) -> None:
 def test_heavy_imports_stay_in_their_packages(path: Path) -> None:
     here, name = package(path), str(path.relative_to(ROOT))
     tops = {module.split(".")[0] for module in imports(path)}
-    if here in TORCH_FREE or name in TORCH_FREE_FILES:
+    if (here in TORCH_FREE and name not in TORCH_IN_A_FUNCTION) or name in TORCH_FREE_FILES:
         assert not tops & HEAVY
     if here not in MEGATRON_PACKAGES:
         assert "megatron" not in tops
@@ -141,7 +143,6 @@ def test_only_tensor_files_of_algo_import_torch() -> None:
         "allocation",
         "prompts",
         "group_rewards",
-        "put_off",
         "plugin",
         "registry",
         "catalogue",
@@ -158,7 +159,7 @@ def test_launch_takes_of_heavy_packages_what_needs_no_torch() -> None:
 
 
 def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
-    in_a_venv = ("elsewhere/start", "agents/host", "imports", "errors")
+    in_a_venv = ("venv_runner/run", "agents/host", "core/imports", "core/errors")
     names = ["launch/bootstrap", *(f"rlsys/{n}" for n in in_a_venv)]
     names += [f"rlsys/environments/{p.stem}" for p in (ROOT / "rlsys/environments").glob("*.py")]
     found = {m for name in names for m in imports(ROOT / f"{name}.py")}
