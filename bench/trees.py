@@ -20,7 +20,7 @@ from statistics import mean
 
 from measure import ROOT, running_engine
 
-from rlsys.algo.methods.repairs import Scope
+from rlsys.algo.methods.scope import Scope
 from rlsys.config import Config, load_config
 from rlsys.core.forks import fork
 from rlsys.core.types import Prompt, Response, Sample

@@ -6,7 +6,7 @@ integers, any order). The pure functions are the formulas; the classes below the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 from rlsys.algo.batch import Batch, Samples, check_floating
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reduction import Reduce
-from rlsys.algo.segments import group_index, group_mean, group_std
-from rlsys.core.errors import UserError
+from rlsys.algo.segments import group_index, group_mean, group_std, groups_of
 
 Eps = Annotated[float, Field(ge=0)]
 
@@ -42,24 +41,6 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     index, sizes = group_index(group_ids)
     n = sizes[index].to(rewards.dtype)
     return dr_grpo(rewards, group_ids) * n / (n - 1).clamp(min=1)
-
-
-def gdpo(
-    rewards: Tensor, group_ids: Tensor, weights: Sequence[float] | None = None, eps: float = 1e-6
-) -> Tensor:
-    """Rewards `[N, R]` normalised one by one within groups, added, then scaled over all samples; `[N]`.
-
-    a = sum_k w_k (r_k - mean_g) / (std_g + eps); a / (std + eps). The mean of a over all samples is 0 already, and
-    taking its rounding off would give groups of equal rewards an advantage. One reward: GRPO, without the scale.
-    """
-    if rewards.dim() == 1:
-        rewards = rewards[:, None]
-    kinds = rewards.shape[1]
-    weights = [1.0] * kinds if weights is None else list(weights)
-    if len(weights) != kinds:
-        raise ValueError(f"gdpo got {len(weights)} weights for {kinds} rewards")
-    total = torch.stack([w * grpo(rewards[:, k], group_ids, eps) for k, w in enumerate(weights)]).sum(0)
-    return total if kinds == 1 else total / (deviation(total) + eps)
 
 
 def deviation(values: Tensor) -> Tensor:
@@ -139,25 +120,18 @@ class Rloo(Advantage):
         return rloo(samples.reward, samples.group_ids)
 
 
-class Gdpo(Advantage):
-    """Each of several rewards normalised in its group, added, then whitened over the step.
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 
-    With one reward it is GRPO. Whitening runs over samples (some implementations: over tokens).
-    """
 
-    paper: ClassVar[str] = "GDPO: group reward-decoupled normalisation"
-    evidence: ClassVar[str] = "R"
-    compares: ClassVar[bool] = True
-    group_local: ClassVar[bool] = False
-    eps: Eps = 1e-6
-    """Added to each standard deviation."""
-    weights: Annotated[list[float], Field(min_length=1)] | None = None
-    """One weight per named reward, in the alphabetical order of the names; 1 when not given."""
+def by_group(function: Callable[[Tensor], Tensor], values: Tensor, group_ids: Tensor) -> Tensor:
+    """`function` of each group's values `[n]`, put back into `[N]`."""
+    out = torch.zeros_like(values)
+    for members in groups_of(group_ids):
+        out[members] = function(values[members])
+    return out
 
-    def __call__(self, samples: Samples) -> Tensor:
-        found = 1 if samples.rewards.dim() == 1 else samples.rewards.shape[1]
-        if self.weights is not None and len(self.weights) != found:
-            raise UserError(
-                f"algo.advantage.weights = {self.weights}: {len(self.weights)} weights, but data.reward gives {found}"
-            )
-        return gdpo(samples.rewards, samples.group_ids, self.weights, self.eps)
+
+def middle(ordered: Tensor) -> Tensor:
+    """Median of sorted values `[n]`; of an even number, the mean of the two in the middle."""
+    n = len(ordered)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, PrivateAttr
@@ -51,53 +50,6 @@ class Hook(Plugin):
 
     def load_totals(self, totals: dict[str, Tensor]) -> None:
         """Go on from `totals` of an earlier process."""
-
-
-def effective_share(log_weight: Tensor) -> float:
-    """ESS / n = (sum w)^2 / (n sum w^2) from log-weights `[n]`, in log space: long sequences overflow otherwise."""
-    if len(log_weight) == 0:
-        return 1.0
-    first, second = torch.logsumexp(log_weight.double(), 0), torch.logsumexp(2 * log_weight.double(), 0)
-    return float((2 * first - second).exp() / len(log_weight))
-
-
-class EssScaling(Hook):
-    """Smaller steps on staler data: lr times sqrt(min(1, rho / rho0)), rho = ESS / n of the sequence weights.
-
-    w_i = exp(sum_t old - mu), ESS = (sum w)^2 / sum w^2 over all samples of the update, also those of advantage 0,
-    which are packed for this.
-    """
-
-    paper: ClassVar[str] = "VCPO (Stable Asynchrony), effective-sample-size step scaling"
-    evidence: ClassVar[str] = "R"
-    rho0: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share at and above which the step is full."""
-    shape: Literal["sqrt", "linear"] = "sqrt"
-    """How the factor falls below it."""
-    every_sample: ClassVar[bool] = True
-
-    def needs(self) -> frozenset[str]:
-        return frozenset({"old"})
-
-    def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
-        share = effective_share(samples.column("log_weight")[list(rows)])
-        ratio = min(1.0, share / self.rho0)
-        return math.sqrt(ratio) if self.shape == "sqrt" else ratio
-
-
-class BatchScaling(Hook):
-    """lr0 sqrt(B / B0) for updates on B samples instead of B0: many samples per prompt make a larger batch.
-
-    B counts samples of advantage 0, too: it follows from the configuration, not from what the policy can do.
-    """
-
-    paper: ClassVar[str] = "BroRL: broad scaling of rollouts"
-    evidence: ClassVar[str] = "P"
-    samples: Annotated[int, Field(gt=0)] = 128
-    """B0, the samples per update that trainer.lr was chosen for."""
-
-    def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
-        return math.sqrt(size / self.samples)
 
 
 class EwmaAnchor(Hook):

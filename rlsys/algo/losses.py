@@ -183,79 +183,6 @@ class Clip(Loss):
         return loss, {"clipped": lost_gradient(view.ratio.detach(), view.advantages, *bounds)}
 
 
-class DualClip(Clip):
-    """PPO's clip, and for A < 0 a loss of at most dual |A|: one bad token cannot dominate.
-
-    loss = min(-min(r A, clip(r) A), -dual A) where A < 0.
-    """
-
-    paper: ClassVar[str] = "Mastering complex control in MOBA games (Ye et al. 2020), section 4"
-    evidence: ClassVar[str] = "R"
-    dual: Annotated[float, Field(gt=1)] | None = 3.0
-    """Cap of the ratio where the advantage is negative (10 in agent recipes)."""
-
-
-class Gspo(Loss):
-    """One ratio per sequence, the geometric mean of its tokens' ratios, clipped very tightly.
-
-    s = exp(mean_t (logp - anchor)); each token has ratio sg(s) exp(logp - sg(logp)), so its gradient is s A / |y|
-    with `reducer: sequence_mean`. The default widths are the paper's, from memory.
-    """
-
-    paper: ClassVar[str] = "Group sequence policy optimisation (Zheng et al. 2025), eq. 5-7"
-    evidence: ClassVar[str] = "R"
-    per_sequence: ClassVar[bool] = True
-    clip_low: Width = 3e-4
-    """Lower width of the sequence ratio."""
-    clip_high: Annotated[float, Field(ge=0)] = 4e-4
-    """Upper width."""
-
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        batch = view.batch
-        mean = (batch.per_sequence(view.log_ratio) / batch.lengths).detach()
-        ratio = mean.exp()[batch.ids] * batch.masked(view.logp - view.logp.detach()).exp()
-        bounds = (1 - self.clip_low, 1 + self.clip_high)
-        lost = lost_gradient(ratio.detach(), view.advantages, *bounds)
-        return clipped_surrogate(ratio, view.advantages, *bounds), {"clipped": lost}
-
-
-class Cispo(Loss):
-    """-sg(clip(r)) A logp: the clip bounds a weight, and every token keeps its gradient.
-
-    So nothing of it is in `clip_share`; the metric `capped_share` is of the tokens whose weight is bounded.
-    """
-
-    paper: ClassVar[str] = "MiniMax-M1 (CISPO), eq. 4-5"
-    evidence: ClassVar[str] = "R"
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """The weight is at most 1 + clip_high."""
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The weight is at least 1 - clip_low; 1, the default, is no lower bound."""
-
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        ratio = view.ratio.detach()
-        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        return -weight * view.advantages * view.logp, {"capped_share": (weight != ratio).to(weight)}
-
-
-class Sapo(Loss):
-    """A smooth gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A.
-
-    tau is larger, so the gate narrower, for A <= 0. At r = 1 the gradient is that of -r A.
-    """
-
-    paper: ClassVar[str] = "Soft adaptive policy optimisation (SAPO)"
-    evidence: ClassVar[str] = "R"
-    tau_positive: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the gate where A > 0."""
-    tau_negative: Annotated[float, Field(gt=0)] = 1.05
-    """Temperature elsewhere."""
-
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        tau = torch.where(view.advantages > 0, self.tau_positive, self.tau_negative).to(view.ratio)
-        return -(4 / tau) * torch.sigmoid(tau * (view.ratio - 1)) * view.advantages, {}
-
-
 class Reinforce(Loss):
     """-A logp, without ratio or clip: corrections alone decide what stale tokens count.
 
@@ -298,3 +225,11 @@ class ValueLoss(Loss):
         near = old + (view.values - old).clamp(-self.clip, self.clip)
         error = torch.maximum((view.values - target) ** 2, (near - target) ** 2) / 2
         return self.coefficient * error, {"value_error": error.detach()}
+
+
+def log_ratios(parts: Sequence[Batch], anchors: Sequence[Tensor]) -> list[Tensor]:
+    """now - anchor of each part, `[T]`, 0 where masked."""
+    return [
+        part.masked(part.signal("now") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        for part, anchor in zip(parts, anchors, strict=True)
+    ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.algo.methods.group_baselines import MaxRL
-from rlsys.algo.methods.trust_regions import M2PO, Bapo
+from rlsys.algo.methods.bapo import Bapo
+from rlsys.algo.methods.m2po import M2PO
+from rlsys.algo.methods.maxrl import MaxRL
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.core.errors import UserError

@@ -32,8 +32,8 @@ from rlsys.algo.figures import mismatch_sums
 from rlsys.algo.hooks import Hook
 from rlsys.algo.kl import KL_KINDS, kl_estimate
 from rlsys.algo.losses import Figures, Loss, Preparing, Sums, View
-from rlsys.algo.methods.put_off import PutOff
-from rlsys.algo.methods.token_baseline import score_norm
+from rlsys.algo.methods.deferred_samples import PutOff
+from rlsys.algo.methods.optimal_token_baseline import score_norm
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, alone, table_sum

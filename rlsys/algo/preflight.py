@@ -7,12 +7,16 @@ from typing import Any
 
 from rlsys.algo import no_effect
 from rlsys.algo.anchors import ANCHOR_NEEDS
-from rlsys.algo.hooks import BatchScaling, Hook
-from rlsys.algo.methods.allocation import Xrpo
+from rlsys.algo.hooks import Hook
+from rlsys.algo.methods.brorl import BatchScaling
+from rlsys.algo.methods.dapo import Dapo
+from rlsys.algo.methods.dars import Dars
 from rlsys.algo.methods.explore import Explore
-from rlsys.algo.methods.robust_advantages import McGrpo
+from rlsys.algo.methods.lens_groups import Lens
+from rlsys.algo.methods.mc_grpo import McGrpo
+from rlsys.algo.methods.xrpo_groups import Xrpo
 from rlsys.algo.objective import Objective
-from rlsys.algo.planners import LARGEST_GROUP, Dapo, Dars, Lens, Planner, largest_size, start_size
+from rlsys.algo.planners import LARGEST_GROUP, Planner, largest_size, start_size
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.reducers import Constant, TokenMean
 from rlsys.algo.registry import SECTION_KINDS, make_all

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.algo import registry
 from tests.gate import file_map
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,20 +136,12 @@ def test_heavy_imports_stay_in_their_packages(path: Path) -> None:
         assert "megatron" not in tops
 
 
-def test_only_tensor_files_of_algo_import_torch() -> None:
-    """The rollout process uses planners and filters: they must cost no torch."""
-    for name in (
-        "__init__",
-        "planners",
-        "allocation",
-        "prompts",
-        "group_rewards",
-        "plugin",
-        "registry",
-        "catalogue",
-        "handbook",
-    ):
-        path = ROOT / "rlsys/algo" / f"{name}.py"
+def test_plug_ins_of_the_rollout_process_import_no_torch() -> None:
+    kinds = ("prompt", "planner", "group_reward")
+    modules = {path.partition(":")[0] for kind in kinds for path in registry.TABLE[kind].values()}
+    names = ("__init__", "plugin", "registry", "catalogue", "handbook", "methods.deferred_samples")
+    for module in sorted({*modules, *(f"rlsys.algo.{name}" for name in names)}):
+        path = ROOT / (module.replace(".", "/") + ".py")
         assert "torch" not in {m.split(".")[0] for m in imports(path)}, path
 
 

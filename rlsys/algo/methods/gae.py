@@ -14,9 +14,9 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Advantage
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.methods.token_advantages import Unit, last_token, turn_ends, whiten_tokens
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import discounted_suffix_sum, sum_by
+from rlsys.algo.token_advantages import Unit, last_token, turn_ends, whiten_tokens
 
 
 def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float | Tensor) -> Tensor:

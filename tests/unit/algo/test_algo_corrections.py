@@ -13,12 +13,12 @@ from rlsys.algo import build
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import Correction
 from rlsys.algo.figures import loss_metrics, mismatch_metrics, mismatch_sums
-from rlsys.algo.hooks import effective_share
 from rlsys.algo.losses import View
-from rlsys.algo.methods.put_off import PutOff
+from rlsys.algo.methods.d3s import widest_subset
+from rlsys.algo.methods.deferred_samples import PutOff
+from rlsys.algo.methods.vcpo import effective_share
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
-from rlsys.algo.selectors import widest_subset
 from tests.helpers.algo_world import DOUBLE, packed, section, table
 
 close = torch.testing.assert_close

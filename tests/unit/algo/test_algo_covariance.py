@@ -10,7 +10,7 @@ import torch
 from rlsys.algo import build
 from rlsys.algo.batch import Batch
 from rlsys.algo.losses import View
-from rlsys.algo.methods.covariance import draws
+from rlsys.algo.methods.entropy_mechanism import draws
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
 from rlsys.core.errors import UserError

@@ -11,7 +11,7 @@ from rlsys.algo import build
 from rlsys.algo.batch import Batch
 from rlsys.algo.kl import kl_estimate
 from rlsys.algo.losses import View
-from rlsys.algo.methods.trust_regions import largest_cap, largest_kept
+from rlsys.algo.methods.m2po import largest_cap, largest_kept
 from rlsys.algo.reduction import alone
 from tests.helpers.algo_world import DOUBLE, packed
 

@@ -10,7 +10,7 @@ import torch
 from rlsys.algo import build
 from rlsys.algo.batch import Batch
 from rlsys.algo.losses import View
-from rlsys.algo.methods.off_policy_losses import binary_kl
+from rlsys.algo.methods.dppo import binary_kl
 from rlsys.algo.objective import Objective
 from tests.helpers.algo_world import DOUBLE, World, packed, run, section, table
 

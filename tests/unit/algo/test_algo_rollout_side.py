@@ -18,10 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algo import build, prompts
-from rlsys.algo.group_rewards import Response, flaw, majority
-from rlsys.algo.methods.allocation import student_quantile
+from rlsys.algo.group_rewards import Response
+from rlsys.algo.methods.fapo import flaw
+from rlsys.algo.methods.lens_groups import purified
 from rlsys.algo.methods.similarity import most_alike
-from rlsys.algo.planners import Accept, Drop, Hold, More, Planner, decide, purified, start_size
+from rlsys.algo.methods.ttrl_groups import majority
+from rlsys.algo.methods.xrpo_groups import student_quantile
+from rlsys.algo.planners import Accept, Drop, Hold, More, Planner, decide, start_size
 from rlsys.algo.registry import TABLE
 from rlsys.core.types import Sample, SampleGroup, Status
 
@@ -34,7 +37,7 @@ def group(rewards: list[float | None], group_id: int = 0, prompt_index: int = 0)
 def test_the_rollout_side_imports_no_torch() -> None:
     names = [(kind, name) for kind in ("prompt", "planner", "group_reward") for name in TABLE[kind]]
     code = (
-        f"import sys, rlsys.algo, rlsys.algo.handbook, rlsys.algo.methods.put_off\n"
+        f"import sys, rlsys.algo, rlsys.algo.handbook, rlsys.algo.methods.deferred_samples\n"
         f"for kind, name in {names!r}: rlsys.algo.build(kind, name)\n"
         "assert 'torch' not in sys.modules"
     )

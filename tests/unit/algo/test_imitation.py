@@ -11,8 +11,10 @@ from torch import Tensor
 
 from rlsys.algo import build
 from rlsys.algo.contract import kind_of, promises
+from rlsys.algo.methods.dft import Dft
+from rlsys.algo.methods.otr import Otr
 from rlsys.algo.registry import TABLE
-from rlsys.algo.sft.imitation import Dft, Imitation, Otr, Tokens
+from rlsys.algo.sft.imitation import Imitation, Tokens
 from rlsys.algo.sft.preferences import Dpo
 from rlsys.config import load_config
 from rlsys.config.algo import Spec

@@ -9,7 +9,7 @@ import torch
 
 from rlsys.algo import build
 from rlsys.algo.batch import Batch
-from rlsys.algo.methods import token_baseline
+from rlsys.algo.methods import optimal_token_baseline
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
 from rlsys.config.algo import AlgoSection
@@ -89,7 +89,7 @@ def test_many_groups_are_summed_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatc
         sizes.append(values.shape[1])
         return values
 
-    monkeypatch.setattr(token_baseline, "CHUNK", 7)
+    monkeypatch.setattr(optimal_token_baseline, "CHUNK", 7)
     method, samples = build("advantage", "optimal_token_baseline"), table(rewards, groups, lengths)
     (found,) = method.per_token(method(samples), samples, [part], summed)
     close(found, whole)

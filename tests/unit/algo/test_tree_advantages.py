@@ -10,7 +10,7 @@ import torch
 
 from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Batch
-from rlsys.algo.methods.tree_advantages import Node, by_depth, paths
+from rlsys.algo.methods.branch_grpo import Node, by_depth, paths
 from rlsys.algo.reduction import alone
 from rlsys.algo.registry import build
 from tests.helpers.algo_world import DOUBLE, World, packed, table

@@ -12,9 +12,11 @@ from torch import Tensor
 from rlsys.algo import build
 from rlsys.algo.advantages import grpo, whiten
 from rlsys.algo.methods.gae import Gae
-from rlsys.algo.methods.turn_advantages import mapo, turn_returns, ui_s1
+from rlsys.algo.methods.mapo import mapo
+from rlsys.algo.methods.ui_s1 import ui_s1
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
+from rlsys.algo.turn_advantages import turn_returns
 from rlsys.core.errors import UserError
 from rlsys.core.spans import TurnMark, VersionSpan
 from rlsys.core.types import Sample, SampleGroup, Segment, Status

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rlsys.algo.methods.turn_selectors import least_sure, turn_entropies
+from rlsys.algo.methods.dart import least_sure, turn_entropies
 from rlsys.algo.objective import Objective
 from tests.helpers.algo_world import DOUBLE, World, packed, run, section, table
 

@@ -115,7 +115,7 @@ def test_the_judges_own_reward_by_hand() -> None:
 
 async def test_a_judge_is_trained_on_worked_sums_with_one_wrong_line_or_none(model: Path) -> None:
     """The rule that judges sums agrees with what the source says; so it gets full marks, and chance does not."""
-    from rlsys.algo.group_rewards import Fapo
+    from rlsys.algo.methods.fapo import Fapo
     from rlsys.rewards.judges import build_judge
 
     async def never(question: str) -> str:
@@ -365,7 +365,7 @@ def test_unknown_reward_is_told_with_the_nearest_name(model: Path) -> None:
     [("4-1=3\n3-7=-4", -1), ("4-1=2\n2-7=-5", 0), ("4-1=3\n3-7=4", 1), ("", 0), ("4-1=3\nwell", 1)],
 )
 async def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: int) -> None:
-    from rlsys.algo.group_rewards import Fapo, flaw
+    from rlsys.algo.methods.fapo import Fapo, flaw
     from rlsys.rewards.judges import build_judge
 
     async def never(question: str) -> str:

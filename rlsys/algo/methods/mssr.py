@@ -1,7 +1,4 @@
-"""Advantages that differ from token to token: REINFORCE++, MSSR. GAE has a file of its own.
-
-Shapes: N samples, T packed tokens. All statistics over tokens are sums over ranks.
-"""
+"""MSSR: memory-surrogate single-rollout RL."""
 
 from __future__ import annotations
 
@@ -12,100 +9,10 @@ import torch
 from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
-from rlsys.algo.advantages import Advantage, Eps, dr_grpo, whiten
+from rlsys.algo.advantages import Advantage, whiten
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.reduction import Reduce
-from rlsys.algo.segments import discounted_suffix_sum
-
-Unit = Annotated[float, Field(ge=0, le=1)]
-
-
-def whiten_tokens(
-    values: Sequence[Tensor], parts: Sequence[Batch], reduce: Reduce, eps: float = 1e-6
-) -> list[Tensor]:
-    """(x - mean) / (std + eps) over the trained tokens of all ranks, std with n - 1; 0 elsewhere."""
-
-    def total(fields: list[Tensor]) -> Tensor:
-        return reduce(
-            torch.stack([p.masked(f).double().sum() for f, p in zip(fields, parts, strict=True)]).sum()
-        )
-
-    count = total([torch.ones_like(v) for v in values])
-    mean = total(list(values)) / count.clamp(min=1)
-    variance = total([(v.double() - mean) ** 2 for v in values]) / (count - 1).clamp(min=1)
-    return [
-        p.masked(((v - mean) / (variance.sqrt() + eps)).to(v.dtype))
-        for v, p in zip(values, parts, strict=True)
-    ]
-
-
-def on_trained(part: Batch, values: Tensor, scan: Any) -> Tensor:
-    """`scan(values, ids)` over the trained tokens only, as if the others were not there; 0 on the others. `[T]`."""
-    return torch.zeros_like(values).masked_scatter(part.keep, scan(values[part.keep], part.ids[part.keep]))
-
-
-def last_token(part: Batch) -> Tensor:
-    """True on each sequence's last trained token, `[T]`."""
-    position = torch.arange(len(part.mask), device=part.mask.device)
-    last = torch.full((part.sequences,), -1, dtype=torch.long, device=part.mask.device)
-    last = last.scatter_reduce(0, part.ids[part.keep], position[part.keep], "amax")
-    out = torch.zeros_like(part.keep)
-    out[last[last >= 0]] = True
-    return out
-
-
-def turn_ends(part: Batch) -> Tensor:
-    """True on the last trained token of each turn, `[T]`."""
-    place, turns = part.keep.nonzero().flatten(), part.signal("turns")[part.keep]
-    ids, last = part.ids[part.keep], torch.ones_like(place, dtype=torch.bool)
-    last[:-1] = (turns[1:] != turns[:-1]) | (ids[1:] != ids[:-1])
-    out = torch.zeros_like(part.keep)
-    out[place[last]] = True
-    return out
-
-
-class ReinforcePP(Advantage):
-    """R minus the KL still to come, whitened over all tokens of the step.
-
-    A_t = R - beta * sum_{j >= t} (old_j - ref_j); then (A - mean) / std over every trained token. No critic, no
-    group baseline.
-    """
-
-    paper: ClassVar[str] = "REINFORCE++ (Hu 2025), section 3"
-    evidence: ClassVar[str] = "R"
-    beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference inside the reward."""
-    eps: Eps = 1e-6
-    """Added to the standard deviation."""
-
-    def needs(self) -> frozenset[str]:
-        return frozenset({"old", "ref"}) if self.beta else frozenset()
-
-    def __call__(self, samples: Samples) -> Tensor:
-        return samples.reward
-
-    def per_token(
-        self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
-    ) -> list[Tensor]:
-        values = [part.masked(part.expand(advantages)) for part in parts]
-        if self.beta:
-            values = [v - self.beta * self._kl_to_come(part) for v, part in zip(values, parts, strict=True)]
-        return whiten_tokens(values, parts, reduce, self.eps)
-
-    @staticmethod
-    def _kl_to_come(part: Batch) -> Tensor:
-        kl = part.masked(part.signal("old") - part.signal("ref"))
-        return on_trained(part, kl, lambda x, ids: discounted_suffix_sum(x, ids, 1.0))
-
-
-class ReinforcePPBaseline(ReinforcePP):
-    """REINFORCE++ after taking the group's mean off the reward."""
-
-    evidence: ClassVar[str] = "R"
-    compares: ClassVar[bool] = True
-
-    def __call__(self, samples: Samples) -> Tensor:
-        return dr_grpo(samples.reward, samples.group_ids)
+from rlsys.algo.token_advantages import Unit
 
 
 class Mssr(Advantage):

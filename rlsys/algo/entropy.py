@@ -1,0 +1,35 @@
+"""A bonus for the policy's entropy. Other uses of it: methods/adaptive_entropy, top_entropy and entropy_mechanism."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rlsys.algo.losses import Figures, Loss, View
+
+
+class EntropyBonus(Loss):
+    """-coefficient times the policy's entropy at each token."""
+
+    paper: ClassVar[str] = "Asynchronous methods for deep RL (Mnih et al. 2016)"
+    evidence: ClassVar[str] = "R"
+    policy: ClassVar[bool] = False
+    ratio: ClassVar[bool] = False
+    coefficient: float = 1e-3
+    """Weight; negative lowers the entropy."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy"})
+
+    def needs_before(self) -> frozenset[str]:
+        return frozenset()
+
+    def weight(self) -> float:
+        """What the entropy is multiplied by."""
+        return self.coefficient
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        if view.entropy is None:
+            raise ValueError("the loss was called without the entropy, which the term 'entropy' needs")
+        return -self.weight() * view.entropy, {}

@@ -1,0 +1,71 @@
+"""Adaptive entropy control (Skywork Open Reasoner 1, He et al. 2025)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, PrivateAttr, model_validator
+from torch import Tensor
+
+from rlsys.algo.entropy import EntropyBonus
+from rlsys.algo.losses import Figures, View
+
+
+class AdaptiveEntropy(EntropyBonus):
+    """An entropy bonus only while entropy is at or below `target`, with a weight that is steered.
+
+    After each optimizer update the weight rises by `delta` if the mean entropy of the update's tokens was at or below
+    the target, else it falls by `delta`, within [lowest, highest]. The next update has the bonus only in the first
+    case. The first update, before anything was measured, has it. Metric `entropy_coefficient`: what was applied. The
+    checkpoint keeps both numbers.
+    """
+
+    paper: ClassVar[str] = "Skywork Open Reasoner 1 (He et al. 2025): adaptive entropy control"
+    evidence: ClassVar[str] = "R"
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight at the start."""
+    target: Annotated[float, Field(ge=0)] = 0.2
+    """Wanted entropy of a token, in nats."""
+    delta: Annotated[float, Field(gt=0)] = 0.005
+    """Change of the weight after an update."""
+    lowest: Annotated[float, Field(ge=0)] = 0.0
+    """Smallest weight."""
+    highest: Annotated[float, Field(ge=0)] = 1.0
+    """Largest weight."""
+    _coefficient: float | None = PrivateAttr(default=None)
+    _entropy: float = PrivateAttr(default=-math.inf)
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if not self.lowest <= self.coefficient <= self.highest:
+            raise ValueError(
+                f"coefficient = {self.coefficient} must be from lowest = {self.lowest} to highest = {self.highest}"
+            )
+        return self
+
+    @property
+    def _steered(self) -> float:
+        return self.coefficient if self._coefficient is None else self._coefficient
+
+    def weight(self) -> float:
+        return self._steered if self._entropy <= self.target else 0.0
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        loss, _ = super().__call__(view, prepared)
+        return loss, {"entropy_coefficient": loss.detach().new_full(loss.shape, self.weight())}
+
+    def observe(self, metrics: dict[str, float]) -> None:
+        entropy = metrics["entropy"]
+        if math.isfinite(entropy):  # else the trainer skips that update as well
+            change = self.delta if entropy <= self.target else -self.delta
+            self._coefficient = min(max(self._steered + change, self.lowest), self.highest)
+            self._entropy = entropy
+
+    def state_dict(self) -> dict[str, Any]:
+        return (
+            {} if self._coefficient is None else {"coefficient": self._coefficient, "entropy": self._entropy}
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._coefficient, self._entropy = float(state["coefficient"]), float(state["entropy"])

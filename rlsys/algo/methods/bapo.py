@@ -1,0 +1,110 @@
+"""BAPO: balanced policy optimisation with adaptive clipping.
+
+Needs `now`, the log-probs just before the update, for a pass over all tokens before the backward. The decision is a
+function of sums over all ranks, and does not depend on the signs of log-ratios that are only rounding: another CPU or
+another layout rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.losses import Figures, Loss, View, clipped_surrogate, log_ratios, lost_gradient
+from rlsys.algo.reduction import Reduce
+
+MOST_TRIES = 10_000
+"""Bounds that BAPO compares in one update: each is a column of a small table on every rank."""
+
+
+TIE = 1e-9
+"""Sums of float64 that are closer, relatively, are equal: their order differs between layouts."""
+
+
+class Bapo(Loss):
+    """Clip bounds that widen until positive samples contribute their share of the loss.
+
+    C+ = sum_{A >= 0} min(r, high) A; C- = sum_{A < 0} max(r, low) |A|. From the lowest bounds, `low` goes up to its
+    maximum, then `high`, until C+ / C- reaches `target`. The authors' sums are kept as they are, though a higher
+    `low` makes C- larger, not smaller: what it removes is the gradient of negative tokens. `target` is a ratio: 1 is
+    the paper's share of one half; the authors' script uses 0.5.
+    """
+
+    paper: ClassVar[str] = "BAPO: balanced policy optimisation with adaptive clipping"
+    evidence: ClassVar[str] = "R"
+    low_min: Annotated[float, Field(ge=0, le=1)] = 0.6
+    """Lower bound of the ratio at the start."""
+    low_max: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Its highest value."""
+    high_min: Annotated[float, Field(ge=1)] = 1.2
+    """Upper bound of the ratio at the start."""
+    high_max: Annotated[float, Field(ge=1)] = 3.0
+    """Its highest value."""
+    step: Annotated[float, Field(gt=0)] = 0.05
+    """Step of the search."""
+    target: Annotated[float, Field(ge=0)] = 1.0
+    """Wanted C+ / C-."""
+    dual: Annotated[float, Field(gt=1)] | None = 3.0
+    """Dual clip."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        for side, start, end in (
+            ("low", self.low_min, self.low_max),
+            ("high", self.high_min, self.high_max),
+        ):
+            if start > end:
+                raise ValueError(f"{side}_min = {start} must not be above {side}_max = {end}")
+        tries = (self.low_max - self.low_min + self.high_max - self.high_min) / self.step
+        if tries > MOST_TRIES:
+            raise ValueError(f"step = {self.step} makes {tries:.3g} bounds to try; at most {MOST_TRIES}")
+        return self
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"now"})
+
+    def path(self) -> list[tuple[float, float]]:
+        """The bounds tried, in order."""
+        lows = _ladder(self.low_min, self.low_max, self.step)
+        highs = _ladder(self.high_min, self.high_max, self.step)
+        return [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        path = self.path()
+        lows, highs = (torch.tensor(side, dtype=torch.float64) for side in zip(*path, strict=True))
+        sums = torch.zeros(2, len(path), dtype=torch.float64, device=parts[0].mu.device)
+        for part, delta in zip(parts, log_ratios(parts, anchors), strict=True):
+            ratio, advantages = delta.double().exp()[part.keep], part.signal("advantages").double()[part.keep]
+            good, bad = advantages >= 0, advantages < 0
+            under, over, weight = split_sums(ratio[good], advantages[good], highs)
+            sums[0] += under + highs.to(weight) * (weight.sum() - over)
+            under, over, weight = split_sums(ratio[bad], -advantages[bad], lows)
+            sums[1] += lows.to(weight) * over + (ratio[bad] * weight).sum() - under
+        positive, negative = reduce(sums).cpu()
+        enough = (positive >= self.target * negative * (1 - TIE)).tolist()
+        return path[enough.index(True)] if True in enough else path[-1]
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        bounds = (*prepared, self.dual)
+        lost = lost_gradient(view.ratio.detach(), view.advantages, *bounds)
+        return clipped_surrogate(view.ratio, view.advantages, *bounds), {"clipped": lost}
+
+
+def split_sums(values: Tensor, weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For ascending edges `[E]`: sums over values <= edge of value * weight and of weight, `[E]`; and the weights."""
+    place = torch.bucketize(values, edges.to(values.device))
+    sums = [torch.bincount(place, weights=w, minlength=len(edges) + 1) for w in (values * weights, weights)]
+    under, over = (s.cumsum(0)[: len(edges)] for s in sums)
+    return under, over, weights
+
+
+def _ladder(start: float, end: float, step: float) -> list[float]:
+    """start, start + step, ..., end."""
+    count = max(0, math.ceil((end - start) / step - 1e-9))
+    return [*(start + i * step for i in range(count)), end]

@@ -1,0 +1,29 @@
+"""CISPO (MiniMax-M1, eq. 4 and 5)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.losses import Figures, Loss, View
+
+
+class Cispo(Loss):
+    """-sg(clip(r)) A logp: the clip bounds a weight, and every token keeps its gradient.
+
+    So nothing of it is in `clip_share`; the metric `capped_share` is of the tokens whose weight is bounded.
+    """
+
+    paper: ClassVar[str] = "MiniMax-M1 (CISPO), eq. 4-5"
+    evidence: ClassVar[str] = "R"
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """The weight is at most 1 + clip_high."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The weight is at least 1 - clip_low; 1, the default, is no lower bound."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        ratio = view.ratio.detach()
+        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return -weight * view.advantages * view.logp, {"capped_share": (weight != ratio).to(weight)}

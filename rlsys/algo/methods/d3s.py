@@ -1,0 +1,115 @@
+"""D3S: dynamic dual-level down-sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.reduction import Reduce, threshold
+from rlsys.algo.selectors import Selector
+from rlsys.config.section import Fraction
+
+
+def widest_subset(values: Tensor, count: int) -> Tensor:
+    """The `count` of N values with the largest variance, `[N]` bool: some of the smallest and some of the largest.
+
+    Sorted, it is always a prefix and a suffix, so all `count` + 1 candidates are compared in O(N log N).
+    """
+    n = len(values)
+    if count >= n:
+        return torch.ones(n, dtype=torch.bool, device=values.device)
+    ordered, order = values.double().sort(stable=True)
+    zero = ordered.new_zeros(1)
+    sums, squares = torch.cat([zero, ordered.cumsum(0)]), torch.cat([zero, (ordered**2).cumsum(0)])
+    head = torch.arange(count + 1, device=values.device)
+    tail = n - (count - head)
+    total, total2 = sums[head] + sums[n] - sums[tail], squares[head] + squares[n] - squares[tail]
+    best = int((total2 / count - (total / count) ** 2).argmax())
+    keep = torch.zeros(n, dtype=torch.bool, device=values.device)
+    keep[order[:best]] = True
+    keep[order[n - (count - best) :]] = True
+    return keep
+
+
+class D3S(Selector):
+    """Train on the samples whose advantages vary most, and on their most informative tokens; relax with time.
+
+    Over the whole step: the subset of a share of the samples with the largest variance of advantages; then the
+    share of tokens with the largest |A_t| H_t, H the entropy. Both shares grow linearly over `steps`. The paper's
+    schedule was not found; these values are ours.
+
+    The loss is the mean over what is kept: the denominator shrinks by the share of it that the kept samples have, and
+    by the share of tokens. So a selection makes gradients larger, as in the paper. With `denominator: all` it makes
+    them smaller, and the growing shares act like a rise of the learning rate.
+    """
+
+    paper: ClassVar[str] = "D3S: dynamic dual-level down-sampling"
+    evidence: ClassVar[str] = "P"
+    samples_start: Fraction = 0.5
+    """Share of samples at the first step."""
+    samples_end: Fraction = 1.0
+    """Share of samples after `steps`."""
+    tokens_start: Fraction = 0.2
+    """Share of tokens at the first step."""
+    tokens_end: Fraction = 1.0
+    """Share of tokens after `steps`."""
+    steps: Annotated[int, Field(gt=0)] = 100
+    """Train steps over which the shares grow."""
+    denominator: Literal["kept", "all"] = "kept"
+    """What the loss is a mean over: the samples and tokens that are kept, or all of the step."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy"}) if min(self.tokens_start, self.tokens_end) < 1 else frozenset()
+
+    def _share(self, start: float, end: float, step: int) -> float:
+        return start + (end - start) * min(1.0, step / self.steps)
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        if advantages is None:
+            raise ValueError("d3s needs the advantages of samples; it cannot be used with this estimator")
+        count = max(1, round(self._share(self.samples_start, self.samples_end, samples.step) * len(samples)))
+        return widest_subset(advantages, count).to(advantages)
+
+    def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
+        if self.denominator == "all" or not mass.any():
+            return 1.0
+        kept = float(mass[(weight != 0).to(mass.device)].sum() / mass.sum())
+        return kept * self._share(self.tokens_start, self.tokens_end, step)
+
+    def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
+        share = self._share(self.tokens_start, self.tokens_end, samples.step)
+        if share >= 1:
+            return None
+        scores = [
+            part.masked(part.signal("advantages").abs() * part.signal("entropy").detach()) for part in parts
+        ]
+        positive = [s[(s > 0) & (p.signal("weight") != 0)] for s, p in zip(scores, parts, strict=True)]
+        device = positive[0].device if positive else torch.device("cpu")
+        found = torch.tensor([float(sum(len(v) for v in positive)), 0.0], dtype=torch.float64, device=device)
+        wanted = share * float(samples.lengths[samples.column("kept")].sum())
+        dropped = max(0.0, float(reduce(found)[0]) - wanted)
+        largest = _largest(positive, reduce)
+
+        def holds(edges: Tensor, counts: Tensor, _sums: Tensor) -> Tensor:
+            return counts <= dropped
+
+        cut = threshold(positive, holds, 0.0, largest, reduce)
+        return [(s > cut).to(s) for s in scores]
+
+
+def _largest(values: Sequence[Tensor], reduce: Reduce) -> float:
+    """A power of two that no value of any rank exceeds, from sums alone."""
+    powers = torch.arange(-30, 31, dtype=torch.float64)
+    over = torch.zeros(len(powers), dtype=torch.float64)
+    for value in values:
+        over += (
+            (value.double().cpu()[:, None] > 2.0 ** powers[None, :]).double().sum(0) if len(value) else 0.0
+        )
+    device = values[0].device if values else torch.device("cpu")
+    free = (reduce(over.to(device)).cpu() == 0).nonzero()
+    return float(2.0 ** powers[int(free[0])]) if len(free) else 2.0**31

@@ -1,0 +1,41 @@
+"""DAPO, section 3.2: dynamic sampling. No torch."""
+
+from __future__ import annotations
+
+from statistics import stdev
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PrivateAttr
+
+from rlsys.algo.planners import Accept, Decision, Drop, Planner, PositiveInt, rewards_of
+from rlsys.core.types import SampleGroup
+
+
+class Dapo(Planner):
+    """Dynamic sampling: a group of equal rewards teaches nothing; drop it and start another.
+
+    Filters on the plain reward, before any shaping. After `drops` drops in a row groups are accepted as they come,
+    so that a step always ends.
+    """
+
+    paper: ClassVar[str] = "DAPO, section 3.2"
+    evidence: ClassVar[str] = "R"
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    """A group is kept when its rewards' standard deviation is above this."""
+    drops: PositiveInt = 160
+    """Drops in a row after which a group is accepted all the same."""
+    _row: int = PrivateAttr(default=0)
+
+    def decide(self, group: SampleGroup) -> Decision:
+        rewards = rewards_of(group)
+        if (len(rewards) > 1 and stdev(rewards) > self.spread) or self._row >= self.drops:
+            self._row = 0
+            return Accept()
+        self._row += 1
+        return Drop("equal rewards")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"row": self._row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._row = int(state["row"])

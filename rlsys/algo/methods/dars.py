@@ -1,0 +1,66 @@
+"""DARS: difficulty adaptive rollout sampling. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+from pydantic import PrivateAttr
+
+from rlsys.algo.planners import Accept, Decision, GroupLimit, More, Planner, success_rate
+from rlsys.core.types import SampleGroup
+
+
+class Dars(Planner):
+    """More samples for hard prompts, by the accuracy of a first stage.
+
+    p = share of successes among n (0 counts as 0.5 / n). Nothing more at p >= 1/2. With S = 2 p (1 - p) and peak n/2
+    ("plain" advantages), or S = 2 sqrt(p (1 - p)) and peak n ("std"): equal = ceil((peak - n S) / S); hardness =
+    ceil((2 (1 - p) peak - n S) / S); at most `largest` samples in all. Combine with `dapo` to drop 0 and 1.
+    """
+
+    paper: ClassVar[str] = "DARS: difficulty adaptive rollout sampling"
+    evidence: ClassVar[str] = "R"
+    schedule: Literal["hardness", "equal"] = "hardness"
+    """Hard prompts more than equal treatment asks for, or just equal."""
+    signal: Literal["std", "plain"] = "std"
+    """Whether the advantage divides by the standard deviation."""
+    largest: GroupLimit = 32
+    """Most samples of a group."""
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+    _stage: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    def limit(self, size: int) -> int:
+        return max(size, self.largest)
+
+    def forget(self, group_id: int) -> None:
+        self._stage.pop(str(group_id), None)
+
+    def extra(self, p: float, n: int) -> int:
+        """Further samples for accuracy `p` of `n`."""
+        p = p or 0.5 / n
+        if p >= 0.5:
+            return 0
+        if self.signal == "plain":
+            signal, peak = 2 * p * (1 - p), n / 2
+        else:
+            signal, peak = 2 * math.sqrt(p * (1 - p)), float(n)
+        wanted = peak if self.schedule == "equal" else 2 * (1 - p) * peak
+        return max(0, min(math.ceil((wanted - n * signal) / signal - 1e-9), self.largest - n))
+
+    def decide(self, group: SampleGroup) -> Decision:
+        key = str(group.group_id)
+        if self._stage.pop(key, 0):
+            return Accept()
+        more = self.extra(success_rate(group, self.correct), len(group.samples))
+        if not more:
+            return Accept()
+        self._stage[key] = 1
+        return More(more)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self._stage}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stage = {k: int(v) for k, v in state["stage"].items()}

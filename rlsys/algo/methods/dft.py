@@ -1,0 +1,17 @@
+"""Dynamic fine-tuning (arXiv 2508.05629)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlsys.algo.sft.imitation import Imitation, Tokens
+
+
+class Dft(Imitation):
+    """-pi(token) log pi(token), pi without gradient: tokens that the model finds unlikely count less."""
+
+    paper = "Dynamic Fine-Tuning (arXiv 2508.05629), equation 9"
+    evidence = "R"
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        return -tokens.logp.detach().exp() * tokens.logp

@@ -1,0 +1,72 @@
+"""FAPO: flawed-aware policy optimisation. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from rlsys.algo.group_rewards import GroupReward, Judge, Response
+
+VERDICT = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")
+
+
+class Fapo(GroupReward):
+    """1 for a correct and sound response, 1 - penalty for a correct one with a flaw, -1 for a wrong one.
+
+    A judge that is shown the right answer names the first wrong step of a correct response in \\boxed{}, -1 for none.
+    Only correct responses are judged, all at once. One that fails, takes longer than `data.judge_timeout`, or names
+    no step gives no verdict; the authors take that for sound. `data.reward: fapo_judge` trains a judge.
+    """
+
+    paper: ClassVar[str] = "FAPO: flawed-aware policy optimisation"
+    evidence: ClassVar[str] = "R"
+    penalty: Annotated[float, Field(ge=0)] = 1.0
+    """What a flaw costs."""
+    correct: float = 0.5
+    """A response is correct when its verified reward is above this."""
+    no_verdict: Literal["censor", "sound"] = "censor"
+    """What a correct response without a verdict is: censored, with its group, or taken as sound."""
+    question: Annotated[str, Field(pattern=r"\{response\}")] = (
+        "Problem:\n{prompt}\n\nRight answer:\n{key}\n\nSolution:\n{response}\n\nThe solution comes to the right "
+        "answer. Its paragraphs count from 0: name the first one that has an error, or -1 if none has, in \\boxed{}."
+    )
+    """What the judge is asked; {prompt}, {key} (the problem's `answer`) and {response} are replaced."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"verdicts"})
+
+    async def __call__(
+        self, prompt: str, responses: Sequence[Response], judge: Judge | None
+    ) -> list[float | None]:
+        if judge is None:
+            raise ValueError("fapo needs a judge")
+        return list(await asyncio.gather(*(self._one(prompt, r, judge) for r in responses)))
+
+    async def _one(self, prompt: str, response: Response, judge: Judge) -> float | None:
+        if response.reward is None:
+            return None
+        if response.reward <= self.correct:
+            return -1.0
+        step = flaw(await judge(self._asked(prompt, response)) or "")
+        if step is None:
+            return None if self.no_verdict == "censor" else 1.0
+        return 1.0 if step == -1 else 1.0 - self.penalty
+
+    def _asked(self, prompt: str, response: Response) -> str:
+        asked = self.question
+        if "{key}" in asked and response.key is None:
+            raise ValueError(
+                "the judge is shown the key, but the problem's entry has no `answer`; leave out {key}"
+            )
+        values = {"{prompt}": prompt, "{key}": response.key or "", "{response}": response.text}
+        return re.sub(r"\{(?:prompt|key|response)\}", lambda found: values[found[0]], asked)
+
+
+def flaw(verdict: str) -> int | None:
+    """The last boxed step of a judge's response; -1: sound; None: no verdict."""
+    found = VERDICT.findall(verdict)
+    return int(found[-1]) if found else None

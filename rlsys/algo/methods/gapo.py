@@ -1,0 +1,43 @@
+"""GAPO: group adaptive policy optimisation."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage, Eps, by_group, middle
+from rlsys.algo.batch import Samples
+
+
+def dense_centre(rewards: Tensor, share: float) -> Tensor:
+    """Median of the ceil(share n) sorted neighbours with the smallest range (the lower ones when ranges tie)."""
+    k = max(1, math.ceil(share * len(rewards)))
+    ordered = rewards.sort().values
+    start = int((ordered[k - 1 :] - ordered[: len(ordered) - k + 1]).argmin())
+    return middle(ordered[start : start + k])
+
+
+class Gapo(Advantage):
+    """(R - Q) / rms(R - Q): Q, the median of the densest part of the group's rewards, ignores outliers.
+
+    Q is the median of the ceil(tau n) sorted rewards with the smallest range; the scale is
+    sqrt(sum (R - Q)^2 / (n - 1)). For an even window we take the mean of the two middle values.
+    """
+
+    paper: ClassVar[str] = "GAPO: group adaptive policy optimisation"
+    evidence: ClassVar[str] = "R"
+    compares: ClassVar[bool] = True
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the group in the window."""
+    eps: Eps = 1e-6
+    """Added to the scale."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        def group(rewards: Tensor) -> Tensor:
+            distance = rewards - dense_centre(rewards, self.tau)
+            return distance / ((distance**2).sum() / max(len(rewards) - 1, 1)).sqrt().add(self.eps)
+
+        return by_group(group, samples.reward, samples.group_ids)

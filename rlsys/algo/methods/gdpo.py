@@ -1,0 +1,56 @@
+"""GDPO: group reward-decoupled normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage, Eps, deviation, grpo
+from rlsys.algo.batch import Samples
+from rlsys.core.errors import UserError
+
+
+def gdpo(
+    rewards: Tensor, group_ids: Tensor, weights: Sequence[float] | None = None, eps: float = 1e-6
+) -> Tensor:
+    """Rewards `[N, R]` normalised one by one within groups, added, then scaled over all samples; `[N]`.
+
+    a = sum_k w_k (r_k - mean_g) / (std_g + eps); a / (std + eps). The mean of a over all samples is 0 already, and
+    taking its rounding off would give groups of equal rewards an advantage. One reward: GRPO, without the scale.
+    """
+    if rewards.dim() == 1:
+        rewards = rewards[:, None]
+    kinds = rewards.shape[1]
+    weights = [1.0] * kinds if weights is None else list(weights)
+    if len(weights) != kinds:
+        raise ValueError(f"gdpo got {len(weights)} weights for {kinds} rewards")
+    total = torch.stack([w * grpo(rewards[:, k], group_ids, eps) for k, w in enumerate(weights)]).sum(0)
+    return total if kinds == 1 else total / (deviation(total) + eps)
+
+
+class Gdpo(Advantage):
+    """Each of several rewards normalised in its group, added, then whitened over the step.
+
+    With one reward it is GRPO. Whitening runs over samples (some implementations: over tokens).
+    """
+
+    paper: ClassVar[str] = "GDPO: group reward-decoupled normalisation"
+    evidence: ClassVar[str] = "R"
+    compares: ClassVar[bool] = True
+    group_local: ClassVar[bool] = False
+    eps: Eps = 1e-6
+    """Added to each standard deviation."""
+    weights: Annotated[list[float], Field(min_length=1)] | None = None
+    """One weight per named reward, in the alphabetical order of the names; 1 when not given."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        found = 1 if samples.rewards.dim() == 1 else samples.rewards.shape[1]
+        if self.weights is not None and len(self.weights) != found:
+            raise UserError(
+                f"algo.advantage.weights = {self.weights}: {len(self.weights)} weights, but data.reward gives {found}"
+            )
+        return gdpo(samples.rewards, samples.group_ids, self.weights, self.eps)

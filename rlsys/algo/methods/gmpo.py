@@ -1,0 +1,38 @@
+"""GMPO: geometric-mean policy optimisation (arXiv 2507.20673)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.losses import Figures, Loss, View
+
+
+class Gmpo(Loss):
+    """PPO with the geometric mean of a response's ratios, each clipped by itself before.
+
+    s = exp(mean_t c_t); c_t = log-ratio, at most clip_high where A > 0, at least -clip_low where A < 0. A token that
+    is clipped has no gradient, the others s A / |y| with `reducer: sequence_mean`. So wide a clip bites few tokens,
+    and one of them moves the mean little.
+    """
+
+    paper: ClassVar[str] = "GMPO: geometric-mean policy optimisation (arXiv 2507.20673)"
+    evidence: ClassVar[str] = "R"
+    per_sequence: ClassVar[bool] = True
+    clip_low: Annotated[float, Field(ge=0)] = 0.4
+    """Lower width of a token's log-ratio."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.4
+    """Upper width."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        batch, gap = view.batch, view.log_ratio
+        lost = ((view.advantages > 0) & (gap > self.clip_high)) | (
+            (view.advantages < 0) & (gap < -self.clip_low)
+        )
+        clipped = torch.where(lost, gap.detach().clamp(-self.clip_low, self.clip_high), gap)
+        ratio = (batch.per_sequence(clipped.detach()) / batch.lengths).exp()[batch.ids]
+        own = (clipped - clipped.detach()).exp()  # 1, with the token's own gradient
+        return -ratio * own * view.advantages, {"clipped": lost}

@@ -1,0 +1,68 @@
+"""GRPO-RoC (rStar2-Agent, section 3.2) in the trainer: which of an oversampled group are trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Samples
+from rlsys.algo.segments import groups_of
+from rlsys.algo.selectors import Seed, Selector
+from rlsys.config.section import Fraction
+
+
+class GrpoRoc(Selector):
+    """Resample on correct: of an oversampled group keep half, all kinds of failures but only the cleanest successes.
+
+    Keeps the group's proportion of successes (at least `least` of each where there are so many). Failures are drawn
+    at random; successes are those with the lowest penalty: the share of failed tool calls (0.5 without a call) plus
+    min((answers - 1) / turns, 1), or 1 without an answer; or the length, where there are no tools. Baselines are of
+    the kept samples. Plan twice the group: `planners: [grpo_roc]`.
+    """
+
+    paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
+    evidence: ClassVar[str] = "R"
+    before: ClassVar[bool] = True
+    keep: Fraction = 0.5
+    """Share of each group that is trained."""
+    least: Annotated[int, Field(ge=0)] = 2
+    """Smallest number of successes and of failures kept, where a group has them."""
+    penalty: Literal["tools", "length"] = "tools"
+    """What ranks the successes."""
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+    seed: Seed = 0
+    """Of the draw among failures."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"tool_penalty"}) if self.penalty == "tools" else frozenset()
+
+    def size_of(self, group: int) -> int:
+        return max(1, round(self.keep * group))
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        penalty = (
+            samples.lengths.double() if self.penalty == "length" else samples.column("tool_penalty").double()
+        )
+        success = (samples.reward > self.correct).cpu()
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)
+        draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
+        rank = torch.where(success, penalty.cpu(), draw)
+        out = torch.zeros(len(samples))
+        for members in groups_of(samples.group_ids.cpu()):
+            won, lost = members[success[members]], members[~success[members]]
+            total = self.size_of(len(members))
+            good = self._successes(len(won), len(lost), total)
+            for chosen, count in ((won, good), (lost, total - good)):
+                out[chosen[torch.argsort(rank[chosen], stable=True)[:count]]] = 1.0
+        return out.to(samples.rewards.device)
+
+    def _successes(self, won: int, lost: int, total: int) -> int:
+        """How many successes stay among `total`."""
+        wanted = round(total * won / (won + lost))
+        floor, ceiling = min(self.least, won), total - min(self.least, lost)
+        wanted = max(min(wanted, ceiling), floor)
+        return min(max(wanted, total - lost), won)

@@ -1,0 +1,34 @@
+"""GSPO: group sequence policy optimisation (Zheng et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.losses import Figures, Loss, View, Width, clipped_surrogate, lost_gradient
+
+
+class Gspo(Loss):
+    """One ratio per sequence, the geometric mean of its tokens' ratios, clipped very tightly.
+
+    s = exp(mean_t (logp - anchor)); each token has ratio sg(s) exp(logp - sg(logp)), so its gradient is s A / |y|
+    with `reducer: sequence_mean`. The default widths are the paper's, from memory.
+    """
+
+    paper: ClassVar[str] = "Group sequence policy optimisation (Zheng et al. 2025), eq. 5-7"
+    evidence: ClassVar[str] = "R"
+    per_sequence: ClassVar[bool] = True
+    clip_low: Width = 3e-4
+    """Lower width of the sequence ratio."""
+    clip_high: Annotated[float, Field(ge=0)] = 4e-4
+    """Upper width."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        batch = view.batch
+        mean = (batch.per_sequence(view.log_ratio) / batch.lengths).detach()
+        ratio = mean.exp()[batch.ids] * batch.masked(view.logp - view.logp.detach()).exp()
+        bounds = (1 - self.clip_low, 1 + self.clip_high)
+        lost = lost_gradient(ratio.detach(), view.advantages, *bounds)
+        return clipped_surrogate(ratio, view.advantages, *bounds), {"clipped": lost}

@@ -1,0 +1,27 @@
+"""The policy loss of Kimi k1.5 (arXiv 2501.12599) and Kimi K2.5 (arXiv 2602.02276)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.losses import Figures, Loss, View
+
+
+class Kimi(Loss):
+    """tau / 2 (logp - anchor)^2 on every token: a penalty for leaving the anchor, beside a policy loss.
+
+    `loss: [reinforce, kimi]` is Kimi k1.5's objective, token by token as in ROLL (`kimi15`); beside dppo it is
+    prime-rl's `kl_tau`, whose 1e-3 is a tau of 2e-3. No correction acts on it.
+    """
+
+    paper: ClassVar[str] = "Kimi k1.5, eq. 3 (arXiv 2501.12599); Kimi K2.5 (arXiv 2602.02276)"
+    evidence: ClassVar[str] = "R"
+    policy: ClassVar[bool] = False
+    tau: Annotated[float, Field(ge=0)] = 0.1
+    """Weight."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        return self.tau / 2 * view.log_ratio**2, {}

@@ -1,0 +1,87 @@
+"""LENS in the trainer: selection and weights of responses to purified prompts; lens_groups.py has its group
+policy.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.corrections import Correction, CorrectionPlugin
+from rlsys.algo.losses import View
+from rlsys.algo.segments import group_index, groups_of, sum_by
+from rlsys.algo.selectors import Selector
+
+
+class LensWeights(CorrectionPlugin):
+    """Samples drawn from a cleaned prompt are trained on the original one, with w inside the ratio.
+
+    r = exp(logp(y | x) - mu(y | x used)) / w in groups that hold such samples (after `selectors: [lens]`), w = 1 in
+    all others. w = a for the prompt's own successes, 1 - a for transferred successes and the failures that remain,
+    a = the success rate of all own samples. w is kept at least `smallest`, which is ours. Beside a clip, a sample
+    with A > 0 and 1 / w above the upper bound has no gradient.
+    """
+
+    paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
+    evidence: ClassVar[str] = "P"
+    smallest: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Smallest w."""
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"transferred"})
+
+    def sample_weight(self, samples: Samples) -> Tensor:
+        """w, `[N]`."""
+        transferred, counted = samples.column("transferred").bool(), samples.counted
+        own, success = ~transferred, samples.reward > self.correct
+        held = transferred if counted is None else transferred & counted
+        index, sizes = group_index(samples.group_ids)
+        wins, count, mixed = (
+            sum_by(rows.double(), index, len(sizes))[index] for rows in (own & success, own, held)
+        )
+        rate = wins / count.clamp(min=1)
+        weight = torch.where(own & success, rate, 1 - rate).clamp(min=self.smallest)
+        return torch.where(mixed > 0, weight, torch.ones_like(weight))
+
+    def shift(self, part: Batch, samples: Samples) -> Tensor | None:
+        return part.expand(self.sample_weight(samples).log())
+
+    def __call__(self, view: View, prepared: Any) -> Correction:
+        return Correction(torch.ones_like(view.anchor), view.keep)
+
+
+class Lens(Selector):
+    """Successes of a cleaned prompt stand for failures of the prompt itself, where cleaning helped.
+
+    Of a group with samples that were drawn from a cleaned prompt: when a larger share of these succeeds than of the
+    group's own, k = min(their successes, own failures) of the successes replace k failures, and the group keeps its
+    size; else all own samples stay. What else was drawn from the cleaned prompt drops out. Use it with
+    `planners: [lens]` and `corrections: [lens]`.
+    """
+
+    paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
+    evidence: ClassVar[str] = "P"
+    before: ClassVar[bool] = True
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"transferred"})
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        success = (samples.reward > self.correct).cpu()
+        transferred = samples.column("transferred").bool().cpu()
+        out = (~transferred).float()
+        for members in groups_of(samples.group_ids.cpu()):
+            own, drawn = members[~transferred[members]], members[transferred[members]]
+            won, lost = drawn[success[drawn]], own[~success[own]]
+            if len(won) * len(own) > (len(own) - len(lost)) * len(drawn):
+                k = min(len(won), len(lost))
+                out[won[:k]], out[lost[:k]] = 1.0, 0.0
+        return out.to(samples.rewards.device)

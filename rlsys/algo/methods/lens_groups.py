@@ -1,0 +1,77 @@
+"""LENS in the rollout process: further responses to purified prompts. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PrivateAttr
+
+from rlsys.algo.planners import Accept, Decision, More, Planner, success_rate
+from rlsys.core.types import SampleGroup
+
+
+def purified(
+    prompt_ids: Sequence[int], scores: Sequence[float], share: float, protect: Sequence[bool]
+) -> tuple[int, ...]:
+    """The prompt without the ceil(share n) tokens of the largest score, never a protected one."""
+    if not len(prompt_ids) == len(scores) == len(protect):
+        raise ValueError(f"{len(prompt_ids)} prompt tokens, {len(scores)} scores, {len(protect)} protections")
+    free = [i for i, kept in enumerate(protect) if not kept]
+    worst = set(sorted(free, key=lambda i: (-scores[i], i))[: math.ceil(share * len(prompt_ids))])
+    return tuple(t for i, t in enumerate(prompt_ids) if i not in worst)
+
+
+class Lens(Planner):
+    """Hard prompts get further samples from a cleaned prompt, without the tokens that disturb the policy most.
+
+    For a group below `below` successes: score each prompt token by |log policy - log reference|, delete the top
+    `share`, sample as many again. The selector `lens` puts their successes in the place of failures, the correction
+    `lens` trains them on the original prompt. The reference is the server that engine.reference names; special tokens
+    are protected.
+    """
+
+    paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
+    evidence: ClassVar[str] = "P"
+    below: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Success rate under which a prompt is cleaned."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of prompt tokens deleted (1 to 5 %)."""
+    correct: float = 0.5
+    """A sample is a success when its reward is above this."""
+    _scores: dict[int, tuple[list[float], list[bool]]] = PrivateAttr(default_factory=dict)
+    _cleaned: set[int] = PrivateAttr(default_factory=set)
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"prompt_scores"})
+
+    def limit(self, size: int) -> int:
+        return 2 * size
+
+    def forget(self, group_id: int) -> None:
+        self._scores.pop(group_id, None)
+        self._cleaned.discard(group_id)
+
+    def wants_scores(self, group: SampleGroup) -> bool:
+        return group.group_id not in self._cleaned and success_rate(group, self.correct) < self.below
+
+    def hear_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
+        self._scores[group_id] = (list(scores), list(protect))
+
+    def decide(self, group: SampleGroup) -> Decision:
+        told = self._scores.pop(group.group_id, None)
+        if group.group_id in self._cleaned:
+            self._cleaned.discard(group.group_id)
+            return Accept()
+        if told is None or success_rate(group, self.correct) >= self.below:
+            return Accept()
+        self._cleaned.add(group.group_id)
+        own = group.samples[0].prompt_ids
+        return More(len(group.samples), purified(own, told[0], self.share, told[1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cleaned": sorted(self._cleaned)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._cleaned = set(state["cleaned"])

@@ -1,0 +1,30 @@
+"""LUSPO: length-unbiased sequence policy optimisation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.losses import Figures, View, Width
+from rlsys.algo.methods.gspo import Gspo
+
+
+class Luspo(Gspo):
+    """GSPO times the length of the response: each of its tokens has the gradient s A, not s A / |y|.
+
+    GSPO's tokens count less in long responses, whose length it so makes shrink. With `reducer: sequence_mean`, as
+    for GSPO: the length stands in the loss.
+    """
+
+    paper: ClassVar[str] = "LUSPO: length-unbiased sequence policy optimisation"
+    evidence: ClassVar[str] = "R"
+    clip_low: Width = 2e-3
+    """Lower width of the sequence ratio."""
+    clip_high: Annotated[float, Field(ge=0)] = 2.5e-3
+    """Upper width."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        loss, figures = super().__call__(view, prepared)
+        return loss * view.batch.lengths[view.batch.ids], figures

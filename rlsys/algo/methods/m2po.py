@@ -1,0 +1,108 @@
+"""M2PO: second-moment trust policy optimisation.
+
+Needs `now`, the log-probs just before the update, for a pass over all tokens before the backward. The decision is a
+function of sums over all ranks, and does not depend on the signs of log-ratios that are only rounding: another CPU or
+another layout rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.losses import (
+    LOG_RATIO_LIMIT,
+    Figures,
+    Loss,
+    View,
+    clipped_surrogate,
+    log_ratios,
+    lost_gradient,
+)
+from rlsys.algo.reduction import Reduce, threshold
+
+NOISE = 1e-3
+"""A log-ratio closer to 0 may have its sign from rounding."""
+
+
+def largest_kept(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> float:
+    """Largest square that stays when the biggest are dropped until the mean of the rest is within `budget`."""
+
+    def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
+        return sums <= budget * counts.clamp(min=1)
+
+    return threshold(squares, holds, 0.0, LOG_RATIO_LIMIT**2, reduce)
+
+
+def largest_cap(squares: Sequence[Tensor], tokens: Tensor, budget: float, reduce: Reduce) -> float:
+    """Largest cap c with sum(min(square, c^2)) <= budget * tokens; the limit of log-ratios when no cap is needed.
+
+    tokens: float64 scalar, this rank's share of the number that the budget is a mean over.
+    """
+    total, n = reduce(torch.stack([tokens.new_tensor(float(sum(len(s) for s in squares))), tokens])).cpu()
+
+    def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
+        return sums + edges * (total - counts) <= budget * n.clamp(min=1)
+
+    return math.sqrt(threshold(squares, holds, 0.0, LOG_RATIO_LIMIT**2, reduce))
+
+
+class M2PO(Loss):
+    """A budget for the second moment of the log-ratio instead of a clip on each token: made for stale data.
+
+    D = now - anchor. `mask` (the paper): drop the tokens of largest D^2 until the mean of the rest is at most tau;
+    the kept have the plain loss -r A. `bounds` (the authors' code): over the tokens where a trust region can bite
+    (A > 0 and D > 0, or A < 0 and D < 0), if the mean of D^2 exceeds tau, find the largest cap c whose mean
+    min(|D|, c)^2 meets it, and clip every ratio to [exp(-c), exp(c)]. Ours runs over the whole update and all ranks;
+    the authors' code runs it per micro-batch. Tokens of advantage 0 are in no mean: whether they are there at all
+    depends on other terms of the loss.
+
+    The number that `bounds` divides by counts a token with |D| < 0.001 as a half, plus or minus (D / 0.001)^2 / 2 by
+    the side that it is on. Of tokens that engine and trainer agree on, the authors' code counts those whose rounding
+    has the right sign: a half of them, too, but another half on each machine.
+    """
+
+    paper: ClassVar[str] = "M2PO: second-moment trust policy optimisation"
+    evidence: ClassVar[str] = "R"
+    tau: Annotated[float, Field(gt=0)] = 0.04
+    """Budget of the second moment."""
+    form: Literal["bounds", "mask"] = "bounds"
+    """The authors' code, or the paper's text."""
+    floor_low: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """bounds: never clip above 1 - floor_low."""
+    floor_high: Annotated[float, Field(ge=0)] | None = None
+    """bounds: never clip below 1 + floor_high."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"now"})
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        deltas = log_ratios(parts, anchors)
+        if self.form == "mask":
+            kept = [d[p.active] ** 2 for d, p in zip(deltas, parts, strict=True)]
+            return largest_kept(kept, self.tau, reduce)
+        bites = [
+            (d * p.signal("advantages").sign())[p.active].double() for d, p in zip(deltas, parts, strict=True)
+        ]
+        near = [(b / NOISE).clamp(-1, 1) for b in bites]
+        tokens = torch.stack([((1 + x * x.abs()) / 2).sum() for x in near]).sum()
+        cap = largest_cap([b[b > 0] ** 2 for b in bites], tokens, self.tau, reduce)
+        low = math.exp(-cap) if self.floor_low is None else min(math.exp(-cap), 1 - self.floor_low)
+        high = math.exp(cap) if self.floor_high is None else max(math.exp(cap), 1 + self.floor_high)
+        return low, high
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        if self.form == "mask":
+            delta = view.batch.masked(view.batch.signal("now") - view.anchor).clamp(
+                -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
+            )
+            inside = delta**2 <= prepared
+            return -view.ratio * view.advantages * inside, {"clipped": ~inside}
+        lost = lost_gradient(view.ratio.detach(), view.advantages, *prepared)
+        return clipped_surrogate(view.ratio, view.advantages, *prepared), {"clipped": lost}

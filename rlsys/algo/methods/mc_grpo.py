@@ -1,0 +1,41 @@
+"""MC-GRPO in the trainer: median-centred advantages; mc_grpo_groups.py has the group size."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage, by_group, middle
+from rlsys.algo.batch import Samples
+
+
+class McGrpo(Advantage):
+    """(R - median) / (MAD + eps) in odd groups of G + 1; the median sample drops out, the others count more for it.
+
+    Non-zero advantages are multiplied by (G + 1) / (number of non-zero), which makes up for the zeros that the mean
+    over all samples counts: with `over: active` the reducer would do it a second time. With rewards of 0 and 1 the
+    MAD is 0 in every group, so that all mixed groups weigh the same, as in the authors' code. Their eps is 1e-3,
+    which makes each advantage a thousand times as large as eps = 1 does and leaves the size of a step to the clipping
+    of the gradient. Plan odd groups: `planners: [mc_grpo]`.
+    """
+
+    paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
+    compares: ClassVar[bool] = True
+    evidence: ClassVar[str] = "R"
+    eps: Annotated[float, Field(gt=0)] = 1.0
+    """Added to the MAD."""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        def group(rewards: Tensor) -> Tensor:
+            n = len(rewards)
+            if n % 2 == 0:
+                raise ValueError(
+                    f"mc_grpo needs groups of an odd number of samples, got {n}: rollout.group_size + 1"
+                )
+            distance = rewards - middle(rewards.sort().values)
+            scaled = distance / (middle(distance.abs().sort().values) + self.eps)
+            return scaled * n / max(int((scaled != 0).sum()), 1)
+
+        return by_group(group, samples.reward, samples.group_ids)

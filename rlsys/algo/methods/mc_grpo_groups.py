@@ -1,0 +1,17 @@
+"""MC-GRPO in the rollout process: one more response than is trained. No torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rlsys.algo.planners import Planner
+
+
+class OneMore(Planner):
+    """One sample more than rollout.group_size, and one again if that is even: the median needs an odd group."""
+
+    paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
+    evidence: ClassVar[str] = "R"
+
+    def size(self, group_size: int) -> int:
+        return group_size + 1 + group_size % 2

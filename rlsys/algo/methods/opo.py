@@ -1,0 +1,34 @@
+"""OPO: on-policy RL with optimal reward baseline (arXiv 2505.23585)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage, dr_grpo
+from rlsys.algo.batch import Samples
+from rlsys.algo.segments import group_index, sum_by
+
+
+class Opo(Advantage):
+    """R - sum(l R) / sum(l) within the group, l the responses' lengths: the baseline of least variance.
+
+    It is the optimal baseline if a response's squared gradient norm grows like its length. OPO is meant for exactly
+    on-policy steps: without clip, KL or entropy terms.
+    """
+
+    paper: ClassVar[str] = (
+        "On-policy RL with optimal reward baseline (OPO, arXiv 2505.23585); verl core_algos.py"
+    )
+    evidence: ClassVar[str] = "R"
+    compares: ClassVar[bool] = True
+
+    def __call__(self, samples: Samples) -> Tensor:
+        # Of what is left after the mean, so that equal rewards give exactly 0.
+        centred = dr_grpo(samples.reward, samples.group_ids).double()
+        index, sizes = group_index(samples.group_ids)
+        lengths = samples.lengths.to(centred)
+        weighed = sum_by(lengths * centred, index, len(sizes))
+        total = sum_by(lengths, index, len(sizes)).clamp(min=1)
+        return (centred - (weighed / total)[index]).to(samples.reward.dtype)

@@ -1,0 +1,29 @@
+"""Off-policy sequence masking (DeepSeek-V3.2 technical report)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from rlsys.algo.corrections import Correction, CorrectionPlugin
+from rlsys.algo.losses import View
+
+
+class Opsm(CorrectionPlugin):
+    """Reject sequences of negative advantage that the policy has moved away from: mean(mu - logp) > delta.
+
+    Measured from the sampler, whatever the anchor is: after the anchor was taken, nothing has moved yet.
+    """
+
+    paper: ClassVar[str] = "Off-policy sequence masking (DeepSeek-V3.2 technical report)"
+    evidence: ClassVar[str] = "R"
+    delta: Annotated[float, Field(ge=0)] = 1e-4
+    """Largest mean of mu - logp of a sequence with A < 0."""
+
+    def __call__(self, view: View, prepared: Any) -> Correction:
+        batch = view.batch
+        moved = batch.per_sequence(-view.log_total_ratio) / batch.lengths
+        away = (moved > self.delta)[batch.ids] & (view.advantages < 0)
+        return Correction(torch.ones_like(view.anchor), view.keep & ~away)

@@ -1,0 +1,66 @@
+"""Outcome-based exploration for LLM reasoning."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import PrivateAttr
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage, by_group, grpo
+from rlsys.algo.batch import Samples
+
+
+class OutcomeExploration(Advantage):
+    """GRPO plus c times a bonus for rare final answers, outside the group's normalisation.
+
+    ucb_con: min(1, 1/sqrt(N)) - b0, N = how often this answer came up for this prompt before (negative beyond four
+    visits with b0 = 1/2); ucb_mean: the same minus the step's mean; batch: minus the share of siblings with the same
+    answer. c was not found in the paper; responses without an answer get no bonus, and are not in the mean.
+    """
+
+    paper: ClassVar[str] = "Outcome-based exploration for LLM reasoning"
+    compares: ClassVar[bool] = True
+    group_local: ClassVar[bool] = False
+    evidence: ClassVar[str] = "P"
+    mode: Literal["ucb_con", "ucb_mean", "batch"] = "ucb_con"
+    """Which bonus."""
+    c: float = 0.1
+    """Weight of the bonus."""
+    b0: float = 0.5
+    """What ucb_con takes off."""
+    _visits: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"answers", "prompt_index"})
+
+    def __call__(self, samples: Samples) -> Tensor:
+        base = grpo(samples.reward, samples.group_ids)
+        answers = samples.column("answers")
+        bonus = self._rare_in_group(samples) if self.mode == "batch" else self._rare_in_history(samples)
+        if self.mode == "ucb_mean" and (answers >= 0).any():
+            bonus = bonus - bonus[answers >= 0].mean()
+        return base + self.c * torch.where(answers >= 0, bonus.to(base), torch.zeros_like(base))
+
+    def _rare_in_group(self, samples: Samples) -> Tensor:
+        def group(answers: Tensor) -> Tensor:
+            same = (answers[:, None] == answers[None, :]).sum(1) - 1
+            return -same.to(answers.dtype) / len(answers)
+
+        return by_group(group, samples.column("answers").to(samples.reward.dtype), samples.group_ids)
+
+    def _rare_in_history(self, samples: Samples) -> Tensor:
+        pairs = zip(samples.column("prompt_index").tolist(), samples.column("answers").tolist(), strict=True)
+        keys = [f"{prompt}:{answer}" for prompt, answer in pairs]
+        seen = torch.tensor([self._visits.get(k, 0) for k in keys], dtype=torch.float64)
+        for key in keys:
+            self._visits[key] = self._visits.get(key, 0) + 1
+        bonus = seen.clamp(min=1).rsqrt()
+        return (bonus - self.b0 if self.mode == "ucb_con" else bonus).to(samples.reward.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"visits": self._visits}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._visits = dict(state["visits"])

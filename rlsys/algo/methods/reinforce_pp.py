@@ -1,0 +1,59 @@
+"""REINFORCE++ (Hu 2025), with and without a group baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.advantages import Advantage, Eps, dr_grpo
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.reduction import Reduce
+from rlsys.algo.segments import discounted_suffix_sum
+from rlsys.algo.token_advantages import on_trained, whiten_tokens
+
+
+class ReinforcePP(Advantage):
+    """R minus the KL still to come, whitened over all tokens of the step.
+
+    A_t = R - beta * sum_{j >= t} (old_j - ref_j); then (A - mean) / std over every trained token. No critic, no
+    group baseline.
+    """
+
+    paper: ClassVar[str] = "REINFORCE++ (Hu 2025), section 3"
+    evidence: ClassVar[str] = "R"
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the reference inside the reward."""
+    eps: Eps = 1e-6
+    """Added to the standard deviation."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"old", "ref"}) if self.beta else frozenset()
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return samples.reward
+
+    def per_token(
+        self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
+    ) -> list[Tensor]:
+        values = [part.masked(part.expand(advantages)) for part in parts]
+        if self.beta:
+            values = [v - self.beta * self._kl_to_come(part) for v, part in zip(values, parts, strict=True)]
+        return whiten_tokens(values, parts, reduce, self.eps)
+
+    @staticmethod
+    def _kl_to_come(part: Batch) -> Tensor:
+        kl = part.masked(part.signal("old") - part.signal("ref"))
+        return on_trained(part, kl, lambda x, ids: discounted_suffix_sum(x, ids, 1.0))
+
+
+class ReinforcePPBaseline(ReinforcePP):
+    """REINFORCE++ after taking the group's mean off the reward."""
+
+    evidence: ClassVar[str] = "R"
+    compares: ClassVar[bool] = True
+
+    def __call__(self, samples: Samples) -> Tensor:
+        return dr_grpo(samples.reward, samples.group_ids)

@@ -1,0 +1,29 @@
+"""SAPO: soft adaptive policy optimisation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.losses import Figures, Loss, View
+
+
+class Sapo(Loss):
+    """A smooth gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A.
+
+    tau is larger, so the gate narrower, for A <= 0. At r = 1 the gradient is that of -r A.
+    """
+
+    paper: ClassVar[str] = "Soft adaptive policy optimisation (SAPO)"
+    evidence: ClassVar[str] = "R"
+    tau_positive: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of the gate where A > 0."""
+    tau_negative: Annotated[float, Field(gt=0)] = 1.05
+    """Temperature elsewhere."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        tau = torch.where(view.advantages > 0, self.tau_positive, self.tau_negative).to(view.ratio)
+        return -(4 / tau) * torch.sigmoid(tau * (view.ratio - 1)) * view.advantages, {}

@@ -1,0 +1,39 @@
+"""Truncated importance sampling (Yao et al. 2025)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from rlsys.algo.corrections import Correction, Level, Normalised, PositiveFloat, at_level
+from rlsys.algo.losses import View
+
+
+class Tis(Normalised):
+    """Truncated importance weights: min(rho, cap), and at least `floor`.
+
+    `sequence` takes the product over the sequence, `geometric` its mean. `normalise` divides by the mean weight of
+    the update's tokens, so that the loss keeps its size.
+    """
+
+    paper: ClassVar[str] = (
+        "Your efficient RL framework secretly brings you off-policy training (Yao et al. 2025)"
+    )
+    evidence: ClassVar[str] = "R"
+    cap: PositiveFloat = 2.0
+    """Largest weight (8 at sequence level)."""
+    floor: Annotated[float, Field(ge=0)] = 0.0
+    """Smallest weight (slime: --tis-clip-low, 0.5 in its GLM-5.2 script)."""
+    level: Level = "token"
+    """What the ratio is taken over."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.floor > self.cap:
+            raise ValueError(f"floor = {self.floor} must not be above cap = {self.cap}")
+        return self
+
+    def correct(self, view: View) -> Correction:
+        weight = at_level(view.log_behaviour_ratio, view.batch, self.level).clamp(self.floor, self.cap)
+        return Correction(weight, view.keep)

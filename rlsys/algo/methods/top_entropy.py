@@ -1,0 +1,49 @@
+"""High-entropy minority tokens (Wang et al. 2025, Beyond the 80/20 rule)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.reduction import Reduce, threshold
+from rlsys.algo.selectors import Selector
+
+GRID = 2.0**-10
+"""Entropies are told apart to this, in nats: tokens of equal responses in a group stay or go together."""
+
+
+MOST_NATS = 32.0
+"""More than the entropy over any vocabulary."""
+
+
+class TopEntropy(Selector):
+    """Train only the tokens where the policy was least sure: the share of all tokens with the largest entropy.
+
+    Of the whole step, as the trainer had it at its start; TRL takes the quantile of a micro-batch over ranks. All
+    terms of the loss lose the other tokens, also the KL to a reference, which TRL leaves. Denominators count all.
+    """
+
+    paper: ClassVar[str] = "Beyond the 80/20 rule: high-entropy minority tokens (Wang et al. 2025)"
+    evidence: ClassVar[str] = "R"
+    every_sample: ClassVar[bool] = True
+    share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of the tokens that are trained."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy"})
+
+    def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
+        entropies = [(part.masked(part.signal("entropy").detach()) / GRID).round() * GRID for part in parts]
+        trained = [e[p.keep & (p.signal("weight") != 0)] for e, p in zip(entropies, parts, strict=True)]
+        count = torch.tensor(
+            float(sum(len(t) for t in trained)), dtype=torch.float64, device=parts[0].mu.device
+        )
+        dropped = math.ceil((1 - self.share) * (float(reduce(count)) - 1) - 1e-9)
+        cut = threshold(trained, lambda edges, counts, sums: counts <= dropped, -1.0, MOST_NATS, reduce)
+        return [(entropy > cut).to(entropy) for entropy in entropies]

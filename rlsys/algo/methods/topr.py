@@ -1,0 +1,37 @@
+"""TOPR: tapered off-policy REINFORCE (arXiv 2503.14286).
+
+The ratio is taken against `algo.anchor`, whose default, mu, is the policy that sampled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.corrections import Level, at_level
+from rlsys.algo.losses import Figures, Loss, View
+
+ROUNDING = 1e-3
+"""A ratio above 1 by less may be rounding: it is not counted as capped."""
+
+
+class Topr(Loss):
+    """Tapered off-policy REINFORCE: good samples count in full, bad ones by at most their ratio.
+
+    -A logp where A > 0, else -sg(min(r, 1)) A logp. r is the product over the response, as in the paper; ROLL takes
+    each token's (`level: token`), and tells good from bad by the reward where we take the advantage.
+    """
+
+    paper: ClassVar[str] = "TOPR: tapered off-policy REINFORCE (arXiv 2503.14286), eq. 8"
+    evidence: ClassVar[str] = "R"
+    level: Level = "sequence"
+    """What the ratio is taken over."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        ratio = at_level(view.log_ratio.detach(), view.batch, self.level)
+        bad = view.advantages <= 0
+        weight = torch.where(bad, ratio.clamp(max=1.0), torch.ones_like(ratio))
+        figures = {"capped_share": (bad & (ratio > 1 + ROUNDING)).to(ratio)}
+        return -weight * view.advantages * view.logp, figures

@@ -1,0 +1,36 @@
+"""TTRL in the trainer: a vote is larger than what is trained on; ttrl_groups.py has the vote."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.batch import Samples
+from rlsys.algo.segments import groups_of
+from rlsys.algo.selectors import Seed, Selector
+from rlsys.config.section import Fraction
+
+
+class Thin(Selector):
+    """Train a random share of each group's votes; all of them voted."""
+
+    paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
+    evidence: ClassVar[str] = "R"
+    before: ClassVar[bool] = True
+    keep: Fraction = 0.5
+    """Share of each group that is trained."""
+    seed: Seed = 0
+    """Of the draw."""
+
+    def size_of(self, group: int) -> int:
+        return max(1, round(self.keep * group))
+
+    def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)
+        draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
+        out = torch.zeros(len(samples))
+        for members in groups_of(samples.group_ids.cpu()):
+            out[members[torch.argsort(draw[members])[: self.size_of(len(members))]]] = 1.0
+        return out.to(samples.rewards.device)

@@ -1,0 +1,80 @@
+"""UI-S1: semi-online reinforcement learning (arXiv 2509.11543)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.advantages import Eps
+from rlsys.algo.batch import Samples
+from rlsys.algo.segments import group_index, group_mean, group_std
+from rlsys.algo.token_advantages import Unit
+from rlsys.algo.turn_advantages import TurnAdvantage, _same_turn, turn_returns, turns_there
+
+
+def ui_s1(
+    episode: Tensor,
+    rewards: Tensor,
+    matches: Tensor,
+    counts: Tensor,
+    group_ids: Tensor,
+    *,
+    gamma: float,
+    episode_weight: float,
+    step_weight: float,
+    std: bool,
+    eps: float = 1e-6,
+) -> Tensor:
+    """episode_weight * N_group(episode) + step_weight * N_step(R), `[N, K]`; R restarts where a turn did not match.
+
+    `episode` `[N]`: a score for each sample, counted once for each of its turns. N_group: (x - mean) / (std + eps)
+    over all turns of the group; N_step: over those of the same number. A turn that is alone has 0 in N_step and, as
+    the authors have it, its score itself in N_group.
+    """
+    there = turns_there(counts, rewards.shape[1])
+    returns = turn_returns(rewards, gamma, matches)[there]
+    scores = episode[:, None].expand_as(rewards)[there]
+    groups = group_ids[:, None].expand_as(rewards)[there]
+
+    def normed(values: Tensor, ids: Tensor, lone: Tensor) -> Tensor:
+        index, sizes = group_index(ids)
+        alone = (sizes == 1)[index]
+        centred = torch.where(alone, lone, values - group_mean(values, ids))
+        spread = torch.where(alone, torch.ones_like(values), group_std(values, ids))
+        return centred / (spread + eps) if std else centred
+
+    total = episode_weight * normed(scores, groups, scores)
+    total = total + step_weight * normed(returns, _same_turn(group_ids, there), torch.zeros_like(returns))
+    return torch.zeros_like(rewards).masked_scatter(there, total)
+
+
+class UiS1(TurnAdvantage):
+    """The episode's score in its group, and the returns of steps in its group's steps of one number.
+
+    A = episode_weight * N_group(score) + step_weight * N_step(R). R_k = r_k + gamma R_{k+1}, which restarts at a turn
+    that did not do as the trajectory that it follows. The score is the sample's reward. A group's mean and deviation
+    count a score once for each of its turns, as the authors' code does.
+    """
+
+    paper: ClassVar[str] = "UI-S1: semi-online reinforcement learning (arXiv 2509.11543)"
+    evidence: ClassVar[str] = "R"
+    gamma: Unit = 0.5
+    """Discount per turn."""
+    episode_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the episode's score."""
+    step_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the steps' returns."""
+    std: bool = True
+    """Divide by the standard deviations, not only take off the means."""
+    eps: Eps = 1e-6
+    """Added to each standard deviation."""
+
+    def turns(self, samples: Samples) -> Tensor:
+        return ui_s1(
+            samples.reward, samples.column("turn_rewards"), samples.column("turn_matches"),
+            samples.column("turn_counts"), samples.group_ids, gamma=self.gamma,
+            episode_weight=self.episode_weight, step_weight=self.step_weight, std=self.std, eps=self.eps,
+        )  # fmt: skip

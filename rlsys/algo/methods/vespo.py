@@ -1,0 +1,40 @@
+"""VESPO: variational sequence-level soft policy optimisation (arXiv 2602.10693)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.losses import LOG_RATIO_LIMIT, Figures, Loss, View
+
+
+class Vespo(Loss):
+    """A smooth weight of the whole response's ratio: 1 where nothing moved, less and less the further it moves.
+
+    -sg(phi(w)) A logp, phi(w) = exp(lam (1 - w)) w^k, w = the product of the response's ratios; k and lam by the sign
+    of A. w at least 1e-8. No correction for mu beside it: take anchor mu, and w is the whole ratio.
+    """
+
+    paper: ClassVar[str] = "VESPO: variational sequence-level soft policy optimisation (arXiv 2602.10693)"
+    evidence: ClassVar[str] = "R"
+    k_positive: Annotated[float, Field(ge=0)] = 2.0
+    """Power of w where A >= 0."""
+    lam_positive: Annotated[float, Field(gt=0)] = 3.0
+    """Decay where A >= 0."""
+    k_negative: Annotated[float, Field(ge=0)] = 3.0
+    """Power of w where A < 0."""
+    lam_negative: Annotated[float, Field(gt=0)] = 2.0
+    """Decay where A < 0."""
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        batch = view.batch
+        log_w = batch.per_sequence(view.log_ratio.detach()).clamp(math.log(1e-8), LOG_RATIO_LIMIT)[batch.ids]
+        good = view.advantages >= 0
+        k = torch.where(good, self.k_positive, self.k_negative).to(log_w)
+        lam = torch.where(good, self.lam_positive, self.lam_negative).to(log_w)
+        phi = (lam + k * log_w - lam * log_w.exp()).exp()
+        return -phi * view.advantages * view.logp, {"clipped": phi == 0}

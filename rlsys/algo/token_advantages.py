@@ -1,0 +1,62 @@
+"""Advantages that differ from token to token: REINFORCE++, MSSR. GAE has a file of its own.
+
+Shapes: N samples, T packed tokens. All statistics over tokens are sums over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.reduction import Reduce
+
+Unit = Annotated[float, Field(ge=0, le=1)]
+
+
+def whiten_tokens(
+    values: Sequence[Tensor], parts: Sequence[Batch], reduce: Reduce, eps: float = 1e-6
+) -> list[Tensor]:
+    """(x - mean) / (std + eps) over the trained tokens of all ranks, std with n - 1; 0 elsewhere."""
+
+    def total(fields: list[Tensor]) -> Tensor:
+        return reduce(
+            torch.stack([p.masked(f).double().sum() for f, p in zip(fields, parts, strict=True)]).sum()
+        )
+
+    count = total([torch.ones_like(v) for v in values])
+    mean = total(list(values)) / count.clamp(min=1)
+    variance = total([(v.double() - mean) ** 2 for v in values]) / (count - 1).clamp(min=1)
+    return [
+        p.masked(((v - mean) / (variance.sqrt() + eps)).to(v.dtype))
+        for v, p in zip(values, parts, strict=True)
+    ]
+
+
+def on_trained(part: Batch, values: Tensor, scan: Any) -> Tensor:
+    """`scan(values, ids)` over the trained tokens only, as if the others were not there; 0 on the others. `[T]`."""
+    return torch.zeros_like(values).masked_scatter(part.keep, scan(values[part.keep], part.ids[part.keep]))
+
+
+def last_token(part: Batch) -> Tensor:
+    """True on each sequence's last trained token, `[T]`."""
+    position = torch.arange(len(part.mask), device=part.mask.device)
+    last = torch.full((part.sequences,), -1, dtype=torch.long, device=part.mask.device)
+    last = last.scatter_reduce(0, part.ids[part.keep], position[part.keep], "amax")
+    out = torch.zeros_like(part.keep)
+    out[last[last >= 0]] = True
+    return out
+
+
+def turn_ends(part: Batch) -> Tensor:
+    """True on the last trained token of each turn, `[T]`."""
+    place, turns = part.keep.nonzero().flatten(), part.signal("turns")[part.keep]
+    ids, last = part.ids[part.keep], torch.ones_like(place, dtype=torch.bool)
+    last[:-1] = (turns[1:] != turns[:-1]) | (ids[1:] != ids[:-1])
+    out = torch.zeros_like(part.keep)
+    out[place[last]] = True
+    return out
