@@ -168,8 +168,8 @@ def weight_layout(figures: Figures) -> None:
 
 def memory(figures: Figures) -> None:
     """Bytes of each phase of an update: rehearsed on fake tensors, and real on this device."""
+    from rlsys.cli.rehearse import run_rank
     from rlsys.config import load_config
-    from rlsys.rehearse.command import run_rank
     from rlsys.rehearse.kinds import Request, node_of
     from rlsys.rehearse.stand_ins import install
     from rlsys.rehearse.step import Rehearsal

@@ -20,10 +20,10 @@ from typing import Any
 
 from measure import ROOT, machine
 
+from rlsys.cli.rehearse import run_rank
 from rlsys.config import Config, load_config
 from rlsys.planner.model_preflight import read_model
 from rlsys.planner.weight_update_cost import GB, LINK, seconds
-from rlsys.rehearse.command import run_rank
 from rlsys.rehearse.kinds import Request, kinds_of_rank
 from rlsys.weights.shard_plan import plan_senders
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.commands import Add, must_hold_run
 from launch.joining import engines, join
 from launch.rundir import CONFIG_FILE
 from launch.stops import StopSignals
+from rlsys.cli.cluster import Add, must_hold_run
 from rlsys.config import load_config
 from rlsys.core import membership
 from rlsys.core.errors import UserError

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.backends import Backend, open_backend
-from launch.commands import add_commands, must_be_run
 from launch.console import Display
 from launch.exporter import run_plan
 from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan
@@ -28,19 +27,23 @@ from launch.readiness import PortTaken
 from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, Stopped, StopSignals
-from rlsys.agents.command import add_meet
+from rlsys.cli.cluster import add_commands, must_be_run
 from rlsys.cli.engines import add_engines
 from rlsys.cli.explain import add_explain
 from rlsys.cli.import_script import add_import
+from rlsys.cli.meet import add_meet
 from rlsys.cli.models import add_model_commands, find_subject
+from rlsys.cli.plan import add_plan
 from rlsys.cli.project import add_own
+from rlsys.cli.rehearse import add_rehearse
+from rlsys.cli.router import add_router
+from rlsys.cli.tenants import add_tenants, key_lines, read_options
 from rlsys.cli.view import add_look, followed_by_trackers
 from rlsys.config import Config, add_config, load_config
 from rlsys.config.precision import check_device, device_capability
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
-from rlsys.gateway.command import add_router
 from rlsys.importers.explain import told_of_options
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
@@ -49,12 +52,9 @@ from rlsys.obs.progress import evaluation_lines, make_progress
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
 from rlsys.obs.symptoms import sentence
-from rlsys.planner.command import add_plan
 from rlsys.planner.layout import lay_out
 from rlsys.planner.model_preflight import check_model
-from rlsys.rehearse.command import add_rehearse
 from rlsys.rehearse.trial import check_build
-from rlsys.tenants.command import add_tenants, key_lines, read_options
 from rlsys.viewer.trackers.tracker import check_trackers
 
 

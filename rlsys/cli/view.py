@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from launch.commands import must_hold_run
+from rlsys.cli.cluster import must_hold_run
 from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
 from rlsys.core.run_files import CONFIG_FILE

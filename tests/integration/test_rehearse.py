@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.rehearse.command import run_rank
+from rlsys.cli.rehearse import run_rank
 from rlsys.rehearse.figures import Collective, Figures, Phase
 from rlsys.rehearse.kinds import Request
 from tests.helpers import rehearsal_cases as cases

@@ -193,7 +193,7 @@ def test_submit_checks_before_it_queues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(CONFIGS.parent)
-    monkeypatch.setattr("launch.commands.submit", lambda *_: pytest.fail("it was queued"))
+    monkeypatch.setattr("rlsys.cli.cluster.submit", lambda *_: pytest.fail("it was queued"))
     assert main.main(["submit", str(QUICKSTART), f"rollout.generator={__name__}:idle"]) == 2
     assert "rollout.generator" in capsys.readouterr().err
 

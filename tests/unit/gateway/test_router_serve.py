@@ -12,9 +12,9 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
+from rlsys.cli import router
 from rlsys.cli.main import main
 from rlsys.core.errors import RunError, UserError
-from rlsys.gateway import command
 from rlsys.gateway.fleet import Fleet
 from rlsys.gateway.front import FrontLimits
 from rlsys.gateway.serve import RouterOptions, Tokens, serve
@@ -81,7 +81,7 @@ async def test_a_watch_that_fails_ends_it_with_the_error(
 
 def test_the_command_line_says_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[RouterOptions] = []
-    monkeypatch.setattr(command, "run_router", given.append)
+    monkeypatch.setattr(router, "run_router", given.append)
     assert main(["router", "--port", "7", "--engine", "http://a:1", "--engine", "http://b:2"]) == 0
     words = "--host localhost --strategy least_tokens --interruption abort --vocab-size 9 --queue-seconds 0.5"
     words += " --max-body-mb 1.5 --concurrency 3 --queue 0"

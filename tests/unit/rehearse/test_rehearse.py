@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import rlsys.trainer  # noqa: F401 - patches megatron-core before anything below imports it
 from megatron_patches import PatchError
-from rlsys.cli import main
+from rlsys.cli import main, rehearse
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.core.errors import UserError
-from rlsys.rehearse import command, stand_ins
+from rlsys.rehearse import stand_ins
 from rlsys.rehearse.figures import HOST, PHASES, Collective, Figures, Phase
 from rlsys.rehearse.kinds import (
     Request,
@@ -252,10 +252,10 @@ def test_a_rank_that_fails_and_one_that_is_too_big_end_in_one_line(
 ) -> None:
     def run(path: Path, overrides: list[str], request: Request) -> Figures:
         if request.rank == 1:
-            raise command.RankFailed(["File trainer.py, line 1", "RuntimeError: shapes differ"], "passes")
+            raise rehearse.RankFailed(["File trainer.py, line 1", "RuntimeError: shapes differ"], "passes")
         return figures(0, 0)
 
-    monkeypatch.setattr(command, "run_rank", run)
+    monkeypatch.setattr(rehearse, "run_rank", run)
     code = main.main(
         ["rehearse", str(ROOT / "configs/quickstart.yaml"), "parallel.pp=2", "--gpu-memory", "60", "--json"]
     )

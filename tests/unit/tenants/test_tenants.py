@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.cli.main import main
+from rlsys.cli.tenants import read_options
 from rlsys.core.errors import UserError
-from rlsys.tenants.command import read_options
 from rlsys.tenants.keys import Keys, check_names, key_file, key_of
 from rlsys.tenants.learner import check_data, loss_of
 from rlsys.tenants.ledger import Change, Conflict, Ledger, Request
