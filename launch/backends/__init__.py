@@ -6,7 +6,6 @@ logs in the run folder, which every node sees.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,21 +70,3 @@ def keeper_command(role: Role, config: Config, *, shielded: bool) -> list[str]:
     if role.gpus:
         command += ["--gpus", ",".join(map(str, role.gpus))]
     return [*command, "--", *role.argv]
-
-
-def open_backend(config: Config, lock_fd: int) -> Backend:
-    """The backend that launch.backend names. Raises UserError when it cannot be had here."""
-    if config.launch.backend == "slurm":
-        from launch.backends.slurm import SlurmBackend
-
-        return SlurmBackend(config, lock_fd)
-    if config.launch.backend == "ray":
-        if "RAY_ADDRESS" not in os.environ:
-            # Read as Ray is imported: a Ray of our own, on this machine alone, listens on loopback only.
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        from launch.backends.ray_actors import RayBackend  # ray costs a second to import
-
-        return RayBackend(config)
-    from launch.backends.local import LocalBackend
-
-    return LocalBackend(config, lock_fd)

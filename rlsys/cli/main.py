@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from launch.backends import Backend, open_backend
+from launch.backends import Backend
+from launch.backends.selection import open_backend
 from launch.console import Display
 from launch.exporter import run_plan
 from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan

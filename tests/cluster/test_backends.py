@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.backends import END, END_NOW, Backend, Handle, open_backend
+from launch.backends import END, END_NOW, Backend, Handle
+from launch.backends.selection import open_backend
 from launch.environment import Kind
 from launch.plan import Role
 from rlsys.config import Config
