@@ -40,7 +40,7 @@ from rlsys.trainer import setup
 from rlsys.trainer.checkpoints.checkpoint import Checkpoints, Learner
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scoring
-from rlsys.trainer.model.chunks import MTP, Chunks
+from rlsys.trainer.model.chunks import MTP, Adapters, Chunks
 from rlsys.trainer.model.lora import Lora, fingerprint
 from rlsys.trainer.model.model import build_model
 from rlsys.trainer.model.mtp import OwnClipping, Prediction, predicted, take_metrics
@@ -295,7 +295,7 @@ class Trainer:
         return self._optimizer
 
     @property
-    def adapters(self) -> Lora | None:
+    def adapters(self) -> Adapters | None:
         """Beside this rank's part of the model; None without trainer.lora."""
         return self._chunks.lora
 

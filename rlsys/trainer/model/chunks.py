@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlsys.convert.adapters import ADAPTERS
+from rlsys.convert.table import Entry
 from rlsys.trainer.model.value_head import ValueHead, ValueLayer
-
-if TYPE_CHECKING:
-    from rlsys.trainer.model.lora import Lora
 
 EXPERT_BIAS = "router.expert_bias"
 """Ends the names of the only weights that are no parameters: no gradient reaches them."""
@@ -25,13 +23,33 @@ MTP = "mtp."
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
+class Adapters(Protocol):
+    """The adapters of a rank's model (rlsys.trainer.model.lora.Lora)."""
+
+    base: int
+    """Fingerprint of the model under the adapters."""
+
+    @property
+    def of_chunks(self) -> Sequence[Any]:
+        """Their parameters, one module a chunk."""
+
+    def named_factors(self) -> Iterator[tuple[str, Entry, Parameter]]:
+        """PEFT's name, entry and parameter of each factor of this rank."""
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """The weight with its adapter; the weight itself where there is none."""
+
+    def sum_shared_gradients(self) -> None:
+        """Sum the gradients of factors that ranks share. Once an update. Collective."""
+
+
 class Chunks:
     """Names its parameters as the whole model does: layers are counted from the model's first, not the chunk's."""
 
     def __init__(self, modules: list[GPTModel]) -> None:
         self.modules = modules
         self.config = modules[0].config
-        self.lora: Lora | None = None
+        self.lora: Adapters | None = None
         """Adapters, if it has some: then nothing else is trained, and nothing else is in checkpoints."""
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
