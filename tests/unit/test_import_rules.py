@@ -21,12 +21,12 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("algo", "convert", "data", "engine"),
     ("agents", "ledger", "rewards", "router", "trainer"),
-    ("gateway", "generators", "tenants", "viewer", "weights"),
+    ("gateway", "generators", "rehearse", "tenants", "viewer", "weights"),
     ("worker",),
     ("evaluation", "planning"),
     ("rollout",),
     ("planner",),
-    ("launch", "rehearse", "train"),
+    ("launch", "train"),
     ("cli",),
 )
 """Packages, the lowest level first. A package imports packages of lower levels only, so there are no cycles."""
