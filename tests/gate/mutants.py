@@ -36,6 +36,11 @@ from tests.helpers.python_path import python_path
 PLACES = (
     "rlsys/algo",
     "rlsys/rollout",
+    "rlsys/worker",
+    "rlsys/ledger",
+    "rlsys/generators",
+    "rlsys/planning",
+    "rlsys/evaluation",
     "rlsys/router",
     "rlsys/gateway",
     "rlsys/trainer/pack.py",

@@ -213,7 +213,7 @@ async def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> N
     told = [await plan.reward(Numbers().train(i), group_of(["a", "b"], [1, 0])) for i in range(8)]
     line = next(i for i, x in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise ZeroDiv" in x)
     assert told == [
-        RUDE + f"raised ZeroDivisionError: no such thing (tests/unit/{Path(__file__).name}:{line})",
+        RUDE + f"raised ZeroDivisionError: no such thing (tests/unit/planning/{Path(__file__).name}:{line})",
         RUDE + "took longer than rollout.reward_timeout = 5 s",
         RUDE + "was cancelled",
         RUDE + "gave nan, not a finite number",

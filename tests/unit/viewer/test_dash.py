@@ -421,7 +421,7 @@ async def test_filter_search_and_groups_side_by_side(page: Page) -> None:
 async def test_what_a_model_writes_is_text_and_never_html(page: Page) -> None:
     made = "import('/static/dom.js').then(d => d.el('p', {}, '<img src=x onerror=alert(1)>').innerHTML)"
     assert await page.evaluate(made) == "&lt;img src=x onerror=alert(1)&gt;"
-    modules = (Path(main.__file__).parent / "dash" / "static").glob("*.js")
+    modules = (Path(main.__file__).parents[1] / "viewer" / "static").glob("*.js")
     assert [p.name for p in modules if "innerHTML" in p.read_text()] == []
 
 
