@@ -14,7 +14,7 @@ class RunConfig(Section):
     dir: FilePath = Path("runs/default")
     """The run's folder: resolved config, metrics, rollouts, checkpoints, logs and report. The same command with
     the same folder continues the run."""
-    trackers: list[Literal["wandb", "mlflow", "trackio", "swanlab"]] = Field(default_factory=list)
+    trackers: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers that get every line of metrics.jsonl and tables of samples. Each needs its package:
     pip install 'rlsys[wandb]'. TensorBoard files are always written."""
     spans: bool = False

@@ -1,11 +1,8 @@
-"""What W&B, MLflow, Trackio and SwanLab hold of a run, read back from the files that they wrote beside its folder."""
+"""What W&B and MLflow hold of a run, read back from the files that they wrote beside its folder."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,38 +57,4 @@ def held_by_mlflow(run: Path) -> Held:
     return {at: {k: v for k, v in values.items() if k != "whole"} for at, values in out.items()}
 
 
-def held_by_trackio(run: Path) -> Held:
-    code = (
-        "import json, os, sys, trackio; s = trackio.SQLiteStorage; "
-        "print(json.dumps([row for name in s.get_runs('rlsys') for row in s.get_logs('rlsys', name)], default=str))"
-    )
-    env = {**os.environ, "TRACKIO_DIR": str(run.parent / "trackers" / "trackio")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    out: Held = {}
-    for row in json.loads(done.stdout.splitlines()[-1]):
-        kind = next((name.partition("/")[0] for name in row if "/" in name), None)
-        if kind is not None:
-            assert (kind, row["step"]) not in out, "written twice"
-            out[kind, row["step"]] = {
-                n.partition("/")[2]: v for n, v in row.items() if n.startswith(f"{kind}/")
-            }
-    return out
-
-
-def held_by_swanlab(run: Path) -> Held:
-    from rlsys.viewer.trackers.to_swanlab import scalars
-
-    out: Held = {}
-    for name, step, value in scalars(list((run.parent / "trackers" / "swanlab").glob("run-*/run-*.swanlab"))):
-        kind, _, key = name.partition("/")
-        if key and key != "whole":
-            values = out.setdefault((kind, step), {})
-            assert key not in values, "written twice"
-            values[key] = value
-    return out
-
-
-READERS: dict[str, Callable[[Path], Held]] = {
-    "wandb": held_by_wandb, "mlflow": held_by_mlflow, "trackio": held_by_trackio,
-    "swanlab": held_by_swanlab,
-}  # fmt: skip
+READERS: dict[str, Callable[[Path], Held]] = {"wandb": held_by_wandb, "mlflow": held_by_mlflow}

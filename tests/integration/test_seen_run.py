@@ -42,7 +42,7 @@ pytestmark = [
 ]
 
 STEPS = 24
-TRACKERS = [n for n in ("wandb", "mlflow", "trackio") if importlib.util.find_spec(PACKAGES[n])]
+TRACKERS = [n for n in ("wandb", "mlflow") if importlib.util.find_spec(PACKAGES[n])]
 """Those that are installed."""
 SPANS = sent_from_here()
 """The extra otel is installed."""
@@ -112,7 +112,7 @@ def kill_all(session: Session) -> None:
 
 
 async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "TRACKIO_DIR"):
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run, pictures = tmp_path / "runs" / "seen", tmp_path / "pictures"

@@ -1,1 +1,1 @@
-"""Experiment trackers: W&B, MLflow, Trackio, SwanLab."""
+"""Experiment trackers: W&B, MLflow."""

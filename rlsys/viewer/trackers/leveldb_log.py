@@ -1,4 +1,4 @@
-"""Reads the transaction logs of W&B and SwanLab, which are LevelDB's log format behind seven bytes of their own.
+"""Reads W&B's transaction logs, which are LevelDB's log format behind seven bytes of their own.
 
 The format: github.com/google/leveldb, doc/log_format.md. Blocks of 32 KiB hold records of a checksum (4 bytes), a
 length (2), a kind (1) and data; a record that does not fit into its block goes on in the next.

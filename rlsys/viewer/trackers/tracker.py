@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rlsys.core.errors import UserError
 
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "swanlab": "swanlab"}
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 """Name in run.trackers -> package that it needs."""
 PROJECT = "rlsys"
 FOLDER = "trackers"

@@ -123,10 +123,7 @@ def test_a_package_that_is_missing_is_one_line_before_the_run(monkeypatch: pytes
 
 def test_track_without_a_tracker_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["track", str(run)]) == 2
-    assert (
-        "run.trackers is empty; name one with --to, of mlflow, swanlab, trackio, wandb"
-        in capsys.readouterr().err
-    )
+    assert "run.trackers is empty; name one with --to, of mlflow, wandb" in capsys.readouterr().err
 
 
 def test_a_tracker_that_fails_ends_no_run(run: Path) -> None:
@@ -154,7 +151,7 @@ def test_a_tracker_that_fails_ends_no_run(run: Path) -> None:
 def test_read_back_equal_after_a_kill_and_a_resume(
     name: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "TRACKIO_DIR", "SWANLAB_MODE"):
+    for variable in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
