@@ -10,7 +10,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -324,12 +326,45 @@ class Parser(argparse.ArgumentParser):
         sys.exit(UserError.exit_code)
 
 
+GROUPS = {
+    "Prepare a run": ("new", "import", "explain", "try", "plan", "rehearse"),
+    "Run": ("train", "sft", "submit", "engines"),
+    "Observe a run": ("status", "logs", "report", "samples", "dash", "ledger", "track", "doctor"),
+    "Models": ("eval", "convert"),
+    "Serve": ("router", "tenants", "meet"),
+    "Algorithms": ("algo",),
+}
+"""Commands by purpose, as `rlsys --help` lists them."""
+
+
+def command_list(helps: Mapping[str, str]) -> str:
+    """The commands in their groups, for the help text. Raises KeyError unless each command is in one group."""
+    lines: list[str] = []
+    remaining = dict(helps)
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name in names:
+            text = textwrap.wrap(remaining.pop(name), 68)
+            lines += [f"  {name:10}{text[0]}", *(" " * 12 + line for line in text[1:])]
+    if remaining:
+        raise KeyError(f"commands without a group: {', '.join(remaining)}")
+    return "\n".join(lines[1:])
+
+
 def make_parser() -> Parser:
-    parser = Parser(prog="rlsys", description="RL post-training of MoE language models.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = Parser(
+        prog="rlsys",
+        usage="rlsys [-h] [--version] COMMAND ...",
+        description="RL post-training of MoE language models.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rlsys {metadata.version('rlsys')}")
+    commands = parser.add_subparsers(prog="rlsys", required=True, metavar="COMMAND", help=argparse.SUPPRESS)
+    helps: dict[str, str] = {}
 
     def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help)
+        helps[name] = help
+        sub = commands.add_parser(name, description=help)
         sub.set_defaults(run_command=run)
         return sub
 
@@ -384,6 +419,7 @@ def make_parser() -> Parser:
     add_tenants(add, tenants)
     add_meet(add)
     add_model_commands(add)
+    parser.epilog = command_list(helps)
     return parser
 
 

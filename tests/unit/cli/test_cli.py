@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,23 @@ def test_what_eval_measures(tmp_path: Path) -> None:
     assert find_subject(run, older, []).folder == run / "evaluations" / "step-000001-1"
     with pytest.raises(UserError, match="no such folder"):
         find_subject(run, tmp_path / "none", [])
+
+
+def test_the_help_lists_each_command_once_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["--help"])
+    shown = capsys.readouterr().out
+    for title, names in main.GROUPS.items():
+        group = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        listed = [line.split()[0] for line in group.splitlines() if line[2:3].strip()]
+        assert listed == list(names)
+    with pytest.raises(KeyError, match="commands without a group: dance"):
+        main.command_list(
+            dict.fromkeys((n for names in main.GROUPS.values() for n in names), "x") | {"dance": "x"}
+        )
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["--version"])
+    assert capsys.readouterr().out == f"rlsys {metadata.version('rlsys')}\n"
