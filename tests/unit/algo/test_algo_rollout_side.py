@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algo import build, prompts
+from rlsys.algo import build
 from rlsys.algo.group_rewards import Response
+from rlsys.algo.methods import vade as vade_method
 from rlsys.algo.methods.fapo import flaw
 from rlsys.algo.methods.lens_groups import purified
 from rlsys.algo.methods.similarity import most_alike
@@ -292,7 +293,7 @@ def test_vade_is_deterministic_resumes_and_never_draws_a_prompt_twice_at_once() 
 def test_vade_takes_the_largest_p_times_1_minus_p_squared_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws 0.1, 1/3, 1/2, 0.9: scores 0.081, 0.148, 0.125, 0.009. p (1 - p) would take 1/2 first."""
     drawn = SimpleNamespace(beta=lambda *_: np.array([0.1, 1 / 3, 0.5, 0.9]))
-    monkeypatch.setattr(prompts, "stream", lambda *_: drawn)
+    monkeypatch.setattr(vade_method, "stream", lambda *_: drawn)
     vade = build("prompt", "vade", pool=4)
     assert [vade.index(g) for g in range(4)] == [1, 2, 0, 3]
 

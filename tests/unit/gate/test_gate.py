@@ -24,7 +24,7 @@ FILES = {
     "rlsys/report.py": '"""It names rlsys.cli.main, but only in prose."""\n',
     "configs/quick.yaml": "",
     "configs/methods/a.yaml": "",
-    "tests/unit/helper.py": "from rlsys import types\n",
+    "tests/unit/helper.py": "from rlsys.core import types\n",
     "tests/unit/test_types.py": "from tests.unit import helper\n",
     "tests/unit/obs/test_report.py": "import rlsys.report\n",
     "tests/unit/test_methods.py": "for path in (ROOT / 'configs' / 'methods').glob('*'): ...\n",
