@@ -41,6 +41,9 @@ def tokenizer_folder(path: Path, trust_remote_code: bool = False) -> Path:
             f"model.path = {str(path)!r}: no tokenizer.json there, and no vocabulary in another form "
             "(tokenizer.model, tiktoken.model, vocab.json)"
         )
+    with disk_errors(path, UserError):
+        if empty := next((file for file in vocabulary_files(path) if not file.stat().st_size), None):
+            raise UserError(f"{empty}: is empty; expected a tokenizer's vocabulary")
     code = remote_code(path)
     if code is not None and not trust_remote_code:
         raise UserError(
@@ -59,7 +62,7 @@ def remote_code(path: Path) -> str | None:
     try:
         named = json.loads(file.read_text(encoding="utf-8")).get("auto_map", {}) if file.is_file() else {}
         found = named.get("AutoTokenizer") if isinstance(named, dict) else named  # a list in old folders
-    except (OSError, ValueError, AttributeError) as e:
+    except (OSError, ValueError, AttributeError, RecursionError) as e:
         raise UserError(f"{file}: not readable as JSON: {e}") from None
     classes = [name for name in (found if isinstance(found, list) else [found]) if isinstance(name, str)]
     return classes[-1] if classes else None

@@ -16,12 +16,12 @@ from rlsys.config.section import FilePath, NonNegative, Section
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.seeds import stable_hash
 from rlsys.core.texts import valid_text
-from rlsys.core.types import Prompt
+from rlsys.core.types import CensorCause, Prompt
 from rlsys.data.hub import read_dataset
 from rlsys.data.rows import Row, check_texts, read_row
 from rlsys.data.source import PromptSource, is_heldout
 from rlsys.data.tables import Table, read_lines, read_parquet
-from rlsys.data.tokenizer import Tokenizer
+from rlsys.data.tokenizer import TextTooLong, Tokenizer
 
 
 def _several(value: Any) -> Any:
@@ -144,6 +144,11 @@ class RowSource:
         except RowError as e:
             told = str(e) if str(e).startswith(where) else f"{where}: {e}"
             return Prompt(index, valid_text(row.key), [], row.entry, row.question, where, told)
+        except TextTooLong as e:
+            told = f"the prompt is {e} ({where})"
+            return Prompt(
+                index, "", [], row.entry, row.question, where, told, refusal_cause=CensorCause.PROMPT
+            )
         return Prompt(index, text, ids, row.entry, row.question, where)
 
     def longest(self, count: int) -> list[Prompt]:

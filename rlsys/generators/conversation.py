@@ -18,6 +18,7 @@ from rlsys.agents.messages import Answer, Asked, BadRequest, Message, ToolCall, 
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.core.types import Prompt, Sample, Status
+from rlsys.data.tokenizer import TextTooLong
 from rlsys.generators.parser_client import TAIL_IDS, ToolFailed, Turn, TurnReader
 from rlsys.generators.replay import Full, SavedTurns
 from rlsys.generators.turns import Speak
@@ -145,7 +146,7 @@ class Conversation:
             answer = await self._answer(question.asked)
             if self._saved is not None:
                 await self._saved(self._sample)
-        except (BadRequest, RefusedPrompt) as e:  # the latter: longer than an engine's context
+        except (BadRequest, RefusedPrompt, TextTooLong) as e:  # the latter two: longer than the context
             question.answer.set_exception(BadRequest(str(e), getattr(e, "param", None)))
         except Full:
             self._full = True

@@ -10,7 +10,6 @@ turns are played again; an environment that then says something else, or fails, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,10 @@ from rlsys.config.section import Positive
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.spans import TurnMark
 from rlsys.core.texts import valid_json
-from rlsys.core.types import Prompt, Sample, Status
+from rlsys.core.types import LARGEST_REWARD, Prompt, Sample, Status, is_reward
 from rlsys.data import Tokenizer
+from rlsys.data.tokenizer import TextTooLong
+from rlsys.engine_requests import short
 from rlsys.generators.environment_services import EnvironmentFailed, LeasedEpisode, ServiceParams, Services
 from rlsys.generators.parser_client import TAIL_IDS, ToolFailed, TurnReader
 from rlsys.generators.replay import Full, SavedTurns
@@ -52,8 +53,10 @@ def read_step(answer: Any, number: int) -> CheckedStep:
     if missing := [name for name in ("reward", "done", "messages") if name not in answer]:
         raise BadRequest(f"{where}: it has no {missing[0]}")
     reward, done = answer["reward"], answer["done"]
-    if not isinstance(reward, float | int) or not abs(reward) <= sys.float_info.max:  # nor NaN
-        raise BadRequest(f"{where}: reward = {reward!r:.80}, expected a finite number")
+    if not is_reward(reward):
+        raise BadRequest(
+            f"{where}: reward = {short(reward)}, expected a finite number, at most {LARGEST_REWARD:g}"
+        )
     if done not in (True, False):
         raise BadRequest(f"{where}: done = {done!r:.80}, expected true or false")
     return CheckedStep([] if done else read_messages(answer["messages"], where), float(reward), bool(done))
@@ -107,7 +110,7 @@ class EnvironmentGenerator:
                 finally:
                     self.counts["environment_replays"] += episode.restarts
                     self.counts["environment_restarts"] = self._services.restarts
-        except (EnvironmentFailed, BadRequest, ToolFailed) as e:
+        except (EnvironmentFailed, BadRequest, ToolFailed, TextTooLong) as e:
             raise ToolFailed(f"the environment {self._params.name}: {e}") from None
 
     async def _play(self, episode: LeasedEpisode, sample: Sample, prompt: Prompt) -> None:

@@ -20,6 +20,7 @@ from rlsys.core.types import Prompt, Sample, Status
 from rlsys.core.workers import WorkerError, Workers
 from rlsys.data import Tokenizer
 from rlsys.data.rows import tools_of
+from rlsys.data.tokenizer import TextTooLong
 from rlsys.generators.parser_client import TAIL_IDS, Call, TurnReader
 from rlsys.router.turn_ends import TurnEnds, turn_ends
 
@@ -76,7 +77,11 @@ class FunctionTurns:
                 sample.status = Status.FINISHED
                 return
             answers = [await self._functions(call) for call in calls]
-            ids = self._tokenizer.encode(self._rendered(calls, answers, sample.response_ids[-1:]))
+            try:
+                ids = self._tokenizer.encode(self._rendered(calls, answers, sample.response_ids[-1:]))
+            except TextTooLong:
+                sample.status = Status.TRUNCATED
+                return
             if sample.tokens + len(ids) >= self._budget:
                 sample.status = Status.TRUNCATED
                 return

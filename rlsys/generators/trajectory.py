@@ -10,7 +10,6 @@ A new history is a sequence of its own in the sample: it is a prompt, and nothin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from rlsys.config.section import Section
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.imports import resolve
 from rlsys.core.spans import TurnMark
-from rlsys.core.types import Prompt, Sample, Status
+from rlsys.core.types import Prompt, Sample, Status, is_reward
 from rlsys.data import Tokenizer
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.generators.replay import Full, SavedTurns
@@ -131,7 +130,7 @@ class ReplayedTurns:
 
     def _found(self, said: str, action: str) -> float:
         found = float(self._match(said, action))
-        if not math.isfinite(found):
+        if not is_reward(found):
             raise ToolFailed(f"{FIELD}.match gave {found}, expected a finite number")
         return found
 

@@ -13,10 +13,12 @@ from typing import Any, cast
 import pytest
 
 from rlsys.config import Config
+from rlsys.core.errors import UserError
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.data.chats import written
+from rlsys.data.quickstart_model import write_model
 from rlsys.evaluation.evaluation import score_all
 from rlsys.generators.tools import ToolTurns, around_answer
 from rlsys.importers import slime
@@ -234,3 +236,19 @@ async def test_a_tools_answer_follows_the_end_of_the_turn_that_called_it(name: s
 
     assert await observed(")") == f"{end}{family.user}2<assistant>"
     assert await observed(end or family.user) == f"{family.user if end else ''}2<assistant>"
+
+
+@pytest.mark.parametrize("ids", [[2, -1], -1, [2, 10**6], [2, 10**30]])
+def test_stop_ids_outside_the_vocabulary_reach_no_engine(ids: Any, tmp_path: Path) -> None:
+    """Published files have -1 for none, and ids of another model's vocabulary."""
+    write_model(tmp_path)
+    edit(tmp_path / "generation_config.json", eos_token_id=ids)
+    assert Tokenizer(tmp_path).stop_ids == {2}
+
+
+@pytest.mark.parametrize("ids", [True, [2, True], "2", 2.0])
+def test_a_stop_id_is_a_whole_number(ids: Any, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit(tmp_path / "generation_config.json", eos_token_id=ids)
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id"):
+        Tokenizer(tmp_path).stop_ids  # noqa: B018
