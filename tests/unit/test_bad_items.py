@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,15 @@ from rlsys.engine.wire import EngineError
 from rlsys.engine_requests import Limits
 from rlsys.errors import RunError, UserError
 from rlsys.identity import NOBODY
+from rlsys.rewards import Rewards
+from rlsys.rewards.marks import Mark, NoMark, join_marks, read_mark
 from rlsys.rollout import evaluation, tryout
+from rlsys.rollout.censoring import Censored, boundary
 from rlsys.rollout.evaluation import answer_all
 from rlsys.rollout.functions import Functions, FunctionTurns
 from rlsys.rollout.generator import build_generator
 from rlsys.rollout.samples import SampleQuery
+from rlsys.rollout.scoring import Scorer, Verdict
 from rlsys.rollout.trial import try_rollout
 from rlsys.rollout.turn_reader import Call, ToolFailed, Turn
 from rlsys.router.ladder import RefusedRequest
@@ -245,6 +249,15 @@ RAISES = {
     "5 MB": "raise ValueError('y' * 5_000_000)",
     "nothing said": "return",
     "a turn under way": "asyncio.ensure_future(speak(sample)); await asyncio.sleep(0); raise ValueError('beside it')",
+    "no words": "raise type('Mute', (Exception,), {'__str__': lambda self: self.words})()",
+    "words that are no text": "raise type('Number', (Exception,), {'__str__': lambda self: 5})()",
+    "no Exception": "raise type('Stop', (BaseException,), {})('outside')",
+    "a database of its own": "import sqlite3; sqlite3.connect(':memory:').execute('SELECT a FROM t')",
+    "too large an array": "bytearray(10**17)",
+    "a folder that is gone": (
+        "import os, tempfile; was = os.getcwd(); new = tempfile.mkdtemp(); os.chdir(new); os.rmdir(new); "
+        "asyncio.get_running_loop().call_later(0.01, os.chdir, was); raise ValueError('there')"
+    ),
     "what would fool the loss": "from rlsys.errors import GeneratorError; raise GeneratorError('no sample')",
 }
 
@@ -273,6 +286,21 @@ async def test_a_generator_that_raises_costs_the_sample(
     assert "own.py" in caplog.text or raises == "nothing said"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), SystemExit(0), BaseExceptionGroup("two", [KeyboardInterrupt(), ValueError("a")])],
+)
+def test_what_an_items_code_raises_to_end_its_program_costs_the_item(error: BaseException) -> None:
+    found: Any = None
+    try:
+        with boundary("rows.jsonl:1") as item:
+            raise error
+        found = item.censored
+    except (KeyboardInterrupt, BaseExceptionGroup) as e:
+        found = e
+    assert isinstance(found, Censored) and found.cause is CensorCause.EXCEPTION, repr(found)
+
+
 async def test_more_than_a_share_of_samples_that_fail_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         OWN.replace(
@@ -292,7 +320,9 @@ async def test_more_than_a_share_of_samples_that_fail_ends_the_run(tmp_path: Pat
 async def test_errors_of_the_run_end_it(error: str, tmp_path: Path) -> None:
     raised = {
         "RunError": "from rlsys.errors import RunError; raise RunError('the ledger is gone')",
-        "sqlite3": "import sqlite3; raise sqlite3.OperationalError('the ledger is gone')",
+        "sqlite3": (
+            "import sqlite3; from rlsys.rollout.samples import last_step; last_step(sqlite3.connect(':memory:'))"
+        ),
     }.get(error, f"raise {error}")
     (tmp_path / "own.py").write_text(OWN.replace("RAISES", raised))
     rollout = {"groups_per_step": 8, "group_size": 4, "generator": f"{tmp_path}/own.py:own"}
@@ -614,6 +644,61 @@ async def test_samples_that_a_worker_tells_together_are_decided_once(tmp_path: P
         assert not isinstance(taken, BaseException), taken
         assert [g.group_id for g in taken.groups] == [0, 2, 3, 4]
         assert taken.metrics["censored_samples_prompt"] == 2 and taken.metrics["censored"] == 1
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    "raises", ["SystemExit(3)", "KeyboardInterrupt", "BaseExceptionGroup('a', [SystemExit()])"]
+)
+def test_an_async_reward_that_raises_what_ends_an_event_loop_is_told(raises: str, tmp_path: Path) -> None:
+    own = f"def own(config):\n    async def score(prompt, text):\n        raise {raises}\n    return score\n"
+    (tmp_path / "own.py").write_text(own)
+    config = make_config(tmp_path, data={"reward": f"{tmp_path / 'own.py'}:own"})
+
+    async def ask() -> Any:
+        rewards = Rewards(config)
+        async with rewards.open() as reward_fn:
+            scorer = Scorer(lambda: nullcontext(reward_fn), lambda ids: "", 5)
+            return await scorer.score(
+                Prompt(0, "", [], {}), Sample(0, 0, 0, [5], seed=0, status=Status.FINISHED)
+            )
+
+    try:
+        found: Any = asyncio.run(ask())
+    except (SystemExit, KeyboardInterrupt, BaseExceptionGroup) as e:
+        found = e
+    assert isinstance(found, Verdict), repr(found)
+    assert raises.partition("(")[0] in str(found.reason) and "own.py" in str(found.reason)
+
+
+@pytest.mark.parametrize("value", [{"a": 1e308, "b": 1e308}, 1e39, -1e300, {"score": 1e30}])
+async def test_a_reward_that_the_trainer_cannot_hold_is_none(value: Any, tmp_path: Path) -> None:
+    async def reward(prompt: Prompt, text: str) -> Any:
+        return (
+            value
+            if prompt.index == 1
+            else {"a": 1.0, "b": 0.0}
+            if "a" in str(value)
+            else float(len(text) % 2)
+        )
+
+    async with rig(make_config(tmp_path, rollout={"groups_per_step": 4}), reward=reward) as r:
+        await r.start()
+        taken = await outcome(r.take(1))
+        assert not isinstance(taken, BaseException), taken
+        assert [g.group_id for g in taken.groups] == [0, 2, 3, 4]
+        assert taken.metrics["censored_samples_reward"] == 2
+
+
+def test_weights_of_rewards_do_not_overflow() -> None:
+    with pytest.raises(NoMark):
+        join_marks(["a", "b"], [10.0, 1.0], [Mark(9e17), Mark(9e17)])
+
+
+def test_a_figure_beside_a_reward_that_no_float_holds_is_left_out() -> None:
+    assert read_mark({"score": 1, "digits": 10**400, "other": 2}).figures == {"other": 2.0}
 
 
 # What ends up in words
