@@ -103,7 +103,7 @@ def place(error: BaseException) -> str:
     own = [f for f in frames if not f.filename.startswith((*_INSTALLED, "<"))]
     at = own[-1] if own else frames[-1]
     path = Path(at.filename)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError):  # the latter: the working folder is gone
         path = path.relative_to(Path.cwd())
     return f" ({path if own else path.name}:{at.lineno})"
 

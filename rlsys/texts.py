@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from typing import Any
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -42,6 +43,11 @@ def load_json(text: str | bytes) -> Any:
         return valid_json(json.loads(text))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def error_text(error: BaseException) -> str:
+    """What `str` gives for it, or `<exception str() failed>` where its own `__str__` raises."""
+    return str(traceback.TracebackException(type(error), error, None, limit=0))
 
 
 def shortened(text: str, most: int) -> str:

@@ -34,8 +34,15 @@ class Status(StrEnum):
         return self in (Status.FINISHED, Status.TRUNCATED, Status.CENSORED)
 
 
+LARGEST_REWARD = 1e18
+"""The trainer computes advantages in float32, which holds its square."""
 LONGEST_REASON = 2000
 """Characters of the reason why a sample has no reward: an exception's message may have megabytes."""
+
+
+def is_reward(value: object) -> bool:
+    """Whether it is a number that can be trained on: finite, and at most LARGEST_REWARD."""
+    return isinstance(value, int | float) and abs(value) <= LARGEST_REWARD  # which NaN is not
 
 
 class CensorCause(StrEnum):

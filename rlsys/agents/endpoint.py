@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from rlsys.agents import anthropic, chat, responses
 from rlsys.agents.host import REWARD_URL
 from rlsys.agents.messages import Answer, Asked, BadRequest
 from rlsys.texts import load_json
+from rlsys.types import is_reward
 
 HOST = "127.0.0.1"
 ALIVE_SECONDS = 15.0
@@ -143,7 +143,7 @@ class Endpoint:
             reward = float(body["reward"])
         except (ValueError, KeyError, TypeError, OverflowError):
             return refusal(400, 'expected {"reward": NUMBER}')
-        if not math.isfinite(reward):
+        if not is_reward(reward):
             return refusal(400, f"reward = {reward}: expected a finite number", "reward")
         session.reward = reward
         return web.json_response({})

@@ -18,7 +18,6 @@ import hmac
 import ipaddress
 import json
 import logging
-import math
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -42,6 +41,7 @@ from rlsys.agents.endpoint import (
 from rlsys.agents.host import EVALUATION_STEP, REWARD_KEY, REWARD_URL, SAMPLE
 from rlsys.agents.hosting import AgentHost
 from rlsys.agents.seats import Arrival, Gone, Said, Seat
+from rlsys.types import is_reward
 
 log = logging.getLogger("rlsys.meeting")
 
@@ -282,10 +282,10 @@ class Meeting:
         try:
             given = (await request.json())["rewards"]
             rewards = {p: float(given[p]) for p in self._policies}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             rewards = {}
             given = None
-        if not rewards or set(given) != set(rewards) or not all(map(math.isfinite, rewards.values())):
+        if not rewards or set(given) != set(rewards) or not all(map(is_reward, rewards.values())):
             expected = ", ".join(f'"{p}": NUMBER' for p in self._policies)
             return refusal(400, f"what the episode returns: expected {{{expected}}}, finite ones")
         episode.rewards = rewards

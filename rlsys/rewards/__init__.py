@@ -32,7 +32,7 @@ from rlsys.rewards.service import ServiceReward, find_service, is_url, service_n
 from rlsys.rewards.shapes import format_, json_schema, length, regex
 from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.rewards.slime_names import install
-from rlsys.rewards.workers import RewardWorkers
+from rlsys.rewards.workers import RewardWorkers, contained
 from rlsys.types import Prompt, Response
 
 RewardFn = Callable[[Prompt, Response], Awaitable[Mark]]
@@ -114,7 +114,7 @@ class Rewards:
                 async def plain() -> list[Any]:
                     return [] if scores is None else await scores(prompt, response)
 
-                asked = [score(prompt, response) for score in self._async_scores.values()]
+                asked = [contained(score(prompt, response)) for score in self._async_scores.values()]
                 plain_values, *async_values = await asyncio.gather(plain(), *asked)
                 mine, others = iter(async_values), iter(plain_values)
                 values = [next(mine if i in self._async_scores else others) for i in range(len(self._names))]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlsys.texts import valid_text
+from rlsys.types import LARGEST_REWARD, is_reward
 
 SCORE, RIGHT = "score", "acc"
 """Keys of verl's dictionaries: the reward itself, and whether the answer is right."""
@@ -46,13 +47,13 @@ def read_mark(value: Any, name: str = "reward") -> Mark:
     if SCORE in value:
         reward = _number(value[SCORE], value, name)
         right = value.get(RIGHT)
-        figures = {valid_text(str(k)): float(v) for k, v in value.items() if k != SCORE and _is_number(v)}
+        figures = {valid_text(str(k)): float(v) for k, v in value.items() if k != SCORE and is_reward(v)}
         turns = None if TURNS not in value else _turns(value[TURNS], value, name)
         return Mark(reward, right=reward >= 1 if right is None else bool(right), figures=figures, turns=turns)
     parts = {valid_text(str(k)): _number(v, value, name) for k, v in value.items()}
     if not parts:
         raise NoMark(f"{name} gave {{}}, expected a number, or a dictionary of numbers")
-    return Mark(sum(parts.values()), parts)
+    return Mark(_number(sum(parts.values()), value, name), parts)
 
 
 def _turns(value: Any, whole: Any, name: str) -> list[float]:
@@ -80,17 +81,14 @@ def join_marks(names: Sequence[str], weights: Sequence[float], marks: Sequence[M
             parts |= {f"{name}.{part}": weight * value for part, value in mark.parts.items()}
         figures |= {} if mark is None else {f"{name}.{key}": value for key, value in mark.figures.items()}
     turns = next((m.turns for m in marks if m is not None and m.turns is not None), None)
-    return Mark(sum(parts.values()), parts, right=_is_right(marks[0]), figures=figures, turns=turns)
+    reward = _number(sum(parts.values()), parts, "the sum of data.reward")
+    return Mark(reward, parts, right=_is_right(marks[0]), figures=figures, turns=turns)
 
 
 def _is_right(mark: Mark | None) -> bool:
     if mark is None or mark.right is not None:
         return mark is not None and bool(mark.right)
     return mark.parts is not None and next(iter(mark.parts.values())) >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _number(value: Any, whole: Any, name: str) -> float:
@@ -101,4 +99,6 @@ def _number(value: Any, whole: Any, name: str) -> float:
         raise NoMark(f"{name} gave {whole!r:.200}, expected a finite number") from None
     if isinstance(value, str) or not math.isfinite(number):
         raise NoMark(f"{name} gave {whole!r:.200}, expected a finite number")
+    if not is_reward(number):
+        raise NoMark(f"{name} gave {whole!r:.200}, expected numbers of at most {LARGEST_REWARD:g}")
     return number

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.imports import place
+from rlsys.texts import error_text
 from rlsys.types import Prompt, Response
 from rlsys.workers import WorkerError, Workers
 
@@ -17,6 +19,15 @@ PlainScores = Callable[[Prompt, Response], Awaitable[list[Any]]]
 
 class RewardError(Exception):
     """The reward function raised, its process died, or its service refused: a type and a message."""
+
+
+async def contained(score: Awaitable[Any]) -> Any:
+    """What an async reward function gives. Raises RewardError for what is no Exception: a task that ends with
+    SystemExit or KeyboardInterrupt ends its event loop."""
+    try:
+        return await score
+    except (SystemExit, KeyboardInterrupt) as e:
+        raise RewardError(f"{type(e).__name__}: {error_text(e)}{place(e)}") from e
 
 
 class RewardWorkers(Workers):

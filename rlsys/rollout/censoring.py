@@ -27,7 +27,7 @@ from rlsys.errors import GeneratorError, RlsysError, RowError, RunError
 from rlsys.imports import place
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.router.ladder import Poisonous, RefusedRequest
-from rlsys.texts import shortened, valid_text
+from rlsys.texts import error_text, shortened, valid_text
 from rlsys.types import LONGEST_REASON, CensorCause, Prompt
 
 REFUSED = "prompt refused"
@@ -81,29 +81,39 @@ def boundary(name: str) -> Iterator[Item]:
         item.censored = censored(CensorCause.ENGINE, str(e))
     except ToolFailed as e:
         item.censored = censored(CensorCause.TOOL, str(e))
-    except asyncio.CancelledError as e:
-        if (task := asyncio.current_task()) is None or task.cancelling():
-            raise
-        item.censored = _unexpected(name, e)  # the item's code has let a task of its own be cancelled
     except GeneratorError as e:
         item.censored = _unexpected(name, e)
-    except (Exception, SystemExit) as e:
+    except BaseException as e:  # what ends a program, too: it is the item's code that raises it
         if _ends_the_run(e):
             raise
+        if _is_cancelled():
+            raise asyncio.CancelledError from e  # whatever the item's code makes of it
         item.censored = _unexpected(name, e)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled this task. A CancelledError alone does not say it: the item's code may have a
+    task of its own."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def _ends_the_run(error: BaseException) -> bool:
-    if isinstance(error, RlsysError | sqlite3.Error | MemoryError):
+    if isinstance(error, RlsysError | GeneratorExit):  # the latter: nobody waits for this work any more
         return True
-    if isinstance(error, AssertionError):  # an invariant where it is ours
+    if isinstance(
+        error, AssertionError | sqlite3.Error | MemoryError
+    ):  # an invariant, the ledger: where it is ours
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and Path(frames[-1].filename).is_relative_to(_OURS)
     return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
 
 
 def _unexpected(name: str, error: BaseException) -> Censored:
-    words = shortened(" ".join(str(error).split()), 1000)
+    words = shortened(" ".join(error_text(error).split()), 1000)
     found = censored(CensorCause.EXCEPTION, f"{type(error).__name__}: {words}{place(error)} ({name})")
     told = "".join(traceback.format_exception(error))
     log.error("unexpected exception: %s\n%s", found.reason, valid_text(shortened(told, LONGEST_TRACEBACK)))

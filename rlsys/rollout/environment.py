@@ -10,7 +10,6 @@ turns are played again; an environment that then says something else, or fails, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.config.section import Positive
 from rlsys.data import Tokenizer
+from rlsys.engine_requests import short
 from rlsys.errors import RowError, UserError
 from rlsys.plugins import parse_params
 from rlsys.rollout.assembly import turn_ends
@@ -29,7 +29,7 @@ from rlsys.rollout.turn_reader import TAIL_IDS, ToolFailed, TurnReader
 from rlsys.rollout.turns import Speak
 from rlsys.spans import TurnMark
 from rlsys.texts import valid_json
-from rlsys.types import Prompt, Sample, Status
+from rlsys.types import LARGEST_REWARD, Prompt, Sample, Status, is_reward
 
 FIELD = "rollout.generator_params"
 
@@ -52,8 +52,10 @@ def read_step(answer: Any, number: int) -> CheckedStep:
     if missing := [name for name in ("reward", "done", "messages") if name not in answer]:
         raise BadRequest(f"{where}: it has no {missing[0]}")
     reward, done = answer["reward"], answer["done"]
-    if not isinstance(reward, float | int) or not abs(reward) <= sys.float_info.max:  # nor NaN
-        raise BadRequest(f"{where}: reward = {reward!r:.80}, expected a finite number")
+    if not is_reward(reward):
+        raise BadRequest(
+            f"{where}: reward = {short(reward)}, expected a finite number, at most {LARGEST_REWARD:g}"
+        )
     if done not in (True, False):
         raise BadRequest(f"{where}: done = {done!r:.80}, expected true or false")
     return CheckedStep([] if done else read_messages(answer["messages"], where), float(reward), bool(done))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from rlsys.algo.group_rewards import GroupReward, Response
 from rlsys.imports import place
 from rlsys.rewards.judges import PatientJudge, wait_for_work
+from rlsys.rewards.workers import contained
+from rlsys.texts import error_text
+from rlsys.types import is_reward
 
 
 class GroupScorer:
@@ -43,7 +45,7 @@ class GroupScorer:
         async def score() -> Any:  # what is no coroutine function fails in here, too
             return await self._reward(prompt, responses, None if judge is None else ask)
 
-        task = asyncio.ensure_future(score())
+        task = asyncio.ensure_future(contained(score()))
         try:
             await wait_for_work(task, self._timeout, lambda: not open_questions)
         finally:
@@ -63,11 +65,11 @@ class GroupScorer:
         if task.cancelled():
             return f"{self._name} was cancelled"
         if (error := task.exception()) is not None:
-            return f"{self._name} raised {type(error).__name__}: {error}{place(error)}"
+            return f"{self._name} raised {type(error).__name__}: {error_text(error)}{place(error)}"
         rewards = task.result()
         if not isinstance(rewards, list | tuple) or len(rewards) != wanted:
             return f"{self._name} gave {repr(rewards)[:200]}, expected a list of {wanted} rewards"
-        bad = [r for r in rewards if not isinstance(r, int | float) or not math.isfinite(r)]
+        bad = [r for r in rewards if not is_reward(r)]
         return f"{self._name} gave {bad[0]!r}, not a finite number" if bad else [float(r) for r in rewards]
 
 

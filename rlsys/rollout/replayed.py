@@ -10,7 +10,6 @@ A new history is a sequence of its own in the sample: it is a prompt, and nothin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -29,7 +28,7 @@ from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import ToolFailed
 from rlsys.rollout.turns import Speak
 from rlsys.spans import TurnMark
-from rlsys.types import Prompt, Sample, Status
+from rlsys.types import Prompt, Sample, Status, is_reward
 
 FIELD = "rollout.generator_params"
 
@@ -131,7 +130,7 @@ class ReplayedTurns:
 
     def _found(self, said: str, action: str) -> float:
         found = float(self._match(said, action))
-        if not math.isfinite(found):
+        if not is_reward(found):
             raise ToolFailed(f"{FIELD}.match gave {found}, expected a finite number")
         return found
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from rlsys.imports import place
 from rlsys.rewards.marks import TURNS, NoMark, read_mark
-from rlsys.rewards.workers import RewardError
+from rlsys.rewards.workers import RewardError, contained
 from rlsys.rollout.censoring import boundary
 from rlsys.spans import TurnMark
-from rlsys.texts import shortened
+from rlsys.texts import error_text, shortened
 from rlsys.types import LONGEST_REASON, CensorCause, Prompt, Response, Sample, Status
 
 
@@ -68,7 +68,7 @@ class Scorer:
         """Of a terminal sample."""
         prompt, response = asked_about(prompt, sample), self._response(sample)
         async with self._places, self._open_reward() as reward_fn:
-            task = asyncio.ensure_future(reward_fn(prompt, response))
+            task = asyncio.ensure_future(contained(reward_fn(prompt, response)))
             self.scoring.append(prompt)
             try:
                 # Not wait_for: that waits for the cancelled task to end, and a hung one may never do so.
@@ -104,7 +104,7 @@ class Scorer:
             if isinstance(error, NoMark):
                 return Verdict(reason=f"reward {error}")
             ours = isinstance(error, RewardError)
-            words = shortened(str(error), LONGEST_REASON // 2)
+            words = shortened(error_text(error), LONGEST_REASON // 2)
             told = words if ours else f"{type(error).__name__}: {words}{place(error)}"
             return Verdict(reason=f"reward raised {told}{_lacking(told, prompt)}")
         try:

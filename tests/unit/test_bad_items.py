@@ -301,6 +301,21 @@ def test_what_an_items_code_raises_to_end_its_program_costs_the_item(error: Base
     assert isinstance(found, Censored) and found.cause is CensorCause.EXCEPTION, repr(found)
 
 
+async def test_an_interrupted_item_whose_code_raises_meanwhile_is_not_censored() -> None:
+    async def work() -> Any:
+        with boundary("rows.jsonl:1") as item:
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                raise ConnectionError("the browser is closed") from None
+        return item.censored
+
+    task = asyncio.ensure_future(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    assert isinstance(await outcome(task), asyncio.CancelledError)
+
+
 async def test_more_than_a_share_of_samples_that_fail_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         OWN.replace(
