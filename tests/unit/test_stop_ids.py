@@ -15,6 +15,8 @@ import pytest
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.data.chats import written
+from rlsys.data.quickstart_model import write_model
+from rlsys.errors import UserError
 from rlsys.foreign import slime
 from rlsys.foreign.draft import Draft
 from rlsys.rewards import Rewards, make_scores
@@ -233,3 +235,19 @@ async def test_a_tools_answer_follows_the_end_of_the_turn_that_called_it(name: s
 
     assert await observed(")") == f"{end}{family.user}2<assistant>"
     assert await observed(end or family.user) == f"{family.user if end else ''}2<assistant>"
+
+
+@pytest.mark.parametrize("ids", [[2, -1], -1, [2, 10**6], [2, 10**30]])
+def test_stop_ids_outside_the_vocabulary_reach_no_engine(ids: Any, tmp_path: Path) -> None:
+    """Published files have -1 for none, and ids of another model's vocabulary."""
+    write_model(tmp_path)
+    edit(tmp_path / "generation_config.json", eos_token_id=ids)
+    assert Tokenizer(tmp_path).stop_ids == {2}
+
+
+@pytest.mark.parametrize("ids", [True, [2, True], "2", 2.0])
+def test_a_stop_id_is_a_whole_number(ids: Any, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit(tmp_path / "generation_config.json", eos_token_id=ids)
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id"):
+        Tokenizer(tmp_path).stop_ids  # noqa: B018

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsys import tokenizer_files
 from rlsys.config import Config
+from rlsys.data import Tokenizer
 from rlsys.data.quickstart_model import write_model
 from rlsys.engine.launch_args import engine_command
 from rlsys.engine.server import tokenizer_arguments
-from rlsys.errors import UserError
-from rlsys.tokenizer_files import tokenizer_folder
+from rlsys.errors import RowError, UserError
+from rlsys.tokenizer_files import CONFIG, tokenizer_folder
 
 VOCABULARIES = (
     "tokenizer.model",
@@ -119,3 +121,99 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, converted: lis
     with pytest.raises(UserError, match="others may write there"):
         tokenizer_folder(folder)
     assert not converted
+
+
+# Published folders with less in tokenizer_config.json, or with more forms of a chat template
+
+
+def quickstart(folder: Path, **changes: Any) -> Path:
+    """The quickstart's model without its chat template file; `changes` of tokenizer_config.json, None: left out."""
+    write_model(folder)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    told = {**json.loads((folder / CONFIG).read_text()), "chat_template": template, **changes}
+    (folder / CONFIG).write_text(json.dumps({k: v for k, v in told.items() if v is not None}))
+    return folder
+
+
+@pytest.mark.parametrize("eos", ["<eos>", {"content": "<eos>"}])
+def test_eos_may_stand_in_special_tokens_map(eos: Any, tmp_path: Path) -> None:
+    """Where AutoTokenizer looks, too."""
+    quickstart(tmp_path, eos_token=None)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
+    tokenizer = Tokenizer(tmp_path)
+    assert (tokenizer.eos_token, tokenizer.eos_id) == ("<eos>", 2)
+
+
+def test_eos_may_be_an_id_of_config_json_alone(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(quickstart(tmp_path, eos_token=None))
+    assert (tokenizer.eos_token, tokenizer.eos_id) == ("<eos>", 2)
+
+
+def test_a_folder_without_any_eos_is_one_line(tmp_path: Path) -> None:
+    quickstart(tmp_path, eos_token=None)
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps({k: v for k, v in told.items() if k != "eos_token_id"}))
+    with pytest.raises(UserError, match="eos_token"):
+        Tokenizer(tmp_path)
+
+
+def test_a_chat_template_may_stand_in_chat_template_json(tmp_path: Path) -> None:
+    template = json.loads((quickstart(tmp_path) / CONFIG).read_text())["chat_template"]
+    expected = Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}])
+    quickstart(tmp_path, chat_template=None)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}]) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        5, {"default": "x"}, ["x"], [{"name": "default"}], [{"name": "default", "template": 5}],
+        [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}],
+    ],
+)  # fmt: skip
+def test_a_chat_template_that_is_none_is_one_line(template: Any, tmp_path: Path) -> None:
+    """Several without a default one: their names are told."""
+    raised: BaseException | None = None
+    try:
+        Tokenizer(quickstart(tmp_path, chat_template=template)).apply_chat(
+            [{"role": "user", "content": "1+1"}]
+        )
+    except (UserError, AttributeError, KeyError, TypeError) as e:
+        raised = e
+    assert isinstance(raised, UserError) and "chat_template" in str(raised), repr(raised)
+    assert "rag" not in str(template) or "rag, tool_use" in str(raised), raised
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.jinja", b"{{ " + b"(" * 3000 + b"1" + b")" * 3000 + b" }}"),
+        ("tokenizer_config.json", b"[" * 100_000), ("generation_config.json", b"[" * 100_000),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_a_tokenizer_is_one_line(name: str, content: bytes, tmp_path: Path) -> None:
+    quickstart(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    raised: BaseException | None = None
+    try:
+        tokenizer = Tokenizer(tmp_path)
+        tokenizer.apply_chat([{"role": "user", "content": "1+1"}])
+        tokenizer.stop_ids  # noqa: B018
+    except (UserError, UnicodeDecodeError, RecursionError) as e:
+        raised = e
+    assert isinstance(raised, UserError) and name.partition(".")[0].replace("_", " ") in str(raised).replace(
+        "_", " "
+    )
+
+
+def test_a_template_that_writes_too_much_refuses_the_messages(tmp_path: Path) -> None:
+    raised: BaseException | None = None
+    try:
+        Tokenizer(quickstart(tmp_path, chat_template="{{ 'a' * 10**17 }}")).apply_chat([])
+    except (RowError, MemoryError) as e:
+        raised = e
+    assert isinstance(raised, RowError), repr(raised)
