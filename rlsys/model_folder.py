@@ -71,25 +71,29 @@ def vocabulary_files(folder: Path) -> list[Path]:
 
 
 def read_stop_ids(folder: Path) -> frozenset[int]:
-    """`eos_token_id` of config.json, of its text part, and of generation_config.json: an id or a list each.
+    """`eos_token_id` of config.json, of its text part, and of generation_config.json: an id or a list each. Ids that
+    the model cannot draw are left out: published files have -1 for none, or ids of a larger vocabulary.
 
     Raises UserError when a file is unreadable or a value is neither.
     """
     stop_ids: set[int] = set()
+    vocabulary: list[int] = []
     for file in (folder / "config.json", folder / "generation_config.json"):
         if not file.exists():
             continue
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
-            values = [part.get("eos_token_id") for part in (raw, raw.get(_TEXT) or {})]
-        except (OSError, ValueError, AttributeError) as e:
+            parts = (raw, raw.get(_TEXT) or {})
+            values = [part.get("eos_token_id") for part in parts]
+            vocabulary += [n for part in parts if isinstance(n := part.get("vocab_size"), int)]
+        except (OSError, ValueError, AttributeError, RecursionError) as e:
             raise UserError(f"{file}: cannot read eos_token_id: {type(e).__name__} {e}") from None
         for value in values:
             ids = value if isinstance(value, list) else [value] if value is not None else []
-            if not all(isinstance(i, int) for i in ids):
+            if not all(type(i) is int for i in ids):
                 raise UserError(f"{file}: eos_token_id = {value!r}: expected an id or a list of ids")
             stop_ids.update(ids)
-    return frozenset(stop_ids)
+    return frozenset(i for i in stop_ids if 0 <= i < max(vocabulary, default=i + 1))
 
 
 def of_language_alone(folder: Path) -> dict[str, Any]:

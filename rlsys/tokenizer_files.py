@@ -59,7 +59,7 @@ def remote_code(path: Path) -> str | None:
     try:
         named = json.loads(file.read_text(encoding="utf-8")).get("auto_map", {}) if file.is_file() else {}
         found = named.get("AutoTokenizer") if isinstance(named, dict) else named  # a list in old folders
-    except (OSError, ValueError, AttributeError) as e:
+    except (OSError, ValueError, AttributeError, RecursionError) as e:
         raise UserError(f"{file}: not readable as JSON: {e}") from None
     classes = [name for name in (found if isinstance(found, list) else [found]) if isinstance(name, str)]
     return classes[-1] if classes else None

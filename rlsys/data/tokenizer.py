@@ -36,6 +36,7 @@ _QUESTION, _ANSWER = "RLSYS-QUESTION", "RLSYS-ANSWER"
 
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    MemoryError,
 )  # fmt: skip
 """What the expressions of a template raise for messages that it does not expect."""
 
@@ -66,7 +67,7 @@ class Tokenizer:
         # Padding and truncation that some folders ship would change what a prompt is.
         self._fast.no_padding()
         self._fast.no_truncation()
-        config = _read_json(source / CONFIG)
+        config = _special_tokens(self.path) | _read_json(source / CONFIG)
         if source != self.path and (self.path / CONFIG).is_file():
             config |= _read_json(self.path / CONFIG)
         self._names = {
@@ -74,13 +75,7 @@ class Tokenizer:
             for k in config
             if k.endswith("_token") and isinstance(t := _token_text(config.get(k)), str) and t
         }
-        self.eos_token = self._names.get("eos_token", "")
-        eos = self._fast.token_to_id(self.eos_token)
-        if eos is None:
-            raise UserError(
-                f"{self.path}/tokenizer_config.json: eos_token = {self.eos_token!r} is not in tokenizer.json"
-            )
-        self.eos_id: int = eos
+        self.eos_token, self.eos_id = self._eos()
         self.special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
         """Ids that mark something, as a turn or an end, and are no text."""
         marks = {t.content for t in self._fast.get_added_tokens_decoder().values() if t.special}
@@ -90,6 +85,22 @@ class Tokenizer:
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._template_text = _chat_template(self.path, config)
         self._template: jinja2.Template | None = None
+
+    def _eos(self) -> tuple[str, int]:
+        """Text and id of the end token: the tokenizer's, or, where its files name none, the model's first stop id."""
+        if (named := self._names.get("eos_token")) is not None:
+            if (number := self._fast.token_to_id(named)) is None:
+                raise UserError(
+                    f"{self.path}/tokenizer_config.json: eos_token = {named!r} is not in tokenizer.json"
+                )
+            return named, number
+        for number in sorted(read_stop_ids(self.path)):
+            if (text := self._fast.id_to_token(number)) is not None:
+                return text, number
+        raise UserError(
+            f"{self.path}: no eos_token in tokenizer_config.json or special_tokens_map.json, and no eos_token_id in "
+            "config.json that tokenizer.json has"
+        )
 
     @classmethod
     def of(cls, config: Config) -> Tokenizer:
@@ -199,7 +210,7 @@ class Tokenizer:
         try:
             used = jinja2.meta.find_undeclared_variables(env.parse(self._template_text))
             template = env.from_string(self._template_text)
-        except jinja2.TemplateError as e:
+        except (jinja2.TemplateError, RecursionError) as e:
             raise UserError(f"{self.path}: the chat template does not compile: {e}") from None
         for name in self._chat_args:
             if name not in used:
@@ -243,7 +254,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: missing") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{path}: not readable as JSON: {e}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(data).__name__}")
@@ -255,11 +266,33 @@ def _token_text(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
+def _special_tokens(path: Path) -> dict[str, Any]:
+    """What special_tokens_map.json names; AutoTokenizer takes it where tokenizer_config.json is silent."""
+    file = path / "special_tokens_map.json"
+    return _read_json(file) if file.is_file() else {}
+
+
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
+    """None where the folder has none. Raises UserError for one that is no text."""
+    file, where = path / "chat_template.jinja", path / CONFIG
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as e:
+            raise UserError(f"{file}: cannot be read: {e}") from None
     template = config.get("chat_template")
-    if isinstance(template, list):  # several named ones: the one for plain chat
-        return next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template
+    if template is None and (where := path / "chat_template.json").is_file():  # of processors
+        template = _read_json(where).get("chat_template")
+    if isinstance(template, list) and template:  # several named ones: the one for plain chat
+        try:
+            named = {t["name"]: t["template"] for t in template}
+        except (TypeError, KeyError):
+            raise UserError(f"{where}: chat_template: expected objects with name and template") from None
+        if "default" not in named:
+            raise UserError(
+                f"{where}: chat_template has {', '.join(map(str, named))}; expected one with the name default"
+            )
+        template = named["default"]
+    if not (template is None or template == [] or isinstance(template, str)):
+        raise UserError(f"{where}: chat_template = {template!r:.80}: expected a text")
+    return template or None
