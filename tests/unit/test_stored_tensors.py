@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -410,3 +411,52 @@ def test_a_folder_that_is_a_megatron_checkpoint_too_is_refused(folder: Path) -> 
     for call in (lambda: read(folder), lambda: check_model(config_of(folder))):
         with pytest.raises(UserError, match=r"model: both .*\.metadata.* and .*safetensors"):
             call()
+
+
+# What lies there in place of a file
+
+
+@pytest.mark.parametrize("instead", ["dangling link", "folder"])
+def test_an_index_that_cannot_be_read_is_not_taken_for_none(folder: Path, instead: str) -> None:
+    split(folder)
+    (folder / INDEX).unlink()
+    (folder / INDEX).mkdir() if instead == "folder" else (folder / INDEX).symlink_to("../blobs/gone")
+    with pytest.raises(UserError, match=INDEX):
+        read(folder)
+
+
+def test_a_shard_that_is_no_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a pipe waits for who writes into it."""
+    split(folder)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.unlink()
+    os.mkfifo(shard)
+    opened: list[Path] = []
+
+    def open_(self: Path, *args: Any, **kwargs: Any) -> Any:
+        opened.append(self)
+        raise ValueError
+
+    monkeypatch.setattr(Path, "open", open_)
+    with pytest.raises(UserError, match=shard.name):
+        read(folder)
+    assert shard not in opened
+
+
+@pytest.mark.parametrize("what", ["shape", "data_offsets", "dtype", "__metadata__"])
+def test_a_header_of_other_kinds_of_values_is_damaged(folder: Path, what: str) -> None:
+    """Equal to the right ones in Python; the library that reads the tensors refuses them, with a traceback."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    if what == "__metadata__":
+        header[what] = "pt"
+    elif what == "dtype":
+        header[NAME][what] = 5
+    else:
+        header[NAME][what] = [float(n) for n in header[NAME][what]]
+    told = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(told)) + told + data[8 + length :])
+    with pytest.raises(UserError, match="its header is damaged"):
+        read(folder)
