@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterable
@@ -160,7 +161,7 @@ def _files(folder: Path, index: dict[str, str] | None, hf: HFConfig) -> list[Pat
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Names of tensors -> names of files; None: the folder has no index."""
     path = folder / INDEX
-    if not path.is_file():
+    if not os.path.lexists(path):  # a link to a file that is gone is not "none"
         return None
     try:
         index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -278,15 +279,22 @@ def read_header(file: Path) -> list[Stored]:
     """The tensors of a file. Raises UserError unless the file has exactly the bytes that its header tells."""
     try:
         size = file.stat().st_size
+        if not file.is_file():
+            raise UserError(f"{file}: cannot be read: not a file")
         with file.open("rb") as stream:
             start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(size - 8, _LARGEST_HEADER):
                 raise UserError(f"{file}: not a whole safetensors file: it ends within its header")
             header = json.loads(stream.read(length), object_pairs_hook=_object)
-        header.pop("__metadata__", None)
+        if not isinstance(header.pop("__metadata__", {}), dict):
+            raise ValueError
         tensors = [Stored(file, name, t["dtype"], tuple(t["shape"])) for name, t in header.items()]
         extents = [tuple(t["data_offsets"]) for t in header.values()]
+        if not all(isinstance(tensor.dtype, str) for tensor in tensors):
+            raise ValueError
+        if any(type(n) is not int for numbers in (*extents, *(t.shape for t in tensors)) for n in numbers):
+            raise ValueError
         sizes_fit = all(
             math.prod(tensor.shape) * _BITS[tensor.dtype] == 8 * (end - begin)
             for tensor, (begin, end) in zip(tensors, extents, strict=True)

@@ -431,16 +431,15 @@ def test_a_shard_that_is_no_file_is_named(folder: Path, monkeypatch: pytest.Monk
     shard = sorted(folder.glob("*.safetensors"))[0]
     shard.unlink()
     os.mkfifo(shard)
-    opened: list[Path] = []
+    plain_open = Path.open
 
     def open_(self: Path, *args: Any, **kwargs: Any) -> Any:
-        opened.append(self)
-        raise ValueError
+        assert self != shard, "it would wait for ever"
+        return plain_open(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", open_)
     with pytest.raises(UserError, match=shard.name):
         read(folder)
-    assert shard not in opened
 
 
 @pytest.mark.parametrize("what", ["shape", "data_offsets", "dtype", "__metadata__"])
