@@ -593,3 +593,58 @@ def test_security_a13_yaml_of_a_stranger(
 ) -> None:
     made = run(framework, YAML[case], capsys, name="run.yaml")
     assert made.code == 2 and made.said.count("\n") == 1, made.said
+
+
+LATER = {
+    "a function that is called later": "usage() { LR=9; }\nLR=1\nusage",
+    "with the keyword": "function usage { LR=9; }\nLR=1\nusage a",
+    "through another one": "inner() { LR=9; }\nusage() { inner; }\nLR=1\nusage",
+    "a counter in a function": "usage() { ((LR++)); }\nLR=1\nusage",
+    "a default in a function": "usage() { : ${LR:=9}; }\nLR=\nusage",
+    "readonly": "readonly LR=4\nLR=5",
+    "declare -r": "declare -r LR=4\nLR=5",
+    "an assignment beside": "LR=1\nLR=2 &",
+    "an assignment in a pipe": "LR=1\nLR=2 | cat",
+    "an element with an index": "A=([3]=5)\nLR=${A[0]}",
+    "a separator of its own": "IFS=,\nX=1,2\nA=($X)\nLR=${A[0]}",
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_world_01_what_sets_a_variable_without_being_seen(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("slime", f"{LATER[case]}\n{SLIME} --lr $LR\n", capsys)
+    incomplete(made, "--lr", "trainer.lr")
+
+
+def test_world_01_a_variable_that_is_local_to_a_function(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("slime", f"f() {{ local LR=9; }}\nLR=1e-6\nf\n{SLIME} --lr $LR\n", capsys)
+    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
+
+
+def test_world_01_export_reads_all_its_words_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = run("slime", f"A=1e-6\nexport A=2e-6 LR=$A\n{SLIME} --lr $LR\n", capsys)
+    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
+
+
+def test_world_01_an_unquoted_array_is_split(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = run("slime", f'A=("--lr 1e-6")\n{SLIME} ${{A[@]}}\n', capsys)
+    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
+
+
+@pytest.mark.parametrize(
+    "first", ["shopt -s expand_aliases\nalias python3='python3 x.py'", "trap 'LR=3' DEBUG"]
+)
+def test_world_01_what_changes_every_later_command(
+    first: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("slime", f"LR=1e-6\n{first}\n{SLIME} --lr $LR\n", capsys)
+    assert made.code == INCOMPLETE, made.said
+
+
+def test_world_01_nothing_behind_an_exit_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = run("slime", f"LR=1e-6\n{SLIME} --lr $LR\nexit 0\n{SLIME} --lr 2e-6\n", capsys)
+    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
