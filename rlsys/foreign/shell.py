@@ -35,6 +35,7 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 _HOLE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\[[^]\n]*\])?(\+?)=")
+_ELEMENT = re.compile(r"\[[^]\n]{0,200}\]\+?=")
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(?:<<<|<<-?|&>>|&>|>>|>\||<>|<&|>&|<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"[ \t]*\([ \t]*\)")
 _PLAIN = re.compile(r"""[^\s;&|()'"\\$`<>~*?{]*""")
@@ -44,6 +45,8 @@ _ARITHMETIC = re.compile(r"[\w\s+\-*/%()]*")
 _CHANGED = re.compile(
     r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
+_NO_SEPARATOR = re.compile(r"[\w./+=-]*")
+"""Values that no usual separator cuts."""
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _SKIPPED = ("then", "else", "elif", "do", "time", "!", "nohup", "exec", "command")
 _OPENING = {
@@ -125,6 +128,11 @@ class Script:
         self.moved = False
         """Whether the script has changed the folder, so that relative paths are not known."""
         self.frames: list[_Frame] = []
+        self.readonly: set[str] = set()
+        self.functions: dict[str, tuple[set[str], set[str]]] = {}
+        """By name: the variables of the script that a function may set, and the commands that it runs."""
+        self.ended = False
+        """Whether an `exit` that certainly runs was read: nothing behind it does."""
         self._budget = MAX_EXPANDED
         _Reader(self, text, 0, path).read_commands()
 
@@ -151,6 +159,17 @@ class Script:
         """The word with each hole as the script has it."""
         return _HOLE.sub(lambda found: self.holes[int(found[1])].text, word)
 
+    def changes(self, name: str) -> set[str]:
+        """Variables that the function `name` may set, by itself or by others that it runs."""
+        changed: set[str] = set()
+        seen, pending = {name}, [name]
+        while pending:
+            own, runs = self.functions.get(pending.pop(), (set(), set()))
+            changed |= own
+            pending += runs - seen
+            seen |= runs
+        return changed
+
     def spend(self, characters: int) -> None:
         self._budget -= characters
         if self._budget < 0:
@@ -174,7 +193,7 @@ class _Reader:
         self._heredocs: list[tuple[str, bool]] = []
 
     def read_commands(self) -> None:
-        while self._at < len(self._text):
+        while self._at < len(self._text) and not self._script.ended:
             before = self._at
             self._command()
             self._at = max(self._at, before + 1)
@@ -188,6 +207,7 @@ class _Reader:
         line = self._line_now()
         words: list[str] = []
         replaced: dict[str, str | list[str] | None] = {}
+        declared: dict[str, str | list[str]] = {}
         while self._at < len(self._text):
             self._blanks()
             if self._at >= len(self._text) or self._text[self._at] in "\n;&|)":
@@ -202,7 +222,7 @@ class _Reader:
                     self._open_function(words[0], line)
                     return
                 break
-            if (not words or words[0] in _DECLARE) and self._assignment(words, replaced):
+            if (not words or words[0] in _DECLARE) and self._assignment(words, replaced, declared):
                 continue
             if not words:
                 self._restore(replaced)
@@ -215,9 +235,18 @@ class _Reader:
                     continue
             words += new
             self._at = max(self._at, start + 1)
+        self._script.variables |= declared
+        if not words and self._apart():
+            for name in replaced:
+                self._set_hole(name, f"${name}", f"is set in another process at line {line}")
         if words:
             self._builtin(words, line)
             self._script.commands.append(Command(words, line, self._uncertain(commands=True)))
+
+    def _apart(self) -> bool:
+        """Whether what was read runs in a process of its own: `&` or `|` follows."""
+        rest = self._text[self._at : self._at + 2]
+        return rest[:1] in ("&", "|") and rest not in ("&&", "||")
 
     def _restore(self, replaced: dict[str, str | list[str] | None]) -> None:
         """`LR=1 command` sets LR for that command alone, after its words are expanded."""
@@ -291,6 +320,7 @@ class _Reader:
 
     def _open_function(self, name: str, line: int) -> None:
         self._script.frames.append(_Frame("function", line, name))
+        self._script.functions[name] = (set(), set())
         found = re.compile(r"\s*\{").match(self._text, self._at)
         if found is not None:
             self._at = found.end()
@@ -307,7 +337,22 @@ class _Reader:
     def _builtin(self, words: list[str], line: int) -> None:
         """What a command does to variables."""
         name, arguments = words[0], words[1:]
-        if name in _SETTING:
+        if (function := self._function()) is not None:
+            self._script.functions[function][1].add(name)
+        if name in self._script.functions:
+            for changed in sorted(self._script.changes(name)):
+                self._set_hole(
+                    changed, f"${changed}", f"is set by the function {name}, called at line {line}"
+                )
+        elif name == "exit" and self._uncertain() is None and not self._maybe and not self._apart():
+            self._script.ended = True
+        elif (name == "shopt" and "expand_aliases" in arguments and "-s" in arguments) or (
+            name == "trap" and "DEBUG" in arguments
+        ):
+            self._script.problems.append(
+                f"{self._place(line)}: {' '.join(words)[:80]}: not followed; it changes later commands"
+            )
+        elif name in _SETTING:
             for word in arguments:
                 if found := _NAME.match(word):
                     self._set_hole(found[0], f"${found[0]}", f"is set by `{name}` at line {line}")
@@ -362,8 +407,14 @@ class _Reader:
 
     # Assignments
 
-    def _assignment(self, words: list[str], replaced: dict[str, str | list[str] | None]) -> bool:
-        """Read one, of `declare` and the like where `words` has it; `replaced` collects what the variables were."""
+    def _assignment(
+        self,
+        words: list[str],
+        replaced: dict[str, str | list[str] | None],
+        declared: dict[str, str | list[str]],
+    ) -> bool:
+        """Read one, of `declare` and the like where `words` has it; `replaced` collects what the variables were,
+        `declared` what they become once all words of a declaration are read."""
         found = _ASSIGN.match(self._text, self._at)
         if found is None:
             return False
@@ -379,19 +430,24 @@ class _Reader:
             value = self._array()
         else:
             value = "".join(self._word(assigned=True)) if self._at < len(self._text) else ""
-        before = variables.get(name, [] if array else "")
+        was = variables.get(name)
+        before = declared.get(name, variables.get(name, [] if array else ""))
         why = self._uncertain()
         if self._maybe and why is None:
             why = f"the && or || at line {self._line_now()}"
-        if index or any(word.startswith("-") and set(word) & set("ainlu") for word in words[1:] if not array):
-            self._set_hole(
-                name, f"${name}", f"is set with an index or an attribute at line {self._line_now()}"
+        if name in self._script.readonly:
+            variables[name] = self._unknown(name, f"is readonly, and set again at line {self._line_now()}")
+        elif index or any(
+            word.startswith("-") and set(word) & set("ainlu") for word in words[1:] if not array
+        ):
+            variables[name] = self._unknown(
+                name, f"is set with an index or an attribute at line {self._line_now()}"
             )
         elif why is not None:
             if more and isinstance(before, list):
                 variables[name] = [*before, self._script.hole(f"{name}+=(...)", f"is set in {why}")]
             else:
-                self._set_hole(name, f"${name}", f"is set in {why}")
+                variables[name] = self._unknown(name, f"is set in {why}")
         elif isinstance(value, list):
             kept = (before if isinstance(before, list) else [before]) if more else []
             variables[name] = [*kept, *value]
@@ -399,10 +455,27 @@ class _Reader:
             kept_text = (before[0] if before else "") if isinstance(before, list) else before
             variables[name] = (kept_text if more else "") + value
         self._script.spend(sum(map(len, variables[name])) + len(variables[name]))
+        if words:
+            declared[name] = variables.pop(name)
+            if was is not None:
+                variables[name] = was
+            if words[0] == "readonly" or any(w.startswith("-") and "r" in w for w in words[1:]):
+                self._script.readonly.add(name)
+        if (function := self._function()) is not None and words[:1] != ["local"]:
+            self._script.functions[function][0].add(name)
         return True
+
+    def _function(self) -> str | None:
+        """The function whose body is read."""
+        return next((f.name for f in reversed(self._script.frames) if f.kind == "function"), None)
 
     def _set_hole(self, name: str, text: str, why: str) -> None:
         self._script.variables[name] = self._script.hole(text, f"{name} {why}")
+        if (function := self._function()) is not None:
+            self._script.functions[function][0].add(name)
+
+    def _unknown(self, name: str, why: str) -> str:
+        return self._script.hole(f"${name}", f"{name} {why}")
 
     def _array(self) -> list[str]:
         words: list[str] = []
@@ -414,6 +487,10 @@ class _Reader:
             before = self._at
             if self._at < len(self._text) and self._text[self._at] in "\n;&|(":
                 self._at += 1  # bash refuses all but the newline
+            elif found := _ELEMENT.match(self._text, self._at):
+                self._at = found.end()
+                self._word(assigned=True)
+                words.append(self._script.hole(f"{found[0]}...", "elements with an index are not followed"))
             else:
                 words += self._word()
             self._at = max(self._at, before + 1)
@@ -557,11 +634,11 @@ class _Reader:
     def _append(self, out: list[str], value: str | list[str], *, split: bool) -> None:
         self._script.spend(len(value) if isinstance(value, str) else sum(map(len, value)) + len(value))
         if isinstance(value, list):
-            parts = value
+            parts = [part for one in value for part in self._fields(one)] if split else value
         elif not split:
             parts = [value]
         else:
-            parts = value.split()
+            parts = self._fields(value)
             if value[:1].isspace() and out[-1]:
                 out.append("")
         if parts:
@@ -569,6 +646,19 @@ class _Reader:
             out.extend(parts[1:])
         if split and isinstance(value, str) and value[-1:].isspace() and out[-1]:
             out.append("")
+
+    def _fields(self, value: str) -> list[str]:
+        """The words of an expansion that is not quoted; a hole where a separator of the script's own may cut it."""
+        separators = self._script.variables.get("IFS")
+        if separators is None or separators == " \t\n" or not value:
+            return value.split()
+        known = isinstance(separators, str) and not has_hole(separators)
+        plain = _NO_SEPARATOR.fullmatch(value) is not None or has_hole(value)
+        if known and not any(c in value for c in separators) and not any(c.isspace() for c in value):
+            return [value]
+        if not known and plain:
+            return [value]
+        return [self._script.hole(value[:80], "IFS decides how it is cut")]
 
     # Expansions
 

@@ -32,7 +32,7 @@ SCRIPTS = ROOT / "tests" / "data" / "foreign"
         ("a 'b c' \"d e\"", ["a", "b c", "d e"]),
         ("X=3\nrun --x $X ${X} \"${X}y\" '$X'", ["run", "--x", "3", "3", "3y", "$X"]),
         ("run a \\\n  b # not this\n", ["run", "a", "b"]),
-        ("A=(--x 1\n # --y 2\n --z 'q r')\nrun ${A[@]}", ["run", "--x", "1", "--z", "q r"]),
+        ("A=(--x 1\n # --y 2\n --z 'q r')\nrun ${A[@]}", ["run", "--x", "1", "--z", "q", "r"]),
         ("A=(1)\nA+=(2 3)\nrun ${A[@]}", ["run", "1", "2", "3"]),
         ("run $((2 * (3 + 1))) ", ["run", "8"]),
         ("N=4\nM=$((N * 2))\nrun $((M / 3))", ["run", "2"]),
