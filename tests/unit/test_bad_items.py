@@ -9,9 +9,11 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -810,3 +812,64 @@ async def test_an_agents_history_with_half_an_emoji_in_its_arguments_is_answered
         except (TypeError, RecursionError) as e:
             made = e
         assert isinstance(made, list) and made, made
+
+
+# Texts of megabytes: a tokenizer reads a megabyte or less a second, in the event loop of everybody
+
+
+LARGE = "3" * 10_000_000
+
+
+def test_a_text_that_no_context_holds_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(TOKENIZER, "_fast", SimpleNamespace(encode=lambda text, **_: read.append(len(text))))
+    with pytest.raises((ValueError, AttributeError)):
+        TOKENIZER.encode(LARGE)
+    assert read == []
+
+
+def test_a_row_that_no_context_holds_is_a_refused_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_rows(
+        tmp_path / "rows.jsonl", {"prompt": LARGE, "answer": ""}, {"prompt": "1+1", "answer": "2"}
+    )
+    held = write_rows(tmp_path / "held.jsonl", *({"prompt": f"7+{i}", "answer": "1"} for i in range(3)))
+    monkeypatch.setattr(Tokenizer, "apply_chat", lambda self, messages, **_: messages[0]["content"])
+    source = build_source(config_of_rows(tmp_path, rows, held), TOKENIZER)
+    encode, read = Tokenizer.encode, []
+
+    def watched(self: Tokenizer, text: str) -> list[int]:
+        if len(text) < 100:
+            return encode(self, text)
+        fast = SimpleNamespace(
+            encode=lambda text, **_: read.append(len(text)) or SimpleNamespace(ids=[3] * 5000)
+        )
+        with monkeypatch.context() as m:
+            m.setattr(self, "_fast", fast)
+            return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    refused = [p for p in (source.train(i) for i in range(2)) if p.refusal]
+    assert [(p.refusal_cause, "rows.jsonl:1" in p.refusal) for p in refused] == [(CensorCause.PROMPT, True)]
+    assert read == []
+
+
+async def test_an_environment_that_says_megabytes_costs_its_episode() -> None:
+    begun = time.process_time()
+    found = await played((), {**STEP, "messages": [{"role": "user", "content": LARGE}]})
+    assert isinstance(found, ToolFailed) and "characters" in str(found), found
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.gate  # it starts the processes of functions
+async def test_what_a_function_says_has_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def large(): return 'a' * 80_000_000\n")
+    names = [f"{tmp_path / 'own.py'}:large"]
+    given = {"generator": "functions", "generator_params": {"functions": names}}
+    functions = Functions(Config.model_validate({"model": {"path": MODEL}, "rollout": given}), names, 30)
+    try:
+        said = [await functions(Call("large", "{}")), await functions(Call("none", "{}"))]
+    finally:
+        await functions.close()
+    assert said[0].startswith("error") and len(said[0]) < 400, said[0][:100]
