@@ -34,6 +34,8 @@ KEPT_VARIABLES = (
 )  # fmt: skip
 LENGTH = struct.Struct("<I")
 """Every message is its length and its bytes."""
+LARGEST_ANSWER = 64 * 2**20
+"""Bytes; a process with a larger one is killed."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -150,6 +152,10 @@ class Worker:
             self._questions.write(LENGTH.pack(len(message)) + message)
             await self._questions.drain()
             (length,) = LENGTH.unpack(await self._answers.readexactly(LENGTH.size))
+            if length > LARGEST_ANSWER:
+                raise WorkerError(
+                    f"ValueError: its answer has {length:,} bytes; at most {LARGEST_ANSWER:,} are read"
+                )
             answer = load_json(await self._answers.readexactly(length))
         except (ConnectionError, asyncio.IncompleteReadError):
             raise WorkerError(f"ProcessEnded: with code {await self._process.wait()}") from None

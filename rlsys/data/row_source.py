@@ -16,11 +16,11 @@ from rlsys.data.hub import read_dataset
 from rlsys.data.rows import Row, check_texts, read_row
 from rlsys.data.source import PromptSource, is_heldout, stable_hash
 from rlsys.data.tables import Table, read_lines, read_parquet
-from rlsys.data.tokenizer import Tokenizer
+from rlsys.data.tokenizer import TextTooLong, Tokenizer
 from rlsys.errors import RowError, UserError
 from rlsys.plugins import parse_params
 from rlsys.texts import valid_text
-from rlsys.types import Prompt
+from rlsys.types import CensorCause, Prompt
 
 
 def _several(value: Any) -> Any:
@@ -143,6 +143,11 @@ class RowSource:
         except RowError as e:
             told = str(e) if str(e).startswith(where) else f"{where}: {e}"
             return Prompt(index, valid_text(row.key), [], row.entry, row.question, where, told)
+        except TextTooLong as e:
+            told = f"the prompt is {e} ({where})"
+            return Prompt(
+                index, "", [], row.entry, row.question, where, told, refusal_cause=CensorCause.PROMPT
+            )
         return Prompt(index, text, ids, row.entry, row.question, where)
 
     def longest(self, count: int) -> list[Prompt]:

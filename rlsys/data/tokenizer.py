@@ -25,12 +25,17 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from rlsys.config import Config
 from rlsys.errors import RowError, UserError
-from rlsys.model_folder import TOKENIZER, read_stop_ids
+from rlsys.model_folder import TOKENIZER, read_fields, read_stop_ids
 from rlsys.texts import is_valid_text, shortened
 from rlsys.tokenizer_files import CONFIG, tokenizer_folder
 
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, each of which may be an id."""
+ALWAYS_READ = 1_000_000
+"""Characters; a longer text is tokenized only if the model's context may hold it. It takes seconds in the event loop
+that all samples share."""
+_ANY_CONTEXT = 2**20
+"""Tokens, where config.json names no context."""
 _QUESTION, _ANSWER = "RLSYS-QUESTION", "RLSYS-ANSWER"
 
 
@@ -39,6 +44,10 @@ _TEMPLATE_ERRORS = (
     MemoryError,
 )  # fmt: skip
 """What the expressions of a template raise for messages that it does not expect."""
+
+
+class TextTooLong(ValueError):
+    """No context of the model holds so long a text."""
 
 
 class Tokenizer:
@@ -130,10 +139,25 @@ class Tokenizer:
         return ids[0] if ids and ids[0] in self.special_ids and not opens_a_turn else self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` as it stands: no bos or eos is added. Raises ValueError for half of a character."""
+        """Ids of `text` as it stands: no bos or eos is added. Raises ValueError for half of a character, TextTooLong
+        for a text of megabytes that the model's context cannot hold."""
+        if len(text) > ALWAYS_READ and len(text) > self._most_characters:
+            raise TextTooLong(
+                f"a text of {len(text):,} characters; there is room for {self._most_characters:,} at most"
+            )
         if not is_valid_text(text):
             raise ValueError(f"a text with half of a character (a lone UTF-16 surrogate): {text!a:.80}")
         return list(self._fast.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """Of a text that is no longer than the context, if it were made of the longest token."""
+        try:
+            context = read_fields(self.path).get("max_position_embeddings")
+        except (OSError, ValueError, RecursionError):
+            context = None
+        tokens = context if isinstance(context, int) else _ANY_CONTEXT
+        return max(ALWAYS_READ, tokens * max(map(len, self._fast.get_vocab()), default=1))
 
     def unread(self, text: str) -> list[str]:
         """The characters of `text` that it has no token for: the model sees <unk> there, or nothing."""

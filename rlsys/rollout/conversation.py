@@ -17,6 +17,7 @@ from rlsys.agents.hosting import Ended
 from rlsys.agents.messages import Answer, Asked, BadRequest, Message, ToolCall, behind, common
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
+from rlsys.data.tokenizer import TextTooLong
 from rlsys.rollout.saved_turns import Full, SavedTurns
 from rlsys.rollout.turn_reader import TAIL_IDS, ToolFailed, Turn, TurnReader
 from rlsys.rollout.turns import Speak
@@ -145,7 +146,7 @@ class Conversation:
             answer = await self._answer(question.asked)
             if self._saved is not None:
                 await self._saved(self._sample)
-        except (BadRequest, RefusedPrompt) as e:  # the latter: longer than an engine's context
+        except (BadRequest, RefusedPrompt, TextTooLong) as e:  # the latter two: longer than the context
             question.answer.set_exception(BadRequest(str(e), getattr(e, "param", None)))
         except Full:
             self._full = True

@@ -19,6 +19,7 @@ from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.config.section import Positive
 from rlsys.data import Tokenizer
+from rlsys.data.tokenizer import TextTooLong
 from rlsys.engine_requests import short
 from rlsys.errors import RowError, UserError
 from rlsys.plugins import parse_params
@@ -109,7 +110,7 @@ class EnvironmentGenerator:
                 finally:
                     self.counts["environment_replays"] += episode.restarts
                     self.counts["environment_restarts"] = self._services.restarts
-        except (EnvironmentFailed, BadRequest, ToolFailed) as e:
+        except (EnvironmentFailed, BadRequest, ToolFailed, TextTooLong) as e:
             raise ToolFailed(f"the environment {self._params.name}: {e}") from None
 
     async def _play(self, episode: LeasedEpisode, sample: Sample, prompt: Prompt) -> None:

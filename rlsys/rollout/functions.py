@@ -15,6 +15,7 @@ from rlsys.agents.messages import BadRequest, read_tools
 from rlsys.config import Config
 from rlsys.data import Tokenizer
 from rlsys.data.rows import tools_of
+from rlsys.data.tokenizer import TextTooLong
 from rlsys.errors import RowError, UserError
 from rlsys.imports import resolve
 from rlsys.rollout.assembly import turn_ends
@@ -77,7 +78,11 @@ class FunctionTurns:
                 sample.status = Status.FINISHED
                 return
             answers = [await self._functions(call) for call in calls]
-            ids = self._tokenizer.encode(self._rendered(calls, answers, sample.response_ids[-1:]))
+            try:
+                ids = self._tokenizer.encode(self._rendered(calls, answers, sample.response_ids[-1:]))
+            except TextTooLong:
+                sample.status = Status.TRUNCATED
+                return
             if sample.tokens + len(ids) >= self._budget:
                 sample.status = Status.TRUNCATED
                 return

@@ -842,9 +842,12 @@ def test_a_row_that_no_context_holds_is_a_refused_prompt(
     def watched(self: Tokenizer, text: str) -> list[int]:
         if len(text) < 100:
             return encode(self, text)
-        fast = SimpleNamespace(
-            encode=lambda text, **_: read.append(len(text)) or SimpleNamespace(ids=[3] * 5000)
-        )
+
+        def tokenized(text: str, **_: Any) -> Any:
+            read.append(len(text))
+            return SimpleNamespace(ids=[3] * 5000)
+
+        fast = SimpleNamespace(encode=tokenized, get_vocab=dict)
         with monkeypatch.context() as m:
             m.setattr(self, "_fast", fast)
             return encode(self, text)
