@@ -217,3 +217,18 @@ def test_a_template_that_writes_too_much_refuses_the_messages(tmp_path: Path) ->
     except (RowError, MemoryError) as e:
         raised = e
     assert isinstance(raised, RowError), repr(raised)
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_an_empty_vocabulary_is_not_converted(
+    name: str, tmp_path: Path, converted: list[tuple[Path, bool]]
+) -> None:
+    """A download that was cut off; AutoTokenizer makes a tokenizer of it that reads nothing."""
+    folder = with_vocabulary(tmp_path / "model", name, eos_token="<eos>")
+    (folder / name).write_bytes(b"")
+    raised: UserError | None = None
+    try:
+        tokenizer_folder(folder)
+    except UserError as e:
+        raised = e
+    assert raised is not None and name in str(raised) and not converted, raised
