@@ -41,6 +41,9 @@ def tokenizer_folder(path: Path, trust_remote_code: bool = False) -> Path:
             f"model.path = {str(path)!r}: no tokenizer.json there, and no vocabulary in another form "
             "(tokenizer.model, tiktoken.model, vocab.json)"
         )
+    with disk_errors(path, UserError):
+        if empty := next((file for file in vocabulary_files(path) if not file.stat().st_size), None):
+            raise UserError(f"{empty}: is empty; expected a tokenizer's vocabulary")
     code = remote_code(path)
     if code is not None and not trust_remote_code:
         raise UserError(
