@@ -14,11 +14,12 @@ from rich.text import Text
 
 from launch.describe import describe_arithmetic, describe_idle, describe_parts, describe_plan
 from launch.diagram import Fold, draw, fold
+from launch.environment import allocator_notes
 from launch.plan import LaunchPlan, Node, Ports, build_plan
 from rlsys.config import Config, add_config, dump_config, load_config
 from rlsys.core.errors import UserError
 from rlsys.core.machines import machines
-from rlsys.engine.launch_args import engine_command, have_cuda
+from rlsys.engine.launch_args import attention_notes, engine_command, have_cuda
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import check_spans
@@ -101,7 +102,7 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
             f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory"
         )
     plan, layout = made_up_plan(config), lay_out(config)  # of a layout that the model has been held against
-    odd += describe_idle(config, plan)
+    odd += describe_idle(config, plan) + allocator_notes(config) + attention_notes(config)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
         odd.append("no GPU: launch.release_memory frees nothing")
     others = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]
@@ -141,10 +142,6 @@ def describe_commands(config: Config, plan: LaunchPlan) -> str:
     told = [describe_plan(plan)]
     if not config.engine.port:
         told.append("(port 0: a free one is chosen at the start)")
-    if config.launch.gpus_per_node and not have_cuda():
-        told.append(
-            "(there is no GPU here: on a node that has them, engines get their arguments without --device cpu)"
-        )
     return "\n".join(told)
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from launch.backends import Backend
 from launch.backends.selection import open_backend
 from launch.console import Display
+from launch.environment import allocator_notes
 from launch.exporter import run_plan
 from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan
 from launch.ports import choose_ports
@@ -44,6 +45,7 @@ from rlsys.cli.tenants import add_tenants, key_lines, read_options
 from rlsys.cli.view import add_look, followed_by_trackers
 from rlsys.config import Config, add_config, load_config
 from rlsys.config.precision import check_device, device_capability
+from rlsys.core.devices import have_cuda
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
@@ -56,7 +58,7 @@ from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.summary import summarise
 from rlsys.obs.symptoms import sentence
 from rlsys.planner.layout import lay_out
-from rlsys.planner.model_preflight import check_model
+from rlsys.planner.model_preflight import check_gpus, check_model
 from rlsys.rehearse.trial import check_build
 from rlsys.viewer.trackers.tracker import check_trackers
 
@@ -66,12 +68,15 @@ def train(args: argparse.Namespace) -> int:
     from rlsys.rollout.preflight import check_names
 
     config = pin_data(load_config(args.config, args.overrides))
+    check_gpus(config)
     check_model(config)
     check_sinks(config)
     check_names(config)
-    if config.launch.backend == "local":  # other nodes say it themselves
+    capability = device_capability()
+    # Other nodes say it themselves, and the trainer, where a GPU's capability is unknown here.
+    if config.launch.backend == "local" and (capability is not None or not have_cuda()):
         found = importlib.util.find_spec("transformer_engine") is not None
-        check_device(config, device_capability(), found)
+        check_device(config, capability, found)
     layout = lay_out(config)
 
     def plan(backend: Backend) -> LaunchPlan:
@@ -216,7 +221,7 @@ def check_plugins(config: Config) -> None:
     from rlsys.cli.preflight import check_start  # imports torch
 
     check_sinks(config)
-    for line in check_start(config):
+    for line in [*check_start(config), *allocator_notes(config)]:
         print(f"rlsys: note: {line}", file=sys.stderr)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import sys
 
 from rlsys.config import Config
 from rlsys.config.precision import engine_args
-from rlsys.core.devices import VARIABLE, have_cuda
+from rlsys.core.devices import VARIABLE, have_cuda, visible_devices
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import of_language_alone
+from rlsys.engine.head_sizes import check_head_size
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
+from rlsys.engine.warm_up import NAME as WARM_UP
 
 
 def passes_on(config: Config) -> bool:
@@ -21,8 +23,14 @@ def passes_on(config: Config) -> bool:
     return whole and config.launch.placement == "disaggregated" and config.rollout.workers == 1
 
 
+def _on_cuda(config: Config) -> bool:
+    """As launch/environment.py answers for all roles. The process that plans may be on a host without a GPU, as the
+    head of a Ray cluster."""
+    return config.launch.gpus_per_node > 0 or have_cuda()
+
+
 def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
-    """argv and extra environment of engine `index` on `port`."""
+    """argv and extra environment of engine `index` on `port`. Raises UserError for a model that its kernels lack."""
     e = config.engine
     argv = [
         sys.executable, "-m", "rlsys.engine.server",
@@ -61,11 +69,11 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     if config.weights.method == "adapter" and (lora := config.trainer.lora) is not None:
         argv += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", "2"]
         argv += ["--lora-target-modules", *(lora.targets or ["all"])]
-        if not have_cuda():
+        if not _on_cuda(config):
             argv += ["--lora-backend", "torch_native"]
     if e.ngram_drafts:
         argv += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(e.ngram_drafts)]
-        if not have_cuda():
+        if not _on_cuda(config):
             env["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"
     if e.return_routes:
         argv.append("--enable-return-routed-experts")
@@ -77,18 +85,44 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     return [*argv, *of_device, *e.extra_args], env | its_env
 
 
+def _attention_backend(config: Config) -> str | None:
+    """Of an engine on CUDA; None: SGLang chooses by the GPU."""
+    given = [*config.engine.extra_args, ""]
+    for arg, following in reversed(list(itertools.pairwise(given))):
+        name, equals, value = arg.partition("=")
+        if name == "--attention-backend":
+            return value if equals else following
+    # FlashAttention 3, the default of Hopper, computes in half precision only, and with TP 2 a mixture of experts was
+    # seen to sample otherwise for the same seed (github.com/sgl-project/sglang/pull/10930), where Triton's did not.
+    # FlashInfer, that of Blackwell, would switch the prefix cache off.
+    return "triton" if config.model.dtype == "float32" or config.engine.deterministic else None
+
+
+def attention_notes(config: Config) -> list[str]:
+    """What is worth knowing of the attention that engine.extra_args choose on CUDA."""
+    if not (_on_cuda(config) and config.engine.deterministic and _attention_backend(config) == "fa3"):
+        return []
+    return [
+        "engine.deterministic with --attention-backend fa3: a mixture of experts with TP 2 was seen to sample other "
+        "tokens for one seed; triton was not"
+    ]
+
+
 def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]:
     """What an engine needs with CUDA, and what without."""
     tp = config.engine.tp_of(index)
     argv: list[str] = []
     env: dict[str, str] = {}
-    if have_cuda():
+    if _on_cuda(config):
+        argv += ["--warmups", WARM_UP, "--cuda-graph-max-bs-prefill", str(config.prefill_graph_tokens)]
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
+            env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else graphs keep gigabytes while the trainer works
         env[VARIABLE] = ",".join(_devices(config, index))
-        if config.model.dtype == "float32":
-            # The default one of Hopper computes in half precision only.
-            argv += ["--attention-backend", "triton"]
+        backend = _attention_backend(config)
+        check_head_size(config.model.path, backend)
+        if backend is not None:
+            argv += ["--attention-backend", backend]
     else:
         argv += [
             "--device", "cpu",
@@ -113,8 +147,8 @@ def _devices(config: Config, index: int) -> list[str]:
     tp = config.engine.tp_of(index)
     first = sum(config.engine.tp_of(i) for i in range(index))
     own = range(first, first + tp)
-    given = [d for d in os.environ.get(VARIABLE, "").split(",") if d]
-    if not given:
+    # A plan with GPUs counts those of the node that the engine runs on (launch/keeper.py).
+    if config.launch.gpus_per_node or (given := visible_devices()) is None:
         return [str(i) for i in own]
     if own[-1] >= len(given):
         raise UserError(

@@ -28,6 +28,7 @@ from types import ModuleType
 
 from rlsys.core.model_folder import vocabulary_files
 from rlsys.core.tokenizer_files import tokenizer_folder
+from rlsys.engine import warm_up
 from rlsys.engine.fence import Fence
 from rlsys.engine.hooks import sockets
 from rlsys.obs.role import run_role
@@ -40,6 +41,7 @@ def import_most() -> None:
     modules["megatron"] = None  # importing it raises ModuleNotFoundError
     gc.disable()
     importlib.import_module("sglang.srt.plugins").load_plugins()
+    sockets.check_plugins()
     sockets.check_hooks()
     gc.freeze()  # nothing of it will be garbage
     gc.enable()
@@ -72,6 +74,8 @@ def prepare() -> None:
     sys.argv += tokenizer_arguments(sys.argv)
     sockets.keep_private(sys.argv[1:])
     import_most()
+    warm_up.register()
+    warm_up.start_times.end_of("imports")
     fence()
     relay()
     sockets.bind_alone()

@@ -152,7 +152,7 @@ def test_launch_takes_of_heavy_packages_what_needs_no_torch() -> None:
 
 
 def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
-    in_a_venv = ("venv_runner/run", "agents/host", "core/imports", "core/errors")
+    in_a_venv = ("venv_runner/run", "agents/host", "core/imports", "core/errors", "core/devices")
     names = ["launch/bootstrap", *(f"rlsys/{n}" for n in in_a_venv)]
     names += [f"rlsys/environments/{p.stem}" for p in (ROOT / "rlsys/environments").glob("*.py")]
     found = {m for name in names for m in imports(ROOT / f"{name}.py")}

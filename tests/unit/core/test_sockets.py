@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from rlsys.core.interfaces import choose_interface, interface_of
 from rlsys.core.owner import Owner, claim
 from rlsys.core.sockets import UnixConnection, UnknownListener, exchange, make_folder, remove_folder
 from rlsys.engine.hooks.sockets import check_hooks
+from rlsys.engine.server import import_most
 from rlsys.rollout.client import Broken, Request, RolloutClient
 from tests.helpers.strangers import stranger
 
@@ -229,3 +231,18 @@ def test_a_hook_that_finds_no_target_is_an_error(monkeypatch: pytest.MonkeyPatch
     registry._patched = {"sglang.a", "sglang.b"}
     with pytest.raises(RunError, match="SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"):
         check_hooks()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_engine_without_hooks_does_not_start(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang finds no plug-in of a source tree that is only on PYTHONPATH, or skips it (SGLANG_PLUGINS)."""
+    monkeypatch.setattr("rlsys.engine.cpu.hooks.complete", False, raising=False)
+    known = importlib.metadata.entry_points
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **k: known(**k) if installed else [])
+    registry = SimpleNamespace(_hooks={}, _patched=set())
+    envs = SimpleNamespace(SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE="")
+    module = SimpleNamespace(HookRegistry=registry, envs=envs, load_plugins=lambda: None)
+    monkeypatch.setattr("rlsys.engine.hooks.sockets.importlib.import_module", lambda _: module)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(UserError, match="SGLANG_PLUGINS" if installed else "not installed"):
+        import_most()
