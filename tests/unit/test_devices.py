@@ -1,0 +1,88 @@
+"""One answer to "does this host compute on GPUs", for the launcher, the set-up and `rlsys doctor`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import bootstrap
+from launch.keeper import visible
+from rlsys import cli
+from rlsys.config import load_config
+from rlsys.engine.launch_args import engine_command
+from rlsys.errors import UserError
+from rlsys.obs.doctor import Finding, examine
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_CUDA = ROOT / "configs/quickstart_cuda.yaml"
+
+
+@pytest.fixture
+def container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with one GPU: the device is there, nvidia-smi is not."""
+    which, glob = shutil.which, Path.glob
+
+    def in_container(folder: Path, pattern: str) -> Iterator[Path]:
+        if folder == Path("/dev") and pattern.startswith("nvidia"):
+            return iter([Path("/dev/nvidia0")])
+        return iter(glob(folder, pattern))
+
+    monkeypatch.setattr(shutil, "which", lambda n, *a, **k: None if n == "nvidia-smi" else which(n, *a, **k))
+    monkeypatch.setattr(Path, "glob", in_container)
+    for name in ("CUDA_VISIBLE_DEVICES", "RLSYS_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def gpu() -> Finding:
+    return next(finding for finding in examine() if finding.name == "gpu")
+
+
+@pytest.mark.usefixtures("container")
+def test_a_container_without_nvidia_smi_is_a_host_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bootstrap.host_kind() == "gpu"
+    assert gpu().value != "none", "doctor does not see the device"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert bootstrap.host_kind() == "cpu"
+    assert (gpu().value, "CUDA_VISIBLE_DEVICES" in gpu().note) == ("none", True)
+
+
+def test_doctor_counts_no_gpu_that_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert gpu().value == "none"
+
+
+@pytest.mark.parametrize(("given", "gpus"), [("", "0"), ("-1", "0"), ("0,-1,1", "0,1"), ("4,5", "2")])
+def test_a_role_gets_no_gpu_that_the_scheduler_hid(
+    given: str, gpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA stops at the first -1."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    with pytest.raises((UserError, IndexError)):
+        pytest.fail(f"CUDA_VISIBLE_DEVICES = {visible(gpus)!r}")
+
+
+def test_an_engine_of_a_plan_with_gpus_computes_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the process that plans has none: the head of a Ray cluster, a login node. Its environment is that of
+    a host with GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    argv, _ = engine_command(load_config(ON_CUDA, []), 0, 30000)
+    assert "--device" not in argv
+
+
+def test_a_run_on_this_host_needs_the_gpus_that_it_plans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(cli, "pin_data", lambda config: config)
+    monkeypatch.setattr(cli, "supervise", lambda *_: pytest.fail("the run begins"))
+    assert cli.main(["train", str(ON_CUDA), f"run.dir={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr().err
+    assert "launch.gpus_per_node = 1" in said and "CUDA_VISIBLE_DEVICES" in said
