@@ -31,6 +31,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # this file is run as a script, before rlsys is installed
+
+from rlsys.devices import gpu_names  # noqa: E402
+
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 MADE = "rlsys-venv.json"
@@ -105,9 +109,7 @@ def host_kind() -> str:
         if told not in KINDS:
             raise SetupError(f"{DEVICE} = {told}: expected cpu or cuda")
         return KINDS[told]
-    smi = shutil.which("nvidia-smi")
-    works = smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
-    return "gpu" if works else "cpu"
+    return "gpu" if gpu_names() else "cpu"
 
 
 def lock(kind: str) -> Path | None:

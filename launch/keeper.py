@@ -37,6 +37,7 @@ import psutil
 from launch import cgroup, memory_use
 from launch.guard import adopt_orphans, end_with, guarded
 from launch.memory_use import MemoryUse
+from rlsys.devices import VARIABLE, visible_devices
 from rlsys.errors import UserError
 from rlsys.obs.role import format_error
 from rlsys.sockets import FOLDER_VARIABLE, make_folder, remove_folder
@@ -78,7 +79,7 @@ class Keeper:
         # killed at its birth would never be seen.
         self._command = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper,
-            env=os.environ if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": visible(gpus)},
+            env=os.environ if gpus is None else os.environ | {VARIABLE: visible(gpus)},
         )  # fmt: skip
 
     def _listen(self) -> int:
@@ -165,9 +166,17 @@ class Keeper:
 
 
 def visible(gpus: str) -> str:
-    """CUDA_VISIBLE_DEVICES for the indices "0,1": counted among what the scheduler gave, if it gave a list."""
-    given = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-    return ",".join(given[int(i)] if given else i for i in gpus.split(","))
+    """CUDA_VISIBLE_DEVICES for the indices "0,1": counted among what the scheduler gave, if it gave a list. Raises
+    UserError where the list ends before."""
+    devices = visible_devices()
+    if devices is None:
+        return gpus
+    if max(map(int, gpus.split(","))) >= len(devices):
+        raise UserError(
+            f"launch.gpus_per_node: GPU {gpus} is planned, but {VARIABLE} = {os.environ[VARIABLE]!r} shows "
+            f"{len(devices)}"
+        )
+    return ",".join(devices[int(i)] for i in gpus.split(","))
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -213,10 +222,9 @@ def keep(args: argparse.Namespace, guard: int, group: Path | None) -> int:
     except OSError as e:
         print(f"rlsys: error: cannot start {args.command[0]}: {e.strerror} [exit 2]", file=sys.stderr)
         return 2
-    except IndexError:
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        print(f"rlsys: error: launch.gpus_per_node: GPU {args.gpus} of {given} [exit 2]", file=sys.stderr)
-        return 2
+    except UserError as e:
+        print(format_error(e), file=sys.stderr)
+        return e.exit_code
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rlsys.config import Config
@@ -15,8 +16,20 @@ from rlsys.convert.fit import (
     trained_model,
 )
 from rlsys.convert.folder import find_tensors
+from rlsys.devices import VARIABLE, have_cuda, visible_devices
 from rlsys.errors import UserError
 from rlsys.model_folder import vocabulary_files
+
+
+def check_gpus(config: Config) -> None:
+    """Raises UserError where the run plans GPUs on this host, and it has none."""
+    if config.launch.backend != "local" or not config.launch.gpus_per_node or have_cuda():
+        return
+    hidden = visible_devices() == []
+    reason = f"{VARIABLE} = {os.environ[VARIABLE]!r} hides all" if hidden else "no NVIDIA driver is here"
+    raise UserError(
+        f"launch.gpus_per_node = {config.launch.gpus_per_node}, but {reason}; expected 0, or a host with GPUs"
+    )
 
 
 def check_model(config: Config) -> None:

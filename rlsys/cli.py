@@ -23,7 +23,7 @@ from launch.exporter import run_plan
 from launch.layout import lay_out
 from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan
 from launch.ports import choose_ports
-from launch.preflight import check_model
+from launch.preflight import check_gpus, check_model
 from launch.process import RoleFailed
 from launch.readiness import PortTaken
 from launch.requeue import check_folder, may_requeue
@@ -39,6 +39,7 @@ from rlsys.cli_models import add_model_commands, find_subject
 from rlsys.cli_own import add_own
 from rlsys.config import Config, add_config, load_config
 from rlsys.data.pin import pin_data
+from rlsys.devices import have_cuda
 from rlsys.engine.launch_args import engine_command
 from rlsys.errors import RlsysError, UserError
 from rlsys.foreign.explain import told_of_options
@@ -63,12 +64,15 @@ def train(args: argparse.Namespace) -> int:
     from rlsys.rollout.preflight import check_names
 
     config = pin_data(load_config(args.config, args.overrides))
+    check_gpus(config)
     check_model(config)
     check_sinks(config)
     check_names(config)
-    if config.launch.backend == "local":  # other nodes say it themselves
+    capability = device_capability()
+    # Other nodes say it themselves, and the trainer, where a GPU's capability is unknown here.
+    if config.launch.backend == "local" and (capability is not None or not have_cuda()):
         found = importlib.util.find_spec("transformer_engine") is not None
-        check_device(config, device_capability(), found)
+        check_device(config, capability, found)
     layout = lay_out(config)
 
     def plan(backend: Backend) -> LaunchPlan:

@@ -141,10 +141,6 @@ def describe_commands(config: Config, plan: LaunchPlan) -> str:
     told = [describe_plan(plan)]
     if not config.engine.port:
         told.append("(port 0: a free one is chosen at the start)")
-    if config.launch.gpus_per_node and not have_cuda():
-        told.append(
-            "(there is no GPU here: on a node that has them, engines get their arguments without --device cpu)"
-        )
     return "\n".join(told)
 
 

@@ -83,7 +83,8 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def device_capability() -> tuple[int, int] | None:
-    """The lowest of this machine's GPUs; None where there is none. Without importing torch."""
+    """The lowest of this machine's GPUs; None where there is none, or no nvidia-smi that says it. Without importing
+    torch."""
     if not have_cuda() or shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 from rlsys.config import Config
-from rlsys.devices import VARIABLE, have_cuda
+from rlsys.devices import VARIABLE, have_cuda, visible_devices
 from rlsys.engine.peer_weights import GIVE, TAKE
 from rlsys.errors import UserError
 from rlsys.model_folder import of_language_alone
@@ -19,6 +18,12 @@ def passes_on(config: Config) -> bool:
     as the trainer sends them. With several rollout workers they would do so in one folder at once."""
     whole = config.model.fp8 == "none" and config.weights.method != "adapter"
     return whole and config.launch.placement == "disaggregated" and config.rollout.workers == 1
+
+
+def _on_cuda(config: Config) -> bool:
+    """As launch/environment.py answers for all roles. The process that plans may be on a host without a GPU, as the
+    head of a Ray cluster."""
+    return config.launch.gpus_per_node > 0 or have_cuda()
 
 
 def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
@@ -61,11 +66,11 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     if config.weights.method == "adapter" and (lora := config.trainer.lora) is not None:
         argv += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", "2"]
         argv += ["--lora-target-modules", *(lora.targets or ["all"])]
-        if not have_cuda():
+        if not _on_cuda(config):
             argv += ["--lora-backend", "torch_native"]
     if e.ngram_drafts:
         argv += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(e.ngram_drafts)]
-        if not have_cuda():
+        if not _on_cuda(config):
             env["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"
     if e.return_routes:
         argv.append("--enable-return-routed-experts")
@@ -82,7 +87,7 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
     tp = config.engine.tp_of(index)
     argv: list[str] = []
     env: dict[str, str] = {}
-    if have_cuda():
+    if _on_cuda(config):
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
         env[VARIABLE] = ",".join(_devices(config, index))
@@ -113,8 +118,8 @@ def _devices(config: Config, index: int) -> list[str]:
     tp = config.engine.tp_of(index)
     first = sum(config.engine.tp_of(i) for i in range(index))
     own = range(first, first + tp)
-    given = [d for d in os.environ.get(VARIABLE, "").split(",") if d]
-    if not given:
+    # A plan with GPUs counts those of the node that the engine runs on (launch/keeper.py).
+    if config.launch.gpus_per_node or (given := visible_devices()) is None:
         return [str(i) for i in own]
     if own[-1] >= len(given):
         raise UserError(

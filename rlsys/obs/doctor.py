@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from rlsys.devices import VARIABLE, gpu_names, have_cuda, visible_devices
 from rlsys.obs import filesystem
 from rlsys.obs.lock_probe import examine_locks
 from rlsys.obs.packages import installed, mismatches
@@ -38,7 +39,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Looks, and imports nothing heavy."""
-    gpus = _gpus()
+    gpus = gpu_names()
     return [
         Finding("python", platform.python_version(), sys.executable),
         *_packages(),
@@ -46,7 +47,7 @@ def examine() -> list[Finding]:
         Finding("disk", f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here"),
         _folder(Path.cwd()),
         _shared_memory(),
-        Finding("gpu", "; ".join(gpus) or "none", "" if gpus else "gloo and torch attention instead"),
+        _gpu(gpus),
         _communication(bool(gpus)),
         _address(),
         _ports(),
@@ -74,14 +75,14 @@ def _packages() -> list[Finding]:
     return found
 
 
-def _gpus() -> list[str]:
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return []
-    done = subprocess.run(
-        [smi, "--query-gpu=name,memory.total", "--format=csv,noheader"], capture_output=True, text=True
-    )
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+def _gpu(names: list[str]) -> Finding:
+    if names:
+        return Finding("gpu", "; ".join(names))
+    if visible_devices() == []:
+        return Finding("gpu", "none", f"{VARIABLE} = {os.environ[VARIABLE]!r} hides all")
+    if have_cuda():
+        return Finding("gpu", "none", "nvidia-smi is installed, but no driver answers", ok=False)
+    return Finding("gpu", "none", "gloo and torch attention instead")
 
 
 def _shared_memory() -> Finding:

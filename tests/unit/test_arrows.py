@@ -243,7 +243,7 @@ def test_launch_takes_of_heavy_rooms_what_needs_no_torch() -> None:
 
 
 def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
-    in_a_venv = ("elsewhere/start", "agents/host", "imports", "errors")
+    in_a_venv = ("elsewhere/start", "agents/host", "imports", "errors", "devices")
     names = ["launch/bootstrap", *(f"rlsys/{n}" for n in in_a_venv)]
     names += [f"rlsys/environments/{p.stem}" for p in (ROOT / "rlsys/environments").glob("*.py")]
     found = {m for name in names for m in imports(ROOT / f"{name}.py")}
