@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 from collections.abc import Iterator
@@ -86,3 +87,66 @@ def test_a_run_on_this_host_needs_the_gpus_that_it_plans(
     assert cli.main(["train", str(ON_CUDA), f"run.dir={tmp_path / 'run'}"]) == 2
     said = capsys.readouterr().err
     assert "launch.gpus_per_node = 1" in said and "CUDA_VISIBLE_DEVICES" in said
+
+
+# -- what an engine on CUDA needs beside the driver -------------------------------------------------------------
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A host with a GPU; its folder of programs, which is all of PATH."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    write_program(programs / "nvidia-smi", "echo 'NVIDIA H100, 81559 MiB'")
+    monkeypatch.setenv("PATH", str(programs))
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return programs
+
+
+def write_program(file: Path, line: str = "exit 0") -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{line}\n")
+    file.chmod(0o755)
+
+
+def named(name: str) -> Finding | None:
+    return next((finding for finding in examine() if finding.name == name), None)
+
+
+def test_doctor_names_the_compiler_that_engines_lack(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc, ninja = named("nvcc"), named("ninja")
+    assert nvcc is not None and ninja is not None and not nvcc.ok and not ninja.ok
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert named("nvcc") is None, "a CPU run compiles nothing"
+
+
+def test_doctor_names_the_folder_of_the_compiler(
+    host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolkit = tmp_path / "cuda-13.0"
+    write_program(toolkit / "bin/nvcc")
+    (host / "nvcc").symlink_to(toolkit / "bin/nvcc")
+    found = named("nvcc")
+    assert found is not None and not found.ok, "SGLang and torch take the link's folder for the toolkit's"
+    assert f"CUDA_HOME={toolkit}" in found.note
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    assert (found := named("nvcc")) is not None and found.ok
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "gone"))
+    found = named("nvcc")
+    assert found is not None and not found.ok and "CUDA_HOME" in found.note
+
+
+@pytest.mark.usefixtures("host")
+def test_with_a_gpu_the_torch_that_counts_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU environment may have another one, with its own extra's version; a GPU's may not."""
+    known, required = importlib.metadata.version, importlib.metadata.requires
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "2.13.0" if n == "torch" else known(n))
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda n: ["torch==2.99.1"] if n == "sglang" else required(n)
+    )
+    torch = named("torch")
+    assert torch is not None and not torch.ok and "2.99.1" in torch.note
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    torch = named("torch")
+    assert torch is not None and torch.ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from launch.ranks import main as start_ranks
 from rlsys import sockets
 from rlsys.config.rollout import EngineConfig
+from rlsys.engine.server import import_most
 from rlsys.engine.sockets import check_hooks
 from rlsys.errors import RunError, UserError
 from rlsys.interfaces import choose_interface, interface_of
@@ -229,3 +231,18 @@ def test_a_hook_that_finds_no_target_is_an_error(monkeypatch: pytest.MonkeyPatch
     registry._patched = {"sglang.a", "sglang.b"}
     with pytest.raises(RunError, match="SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"):
         check_hooks()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_engine_without_hooks_does_not_start(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang finds no plug-in of a source tree that is only on PYTHONPATH, or skips it (SGLANG_PLUGINS)."""
+    monkeypatch.setattr("rlsys.engine.cpu_hooks.complete", False, raising=False)
+    known = importlib.metadata.entry_points
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **k: known(**k) if installed else [])
+    registry = SimpleNamespace(_hooks={}, _patched=set())
+    envs = SimpleNamespace(SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE="")
+    module = SimpleNamespace(HookRegistry=registry, envs=envs, load_plugins=lambda: None)
+    monkeypatch.setattr("rlsys.engine.sockets.importlib.import_module", lambda _: module)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(UserError, match="SGLANG_PLUGINS" if installed else "not installed"):
+        import_most()
