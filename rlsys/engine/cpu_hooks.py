@@ -77,7 +77,18 @@ def _be_a_child() -> None:
     show_stack_on_signal(f"process{os.getpid()}")
 
 
+complete = False
+"""Whether `register` has come to its end in this process: SGLang only logs what it raises."""
+
+
 def register() -> None:
+    """See _register_hooks."""
+    global complete
+    _register_hooks()
+    complete = True
+
+
+def _register_hooks() -> None:
     """Register the hooks of this host. Without CUDA they replace what needs its runtime or a Triton kernel."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -40,6 +40,7 @@ def import_most() -> None:
     modules["megatron"] = None  # importing it raises ModuleNotFoundError
     gc.disable()
     importlib.import_module("sglang.srt.plugins").load_plugins()
+    sockets.check_plugins()
     sockets.check_hooks()
     gc.freeze()  # nothing of it will be garbage
     gc.enable()

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import errno
 import importlib
+import importlib.metadata
 import os
 import socket
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from rlsys.errors import RunError
+from rlsys.engine import cpu_hooks
+from rlsys.errors import RunError, UserError
 from rlsys.interfaces import choose_interface
 from rlsys.rendezvous import SCHEME
 from rlsys.sockets import role_folder
 
 _MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's variable: init_method of its process group."""
+PLUGINS = {
+    "sglang.srt.platforms": "rlsys.engine.cpu_platform:activate",
+    "sglang.srt.plugins": "rlsys.engine.cpu_hooks:register",
+}
+"""Entry point group -> what SGLang calls, as pyproject.toml declares it."""
 
 
 def keep_private(arguments: Sequence[str]) -> None:
@@ -40,6 +47,23 @@ def keep_private(arguments: Sequence[str]) -> None:
 
 def _value(arguments: Sequence[str], name: str) -> str | None:
     return arguments[arguments.index(name) + 1] if name in arguments else None
+
+
+def check_plugins() -> None:
+    """Raises UserError where SGLang has not found rlsys' plug-ins, or has not run them to their end. It says nothing,
+    or only logs it: an engine without them does something else than the run relies on."""
+    for group, plugin in PLUGINS.items():
+        if plugin not in {point.value for point in importlib.metadata.entry_points(group=group)}:
+            raise UserError(
+                f"SGLang finds no {plugin} (entry point group {group}): rlsys is on the path, but not installed; "
+                "expected `pip install` of it or of its wheel"
+            )
+    if not cpu_hooks.complete:
+        chosen = ", ".join(f"{n} = {os.environ.get(n)}" for n in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
+        raise UserError(
+            f"SGLang has not run {PLUGINS['sglang.srt.plugins']} to its end: {chosen}; expected neither to leave out "
+            "rlsys, or see the log above"
+        )
 
 
 def check_hooks() -> None:

@@ -20,7 +20,7 @@ import psutil
 from rlsys.devices import VARIABLE, gpu_names, have_cuda, visible_devices
 from rlsys.obs import filesystem
 from rlsys.obs.lock_probe import examine_locks
-from rlsys.obs.packages import installed, mismatches
+from rlsys.obs.packages import installed, mismatches, other_than_sglang_pins
 
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "reasoning-gym", "ray", "rlsys")
 PROBE_MIB = 32
@@ -42,12 +42,13 @@ def examine() -> list[Finding]:
     gpus = gpu_names()
     return [
         Finding("python", platform.python_version(), sys.executable),
-        *_packages(),
+        *_packages(bool(gpus)),
         Finding("cpu", f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB memory"),
         Finding("disk", f"{shutil.disk_usage('.').free / 1e9:.0f} GB free here"),
         _folder(Path.cwd()),
         _shared_memory(),
         _gpu(gpus),
+        *(_compilers() if gpus else []),
         _communication(bool(gpus)),
         _address(),
         _ports(),
@@ -57,13 +58,19 @@ def examine() -> list[Finding]:
     ]
 
 
-def _packages() -> list[Finding]:
-    """The main ones, and those whose version is another than rlsys asks for."""
+def _packages(gpus: bool) -> list[Finding]:
+    """The main ones, and those whose version is another than rlsys asks for. A CPU environment may have another torch
+    than the one that SGLang pins."""
     unmet = mismatches()
+    pinned = other_than_sglang_pins("torch")
     found = []
     for name in (*PACKAGES, *(n for n in unmet if n not in PACKAGES)):
         version = installed(name)
-        if name in unmet:
+        if name == "torch" and pinned is not None and (gpus or name in unmet):
+            ours = f"expected {unmet[name].expected}: run `make setup`; " if name in unmet else ""
+            note = f"{ours}SGLang {installed('sglang')}, whose compiled parts need it, pins {pinned.expected}"
+            found.append(Finding(name, version or "not installed", note, ok=False))
+        elif name in unmet:
             note = f"expected {unmet[name].expected}: run `make setup`"
             found.append(Finding(name, version or "not installed", note, ok=False))
         elif version is None:
@@ -83,6 +90,43 @@ def _gpu(names: list[str]) -> Finding:
     if have_cuda():
         return Finding("gpu", "none", "nvidia-smi is installed, but no driver answers", ok=False)
     return Finding("gpu", "none", "gloo and torch attention instead")
+
+
+def _compilers() -> list[Finding]:
+    """Engines compile kernels at their first use: SGLang looks for nvcc in CUDA_HOME, else CUDA_PATH, else beside the
+    nvcc on PATH, else in /usr/local/cuda, and calls ninja."""
+    ninja = shutil.which("ninja")
+    return [
+        _nvcc(),
+        Finding(
+            "ninja",
+            ninja or "not on PATH",
+            "" if ninja else "engines compile kernels with it",
+            ok=bool(ninja),
+        ),
+    ]
+
+
+def _nvcc() -> Finding:
+    """Of the folder that SGLang and torch take for the CUDA toolkit's."""
+    variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+    on_path = shutil.which("nvcc")
+    if variable is not None:
+        home = Path(os.environ[variable])
+    else:
+        home = Path(on_path).parents[1] if on_path else Path("/usr/local/cuda")
+    nvcc = home / "bin" / "nvcc"
+    if not nvcc.exists():
+        place = f"{variable} = {home}" if variable else "PATH, /usr/local/cuda"
+        note = (
+            f"no bin/nvcc ({place}): engines compile kernels; set CUDA_HOME to the folder of CUDA's toolkit"
+        )
+        return Finding("nvcc", "not found", note, ok=False)
+    toolkit = nvcc.resolve().parents[1]
+    if toolkit != home.resolve():  # a link to it alone: headers and libraries are elsewhere
+        note = f"a link into {toolkit}, whose headers are not found from {home}: set CUDA_HOME={toolkit}"
+        return Finding("nvcc", str(nvcc), note, ok=False)
+    return Finding("nvcc", str(nvcc), "engines compile kernels with it")
 
 
 def _shared_memory() -> Finding:

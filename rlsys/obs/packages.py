@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 EXTRAS = ("cpu", "gpu")
 SGLANG_PINS = ("torch", "transformers")
-"""SGLang's kernels are compiled for one torch."""
+"""SGLang's kernels and its prefix tree are compiled for one torch."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ def _unmet(requirements: list[Requirement]) -> Iterator[tuple[str, Mismatch]]:
         version = installed(r.name)
         if version is None or not r.specifier.contains(version, prereleases=True):
             yield r.name, Mismatch(r.name, version, str(r.specifier) or "any version")
+
+
+def other_than_sglang_pins(name: str) -> Mismatch | None:
+    """How the installed package differs from what the installed SGLang pins; None where it does not, or where SGLang
+    pins none."""
+    pins = [r for r in _pins_of_sglang() if r.name == name]
+    return dict(_unmet(pins)).get(name)
 
 
 def _pins_of_sglang() -> list[Requirement]:

@@ -115,6 +115,7 @@ def named(name: str) -> Finding | None:
 
 
 def test_doctor_names_the_compiler_that_engines_lack(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_PATH", str(host / "gone"))  # else /usr/local/cuda counts
     nvcc, ninja = named("nvcc"), named("ninja")
     assert nvcc is not None and ninja is not None and not nvcc.ok and not ninja.ok
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -251,30 +251,17 @@ def doctors_words() -> str:
 
 
 @pytest.mark.usefixtures("smi")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P10: engines compile with nvcc at run time, and doctor looks for none",
-)
 def test_gpu_p10_doctor_looks_for_the_compiler_of_jit_kernels() -> None:
     """SGLang 0.5.23 compiles kernels at first use; it needs nvcc, ninja and CUDA_HOME."""
     assert "nvcc" in doctors_words(), "no line of doctor names nvcc"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="gpu P10: the set-up of docs/gpu.md asks for a driver only"
-)
 def test_gpu_p10_the_set_up_names_the_compiler() -> None:
     text = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     needed = text.partition("## Set-up")[2].partition("```")[0]
     assert "nvcc" in needed, f"docs/gpu.md asks for: {needed.strip()}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P20: doctor does not say that torch is not the one SGLang pins",
-)
 def test_gpu_p20_doctor_says_when_torch_is_not_the_one_that_sglang_pins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
