@@ -12,7 +12,7 @@ import importlib.util
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -32,7 +32,8 @@ from rlsys.engine.launch_args import engine_command
 from rlsys.errors import UserError
 from rlsys.obs.doctor import examine
 from rlsys.tickets import EngineAddress
-from rlsys.weights import transports
+from rlsys.weights import senders_group, transports
+from rlsys.weights.senders_group import SendersGroup
 from rlsys.weights.transports import GroupTransport
 from tests.helpers import relay_host, servers
 
@@ -241,6 +242,48 @@ def test_gpu_p9_an_engine_that_dies_before_the_first_bucket_holds_nobody_up(
     thread.join()
     assert not hangs, "the trainer hangs in the first broadcast, five times as long as an engine may take"
     assert told == [False]
+
+
+def ends_in_time(work: Callable[[], Any], nccl: BlockingNccl) -> list[Any]:
+    """What `work` returns within a second, though NCCL blocks; empty where it does not return."""
+    results: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            results.append(work())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(1.0)
+    in_time = list(results)
+    nccl.left.set()
+    thread.join()
+    return in_time
+
+
+def test_gpu_p9_engines_that_hang_before_the_first_bucket_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None of them answers, and none refuses: the limit of a bucket counts."""
+    nccl = BlockingNccl()
+    monkeypatch.setattr(transports.dist, "broadcast", nccl.broadcast)
+    engine = EngineAddress("http://a", 1, 0)
+    transport = GroupTransport(0.2, 0.2)
+    transport._group, transport._members = "nccl", [engine]  # type: ignore[assignment]
+    answers = {engine.url: Future[None]()}
+    assert ends_in_time(lambda: transport._broadcast(torch.zeros(1), answers), nccl) == [False]
+
+
+def test_gpu_p9_senders_whose_engines_do_not_come_are_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sharded push: all trainer ranks and all engines make one communicator."""
+    nccl, zeros = BlockingNccl(), torch.zeros
+    monkeypatch.setattr(senders_group.dist, "all_reduce", nccl.broadcast)
+    monkeypatch.setattr(senders_group.dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(torch, "zeros", lambda *size, device="cpu", **options: zeros(*size, **options))
+    group = SendersGroup(SimpleNamespace(), 0, 1, 0.2, 0.2)  # type: ignore[arg-type]
+    group._group = "nccl"  # type: ignore[assignment]
+    group.members = [EngineAddress("http://a", 1, 0)]
+    assert ends_in_time(group.meet, nccl) == [{"http://a": "NCCL made no communicator within 0.2 s"}]
 
 
 # -- P10, P20: what doctor says ------------------------------------------------------------------------------
