@@ -18,7 +18,7 @@ from rlsys.errors import RunError
 from rlsys.tickets import EngineAddress
 from rlsys.trainer.control import Control
 from rlsys.weights.receivers import Gone, Receivers
-from rlsys.weights.transports import Meeting, abort, offsets
+from rlsys.weights.transports import Meeting, abort, begin_first, offsets
 
 _LOOK_SECONDS = 0.002
 
@@ -42,10 +42,26 @@ class SendersGroup:
             pass
         self.members = list(receivers.present)
 
-    def meet(self) -> None:
-        """Once all members have been asked to load: NCCL makes its communicator when all come, gloo has done so."""
-        if self._group is not None and dist.get_backend(self._group) == "nccl":
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=self._group)
+    def meet(self) -> dict[str, str]:
+        """Once all members have been asked to load: NCCL makes its communicator when all come, gloo has done so.
+
+        Returns:
+            URL -> why of the engines that have gone. NCCL says of a group that it hangs, not who: all have gone then,
+            and each gets a push of its own.
+        """
+        if (group := self._group) is None or dist.get_backend(group) != "nccl":
+            return {}
+        end = time.monotonic() + self._seconds
+        token = torch.zeros(1, device="cuda")
+        work = begin_first(
+            lambda: dist.all_reduce(token, group=group, async_op=True), token, lambda: False, self._seconds
+        )
+        while work is not None and not work.is_completed() and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+        if work is not None and work.is_completed() and work.exception() is None:
+            return {}
+        why = f"NCCL made no communicator within {self._seconds:g} s"
+        return {engine.url: why for engine in self.members}
 
     def send(self, memory: Tensor, place: int, gone: dict[str, str]) -> None:
         """This rank's next bucket to all members but the `gone`; `place` is this rank's among the senders. Returns

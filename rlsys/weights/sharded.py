@@ -69,8 +69,7 @@ class ShardedPush:
                 self._groups.leave(group)
                 return 0
             answers = self._ask(group, receivers)
-            group.meet()
-            gone: dict[str, str] = {}
+            gone = group.meet()
 
             def send(flat: Flat) -> None:
                 assert self._place is not None

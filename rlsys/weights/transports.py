@@ -13,12 +13,14 @@ import datetime
 import functools
 import importlib
 import itertools
+import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,6 +38,8 @@ from rlsys.weights.buckets import Flat
 from rlsys.weights.peers import Peers
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.receivers import Answers, Gone, Receivers
+
+log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.002
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -128,6 +132,8 @@ class GroupTransport:
         self._group: dist.ProcessGroup | None = None
         self._members: list[EngineAddress] = []
         self._name = ""
+        self._communicating = False
+        """Whether the group has done a collective: NCCL makes its communicator in the first one."""
 
     @property
     def urls(self) -> set[str]:
@@ -195,6 +201,7 @@ class GroupTransport:
         except (RuntimeError, TimeoutError) as e:
             failure = RunError(f"{failure}: {e}")
         else:
+            self._communicating = False
             wait(answers.values())
             if not any(answer.exception() for answer in answers.values()):
                 return True
@@ -205,17 +212,65 @@ class GroupTransport:
 
     def _broadcast(self, flat: Tensor, answers: Answers) -> bool:
         """Whether it went through. A refusal or a death leaves the others waiting: then the group is given up."""
-        assert self._group is not None
-        work = dist.broadcast(flat, group=self._group, group_src=0, async_op=True)
-        assert work is not None
+        group = self._group
+        assert group is not None
+
+        def refused() -> bool:
+            return any(a.done() and a.exception() for a in answers.values())
+
+        def begin() -> dist.Work | None:
+            return dist.broadcast(flat, group=group, group_src=0, async_op=True)
+
+        work = begin() if self._communicating else begin_first(begin, flat, refused, self._seconds)
+        if work is None:
+            return False
+        self._communicating = True
         while not work.is_completed():
-            if any(a.done() and a.exception() for a in answers.values()):
+            if refused():
                 return False
             time.sleep(_LOOK_SECONDS)
         if work.exception() is not None:  # a peer closed the connection; waiting on NCCL would not raise it
             return False
         work.wait()
         return True
+
+
+def begin_first(
+    collective: Callable[[], dist.Work | None], tensor: Tensor, refused: Callable[[], bool], seconds: float
+) -> dist.Work | None:
+    """Begin the first collective of a group. NCCL makes its communicator in that call, which blocks in C++ until all
+    ranks have come, or fails; so a thread makes it, and this one can give up.
+
+    Args:
+        collective: Begins it on `tensor`, without waiting for its end.
+        refused: Whether a member will not come.
+        seconds: Limit of the call.
+
+    Returns:
+        None where the call failed, a member refused, or the time is over: the group is then to be aborted. The thread
+        stays with a call that even that does not end, as in ncclCommInitRank.
+    """
+    begun: Future[dist.Work | None] = Future()
+    # Both the device and the stream are the thread's own.
+    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+    def call() -> None:
+        try:
+            with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None: no change
+                begun.set_result(collective())
+        except (RuntimeError, ValueError) as e:
+            begun.set_exception(e)
+
+    threading.Thread(target=call, name="first-collective", daemon=True).start()
+    end = time.monotonic() + seconds
+    while not begun.done():
+        if refused() or time.monotonic() > end:
+            return None
+        time.sleep(_LOOK_SECONDS)
+    if (error := begun.exception()) is not None:
+        log.warning("a group with engines is given up at its first collective: %s", error)
+        return None
+    return begun.result()
 
 
 def address_towards(url: str) -> str:

@@ -212,11 +212,6 @@ class BlockingNccl:
         return SimpleNamespace(is_completed=lambda: False, exception=lambda: None)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P9: the first broadcast makes the communicator in the call, which nobody watches",
-)
 def test_gpu_p9_an_engine_that_dies_before_the_first_bucket_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
