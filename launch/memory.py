@@ -161,6 +161,8 @@ class Budget:
     activations: float
     engine_weights: float
     kv_pool: float
+    graphs: float
+    """Of an engine's CUDA graphs, as SGLang reserves for them."""
     host: float
     """Of the optimizer, in the host's memory instead."""
     stage: int = 0
@@ -172,7 +174,12 @@ class Budget:
 
     @property
     def engine(self) -> float:
+        """What lasts; see `graphs`."""
         return self.engine_weights + self.kv_pool
+
+    @property
+    def engine_with_graphs(self) -> float:
+        return self.engine + self.graphs
 
 
 def budget(config: Config, size: ModelSize) -> Budget:
@@ -215,8 +222,25 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
         activations=_activations(config, size, stage, len(layers), moe),
         engine_weights=width * size.total / engine_tp,
         kv_pool=width * config.engine.max_total_tokens * size.layers * size.kv_values / kv_share,
+        graphs=_graphs(config, size, engine_tp) if config.launch.gpus_per_node else 0.0,
         stage=stage,
     )
+
+
+_DECODE_GRAPH, _PREFILL_GRAPH, _LATENT_GRAPHS = 2 * 2**20, 8 * 2**20, 1.5 * 2**30
+"""Bytes of a decoded sequence, of a graph for prompts, and of all those for prompts with latent attention (SGLang
+0.5.23, arg_groups/memory_hook.py)."""
+_PREFILL_SHAPES = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256), (8192, 512))
+"""Tokens up to which SGLang makes a graph for prompts -> in steps of so many."""
+
+
+def _graphs(config: Config, size: ModelSize, tp: int) -> float:
+    decoded = min(config.max_running_requests, 256 if tp < 4 else 512)
+    shapes, start = 0, 0
+    for end, step in _PREFILL_SHAPES:
+        shapes += max(0, min(end, config.prefill_graph_tokens) - start) // step
+        start = end
+    return decoded * _DECODE_GRAPH + (_LATENT_GRAPHS if size.kv_heads is None else shapes * _PREFILL_GRAPH)
 
 
 class Factors(NamedTuple):
@@ -330,8 +354,9 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
         ),
         (
             "engine, one rank",
-            f"{b.engine / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
-            f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}",
+            f"{b.engine_with_graphs / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
+            f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}"
+            + (f" + CUDA graphs about {b.graphs / GB:.2g}" if b.graphs else ""),
         ),
         *describe_push(config, hf, value_bytes(config) * _pushed(config, size)),
         (
@@ -380,13 +405,13 @@ def does_not_fit(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     """What needs more memory than a GPU of `gpu_gb` GB has."""
     size = model_size(hf)
     b, found = budget(config, size), []
-    for name, need in (("a trainer rank", b.trainer), ("an engine rank", b.engine)):
+    for name, need in (("a trainer rank", b.trainer), ("an engine rank", b.engine_with_graphs)):
         if need > gpu_gb * GB:
             found.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}")
     resting = b.weights + b.gradients + b.optimizer
     turns = config.launch.release_memory
-    beside = 0.0 if turns else b.engine  # what an engine keeps while the trainer works
-    both = max(b.trainer + beside, b.engine + resting)
+    beside = 0.0 if turns else b.engine_with_graphs  # what an engine keeps while the trainer works
+    both = max(b.trainer + beside, b.engine_with_graphs + resting)
     if config.launch.placement == "colocated" and both > gpu_gb * GB:
         hint = "" if turns else "; see launch.release_memory"
         found.append(f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}{hint}")

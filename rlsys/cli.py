@@ -19,6 +19,7 @@ from rich.table import Table
 
 from launch.backends import Backend, open_backend
 from launch.commands import add_commands, must_be_run
+from launch.environment import allocator_notes
 from launch.exporter import run_plan
 from launch.layout import lay_out
 from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan
@@ -217,7 +218,7 @@ def check_plugins(config: Config) -> None:
     from rlsys.preflight import check_start  # imports torch
 
     check_sinks(config)
-    for line in check_start(config):
+    for line in [*check_start(config), *allocator_notes(config)]:
         print(f"rlsys: note: {line}", file=sys.stderr)
 
 

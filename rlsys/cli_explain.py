@@ -14,6 +14,7 @@ from rich.text import Text
 
 from launch.describe import describe_arithmetic, describe_idle, describe_parts, describe_plan
 from launch.duration import estimated, measured
+from launch.environment import allocator_notes
 from launch.intake import describe_intake
 from launch.layout import lay_out
 from launch.memory import Fact, describe_memory, odd_sizes
@@ -101,7 +102,7 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
             f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory"
         )
     plan, layout = made_up_plan(config), lay_out(config)  # of a layout that the model has been held against
-    odd += describe_idle(config, plan)
+    odd += describe_idle(config, plan) + allocator_notes(config)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
         odd.append("no GPU: launch.release_memory frees nothing")
     others = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]

@@ -162,12 +162,16 @@ class EngineClient(Wire):
         await self.post("/end_weight_update", {}, self.limits.work)
 
     async def release_memory(self) -> None:
-        """Give back the memory of weights and cache, whose contents are lost; nothing may run. Not twice."""
-        await self.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, self.limits.work)
+        """Give back the memory of weights, cache and CUDA graphs, while nothing runs; the first two lose what they
+        hold. Not twice."""
+        tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
+        await self.post("/release_memory_occupation", tags, self.limits.work)
 
     async def resume_memory(self, of: Literal["weights", "kv_cache"]) -> None:
-        """Take back what `release_memory` gave; a scheduler that did not give it dies of this."""
-        await self.post("/resume_memory_occupation", {"tags": [of]}, self.limits.work)
+        """Take back what `release_memory` gave, CUDA graphs with the cache; a scheduler that did not give it dies of
+        this."""
+        tags = {"tags": [of] if of == "weights" else [of, "cuda_graph"]}
+        await self.post("/resume_memory_occupation", tags, self.limits.work)
 
     async def set_weight_version(self, version: int | str) -> None:
         """A word instead of a number marks a server whose weights are nobody's."""

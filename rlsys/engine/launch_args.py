@@ -8,6 +8,7 @@ import sys
 from rlsys.config import Config
 from rlsys.devices import VARIABLE, have_cuda, visible_devices
 from rlsys.engine.peer_weights import GIVE, TAKE
+from rlsys.engine.warm_up import NAME as WARM_UP
 from rlsys.errors import UserError
 from rlsys.model_folder import of_language_alone
 from rlsys.precision import engine_args
@@ -88,11 +89,15 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
     argv: list[str] = []
     env: dict[str, str] = {}
     if _on_cuda(config):
+        argv += ["--warmups", WARM_UP, "--cuda-graph-max-bs-prefill", str(config.prefill_graph_tokens)]
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
+            env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else graphs keep gigabytes while the trainer works
         env[VARIABLE] = ",".join(_devices(config, index))
-        if config.model.dtype == "float32":
-            # The default one of Hopper computes in half precision only.
+        if config.model.dtype == "float32" or config.engine.deterministic:
+            # FlashAttention 3, the default of Hopper, computes in half precision only, and with TP 2 a mixture of
+            # experts was seen to sample otherwise for the same seed (github.com/sgl-project/sglang/pull/10930), where
+            # Triton's did not. FlashInfer, that of Blackwell, would switch the prefix cache off.
             argv += ["--attention-backend", "triton"]
     else:
         argv += [

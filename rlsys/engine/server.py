@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from rlsys.engine import sockets
+from rlsys.engine import sockets, warm_up
 from rlsys.engine.fence import Fence
 from rlsys.model_folder import vocabulary_files
 from rlsys.obs.role import run_role
@@ -73,6 +73,8 @@ def prepare() -> None:
     sys.argv += tokenizer_arguments(sys.argv)
     sockets.keep_private(sys.argv[1:])
     import_most()
+    warm_up.register()
+    warm_up.start_times.end_of("imports")
     fence()
     relay()
     sockets.bind_alone()

@@ -42,6 +42,14 @@ def hash_like_an_engine(part: Tensor) -> TensorHash:
     return TileHash() if part.is_cuda else ByteHash()
 
 
+def compile_hash(device: torch.device) -> None:
+    """Have what hashes on this kind of device compiled, which takes seconds once. Before the first push."""
+    words = torch.zeros(TILE + 1, dtype=torch.int32, device=device)
+    hasher = hash_like_an_engine(words)
+    hasher.update(words)
+    hasher.digest()
+
+
 class ByteHash:
     def __init__(self) -> None:
         self._sha = hashlib.sha256()

@@ -109,7 +109,9 @@ def test_given_gpus_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_float32_on_a_gpu_has_an_attention_that_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_args, "have_cuda", lambda: True)
     for dtype, wanted in (("float32", True), ("bfloat16", False)):
-        config = Config.model_validate({"model": {"path": "some/model", "dtype": dtype}})
+        config = Config.model_validate(
+            {"model": {"path": "some/model", "dtype": dtype}, "engine": {"deterministic": False}}
+        )
         argv, _ = launch_args.engine_command(config, 0, 3100)
         assert (
             "--attention-backend" in argv and argv[argv.index("--attention-backend") + 1] == "triton"

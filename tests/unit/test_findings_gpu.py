@@ -142,11 +142,6 @@ def test_gpu_p5_a_tests_engine_has_the_environment_of_a_runs_engine(
 
 
 @pytest.mark.usefixtures("smi")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P6, G4: a deterministic engine in bfloat16 asks for FlashAttention 3, whether it is there or not",
-)
 def test_gpu_p6_an_engine_without_flash_attention_3_gets_another_backend() -> None:
     """SGLang's own choice on Hopper under determinism; it is a file of sgl_kernel, which is not installed here."""
     if importlib.util.find_spec("sgl_kernel") is not None:
@@ -353,11 +348,6 @@ def test_gpu_p12_counting_tokens_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.usefixtures("smi")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P15: engines inherit expandable_segments, which the memory saver and CUDA IPC refuse",
-)
 def test_gpu_p15_an_engine_does_not_inherit_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "PYTORCH_CUDA_ALLOC_CONF"
     monkeypatch.setenv(name, "expandable_segments:True")
@@ -371,11 +361,6 @@ def test_gpu_p15_an_engine_does_not_inherit_expandable_segments(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("smi")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="gpu P16: CUDA graphs stay in memory while engines sleep, and no estimate counts them",
-)
 def test_gpu_p16_cuda_graphs_are_given_back_or_counted() -> None:
     config = config_of()
     assert config.launch.release_memory

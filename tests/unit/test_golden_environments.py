@@ -36,7 +36,9 @@ def roles(path: Path, patch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     patch.setattr(launch_args, "have_cuda", lambda: cuda)
     patch.setattr(shutil, "which", lambda _: "nvidia-smi" if cuda else None)
     patch.setattr(environment.os, "cpu_count", lambda: CORES)
-    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    patch.setenv("HOME", "/home/somebody")
+    for name in ("CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME", *environment.CACHES, *environment.ALLOCATORS):
+        patch.delenv(name, raising=False)
     config = load_config(path, ["run.dir=runs/golden"])
     nodes = [Node(f"node-{i}", f"10.0.0.{i + 1}") for i in range(config.launch.nodes)]
     ports = Ports([5000] * config.engine.count, 7000, (8000,) * config.engine.count)

@@ -146,13 +146,13 @@ async def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> N
         rig.engine.calls.clear()
         await rig.router.rest_engines()
         await rig.router.rest_engines()  # a step that is taken again
-        assert rig.engine.released == {"weights", "kv_cache"}
+        assert rig.engine.released == {"weights", "kv_cache", "cuda_graph"}
         await asyncio.sleep(3)  # probes find a live engine that must not serve
         assert rig.engine.calls == ["flush_cache", "update_weight_version", "release_memory_occupation"]
         assert rig.router.stale_engines == [A]
         rig.version += 1
         await rig.router.begin_push(rig.version)
-        assert rig.engine.released == {"kv_cache"}
+        assert rig.engine.released == {"kv_cache", "cuda_graph"}
         rig.engine.load(rig.version)
         await rig.router.end_push(rig.version, [Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, rig.version))])
         rig.router.resume()
