@@ -51,7 +51,7 @@ def engine(figures: Figures) -> None:
         config = layer_config(
             folder / "run", LAYERS,
             engine={"return_routes": True, "extra_args": ["--skip-tokenizer-init"]},
-            trainer={"replay": "engine"}, weights={"uncompared": 0.9}, launch={"release_memory": True},
+            trainer={"replay": "engine"}, launch={"release_memory": True},
         )  # fmt: skip
         start = time.monotonic()
         with running_engine(config, folder, START_SECONDS) as url:
@@ -196,7 +196,7 @@ def fp8_rollout(figures: Figures) -> None:
     need_cuda()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = layer_config(folder / "run", LAYERS, model={"fp8": "rollout"}, weights={"uncompared": 0.95})
+        config = layer_config(folder / "run", LAYERS, model={"fp8": "rollout"})
         trainer = Trainer(config)
 
         async def use(url: str) -> None:

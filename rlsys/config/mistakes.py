@@ -18,6 +18,11 @@ class ConfigError(UserError):
 
 _EXPECTED = {"Spec": "expected a name, or {name: NAME, parameter: value, ...}"}
 _NUMBER, _WHOLE, _SWITCH = "a number", "a whole number", "true or false"
+_DELETED = {
+    "weights.uncompared": "it follows from model.fp8 and engine.extra_args, which choose the kernels that rearrange "
+    "weights",
+}
+"""Options that were, and why they are not any more."""
 _KINDS = {
     "float_type": _NUMBER,
     "float_parsing": _NUMBER,
@@ -55,6 +60,8 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     names = list(at.model_fields)
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     dotted = ".".join([*path, key])
+    if (reason := _DELETED.get(dotted)) is not None:
+        return f"{dotted}: deleted; {reason}"
     if others := _sections_with(key, model):
         return f"{dotted}: unknown key; did you mean {' or '.join(f'{name}.{key}' for name in others)}?"
     hint = f"did you mean {'.'.join([*path, near[0]])}?" if near else f"known keys: {', '.join(names)}"

@@ -155,6 +155,14 @@ LISTENING_ARGS = ("--enable-dp-attention", "--kv-events-config", "--disaggregati
 """Of SGLang: what opens ZeroMQ sockets on TCP. They ask for no key and unpickle what they are sent."""
 
 
+KERNEL_ARGS = (
+    "--moe-runner-backend", "--moe-a2a-backend", "--fp8-gemm-backend", "--bf16-gemm-backend", "--quantization",
+    "--ep", "--ep-size", "--expert-parallel-size", "--ep-num-redundant-experts", "--enable-eplb",
+    "--init-expert-location", "--enforce-shared-experts-fusion", "--moe-dp-size", "--kt-method",
+)  # fmt: skip
+"""Arguments of SGLang with which an engine's tensors may differ from the trainer's in order, format or number."""
+
+
 class EngineConfig(Section):
     count: Annotated[int, Field(gt=0, le=16384)] = 1
     """Number of SGLang engines."""
@@ -211,6 +219,11 @@ class EngineConfig(Section):
             given[name] = value if told else following
         algorithm = given.get("--speculative-algorithm", "").upper()
         return algorithm in ("EAGLE", "NEXTN") and "--speculative-draft-model-path" not in given
+
+    @property
+    def chooses_kernels(self) -> bool:
+        """Whether extra_args choose kernels or a division of weights that may hold them in an order of its own."""
+        return any(arg.partition("=")[0] in KERNEL_ARGS for arg in self.extra_args)
 
     @property
     def explorers(self) -> int:
@@ -352,7 +365,11 @@ class WeightsConfig(Section):
     showed."""
     canary_p999: Annotated[float, Field(gt=0)] | None = None
     """Largest 99.9th percentile of the same differences. Unset: derived in the same way."""
-    uncompared: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Largest share of an engine's tensors in layouts that cannot be compared with the trainer's; an engine with
-    more does not serve. Such tensors must change when the trainer's do, and only then. Unset: 0, with model.fp8
-    0.75. Raise it for kernels that rearrange their weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_deleted(cls, values: Any) -> Any:
+        """Folders of older runs have deleted options that were not set."""
+        if isinstance(values, dict) and values.get("uncompared", 0) is None:
+            return {name: value for name, value in values.items() if name != "uncompared"}
+        return values

@@ -270,8 +270,8 @@ class WeightPush:
             return match.complaint()
         if match is not None and match.share_unknown > uncompared:
             return (
-                f"{len(match.unknown)} tensor(s), {match.share_unknown:.0%}, cannot be compared, more than "
-                f"weights.uncompared = {uncompared:g}, first: {match.unknown[0]}"
+                f"{len(match.unknown)} tensor(s), {match.share_unknown:.0%}, cannot be compared, more than the "
+                f"{uncompared:.0%} that model.fp8 and engine.extra_args explain, first: {match.unknown[0]}"
             )
         equal = match is not None and not match.unknown
         if not agreement.within(bounds, self._patience_with(match)) and not (

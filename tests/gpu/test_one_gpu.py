@@ -43,7 +43,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
             "run": {"dir": folder / "run"},
             "engine": {"extra_args": ["--skip-tokenizer-init"], "max_total_tokens": 16384},
             "rollout": {"max_response_tokens": 128},
-            "weights": {"uncompared": 0.9},  # whatever kernels do with all but the norms
         }
     )
 

@@ -173,10 +173,10 @@ def test_a_push_that_was_refused_is_not_what_the_next_one_is_held_against() -> N
     [
         ({}, 0.0),
         ({"engine": {"extra_args": ["--log-level", "warning"]}}, 0.0),
-        ({"model": {"path": MODEL, "fp8": "rollout"}}, 0.75),
+        ({"model": {"path": MODEL, "dtype": "bfloat16", "fp8": "rollout"}}, 0.75),
         ({"engine": {"extra_args": ["--speculative-algorithm", "NEXTN"]}}, 0.5),
         ({"engine": {"extra_args": ["--moe-runner-backend=flashinfer_cutlass"]}}, 1.0),
-        ({"engine": {"extra_args": ["--enable-dp-attention", "--dp-size", "2"]}}, 1.0),
+        ({"engine": {"extra_args": ["--ep-size", "2"]}}, 1.0),
     ],
 )
 def test_how_many_tensors_may_be_unknown_follows_from_the_kernels(

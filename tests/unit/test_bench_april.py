@@ -169,7 +169,8 @@ async def test_a_mode_on_a_scripted_engine(
         {
             "model": {"path": april.write_random_moe(tmp_path / "model")},
             "rollout": {"max_response_tokens": max(lengths)},
-            "weights": {"uncompared": 1.0},  # no digests of its tensors are given below
+            # No digests of its tensors are given below.
+            "engine": {"extra_args": ["--moe-runner-backend", "triton"]},
         }
     )
     canaries = [Canary(ids, canary_logprobs(ids, 0)) for ids in april.canary_ids()]
