@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
 from rlsys.config import Config
 from rlsys.devices import VARIABLE, have_cuda, visible_devices
+from rlsys.engine.head_sizes import check_head_size
 from rlsys.engine.peer_weights import GIVE, TAKE
 from rlsys.engine.warm_up import NAME as WARM_UP
 from rlsys.errors import UserError
@@ -28,7 +30,7 @@ def _on_cuda(config: Config) -> bool:
 
 
 def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
-    """argv and extra environment of engine `index` on `port`."""
+    """argv and extra environment of engine `index` on `port`. Raises UserError for a model that its kernels lack."""
     e = config.engine
     argv = [
         sys.executable, "-m", "rlsys.engine.server",
@@ -83,6 +85,19 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     return [*argv, *of_device, *e.extra_args], env | its_env
 
 
+def _attention_backend(config: Config) -> str | None:
+    """Of an engine on CUDA; None: SGLang chooses by the GPU."""
+    given = [*config.engine.extra_args, ""]
+    for arg, following in reversed(list(itertools.pairwise(given))):
+        name, equals, value = arg.partition("=")
+        if name == "--attention-backend":
+            return value if equals else following
+    # FlashAttention 3, the default of Hopper, computes in half precision only, and with TP 2 a mixture of experts was
+    # seen to sample otherwise for the same seed (github.com/sgl-project/sglang/pull/10930), where Triton's did not.
+    # FlashInfer, that of Blackwell, would switch the prefix cache off.
+    return "triton" if config.model.dtype == "float32" or config.engine.deterministic else None
+
+
 def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]:
     """What an engine needs with CUDA, and what without."""
     tp = config.engine.tp_of(index)
@@ -94,11 +109,10 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
             argv.append("--enable-memory-saver")
             env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else graphs keep gigabytes while the trainer works
         env[VARIABLE] = ",".join(_devices(config, index))
-        if config.model.dtype == "float32" or config.engine.deterministic:
-            # FlashAttention 3, the default of Hopper, computes in half precision only, and with TP 2 a mixture of
-            # experts was seen to sample otherwise for the same seed (github.com/sgl-project/sglang/pull/10930), where
-            # Triton's did not. FlashInfer, that of Blackwell, would switch the prefix cache off.
-            argv += ["--attention-backend", "triton"]
+        backend = _attention_backend(config)
+        check_head_size(config.model.path, backend)
+        if backend is not None:
+            argv += ["--attention-backend", backend]
     else:
         argv += [
             "--device", "cpu",
