@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.tickets import PushTicket
+from rlsys.trainer import setup
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.adapters import AdapterPush
 from rlsys.weights.checksums import EngineChecksums, put_together, under_adapter
@@ -64,8 +65,7 @@ class Delivery:
 
     def prepare(self) -> None:
         """Import and compile what the first push needs, while engines start, which takes as long."""
-        if torch.cuda.is_available():
-            compile_hash(torch.device("cuda"))
+        compile_hash(setup.local_device())
         (self._adapters or self._sharded or self._sync).prepare()
 
     def push(self, ticket: PushTicket) -> Delivered:
