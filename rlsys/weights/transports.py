@@ -256,7 +256,7 @@ def begin_first(
 
     def call() -> None:
         try:
-            with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None: no change
+            with torch.cuda.stream(stream):  # None: no change
                 begun.set_result(collective())
         except (RuntimeError, ValueError) as e:
             begun.set_exception(e)
