@@ -176,3 +176,16 @@ def test_what_is_compiled_stays_in_one_folder(tmp_path: Path, monkeypatch: pytes
         "TRITON_CACHE_DIR"
     ] == "/scratch/triton"
     assert not set(CACHES) & set(environment(config_of(), "engine", cuda=False))
+
+
+# -- what the user chose ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chosen", "told"), [("fa3", True), ("triton", False)])
+def test_explain_says_where_sampling_may_not_be_deterministic(
+    chosen: str, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = f"engine.extra_args=[--attention-backend, {chosen}]"
+    assert cli.main(["explain", str(ON_CUDA), "engine.deterministic=true", extra]) == 0
+    odd = capsys.readouterr().out.partition("\nodd\n")[2]
+    assert ("engine.deterministic" in odd and "fa3" in odd) == told
