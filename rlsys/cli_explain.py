@@ -22,7 +22,7 @@ from launch.picture import Fold, draw, fold
 from launch.plan import LaunchPlan, Node, Ports, build_plan
 from launch.preflight import check_tensors, read_model
 from rlsys.config import Config, add_config, dump_config, load_config
-from rlsys.engine.launch_args import engine_command, have_cuda
+from rlsys.engine.launch_args import attention_notes, engine_command, have_cuda
 from rlsys.errors import UserError
 from rlsys.machines import machines
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
@@ -102,7 +102,7 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
             f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory"
         )
     plan, layout = made_up_plan(config), lay_out(config)  # of a layout that the model has been held against
-    odd += describe_idle(config, plan) + allocator_notes(config)
+    odd += describe_idle(config, plan) + allocator_notes(config) + attention_notes(config)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
         odd.append("no GPU: launch.release_memory frees nothing")
     others = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]

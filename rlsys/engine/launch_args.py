@@ -98,6 +98,16 @@ def _attention_backend(config: Config) -> str | None:
     return "triton" if config.model.dtype == "float32" or config.engine.deterministic else None
 
 
+def attention_notes(config: Config) -> list[str]:
+    """What is worth knowing of the attention that engine.extra_args choose on CUDA."""
+    if not (_on_cuda(config) and config.engine.deterministic and _attention_backend(config) == "fa3"):
+        return []
+    return [
+        "engine.deterministic with --attention-backend fa3: a mixture of experts with TP 2 was seen to sample other "
+        "tokens for one seed; triton was not"
+    ]
+
+
 def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]:
     """What an engine needs with CUDA, and what without."""
     tp = config.engine.tp_of(index)
