@@ -256,10 +256,13 @@ def begin_first(
 
     def call() -> None:
         try:
-            with torch.cuda.stream(stream):  # None: no change
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 begun.set_result(collective())
         except (RuntimeError, ValueError) as e:
             begun.set_exception(e)
+        finally:  # of another error, which the thread reports, nobody waits for the end
+            if not begun.done():
+                begun.set_exception(RunError("the first collective failed"))
 
     threading.Thread(target=call, name="first-collective", daemon=True).start()
     end = time.monotonic() + seconds
