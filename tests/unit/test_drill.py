@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,24 @@ def test_every_part_names_a_function() -> None:
     assert len(set(names)) == len(names)
     assert names.index("ceilings") == 0
     assert names[-1] == "two_ranks_on_one_gpu", "what may hang comes last"
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_arguments_for_a_gpus_engines_are_left_out_on_a_cpu(
+    cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rehearsal of a node's command on a CPU, whose engines have no Triton."""
+    seen: list[str] = []
+
+    def drill(*_: Any) -> dict[str, Any]:
+        seen.append(os.environ[gpu.ENGINE_ARGS])
+        return {}
+
+    monkeypatch.setattr(gpu, "drill", drill)
+    monkeypatch.setattr(gpu, "have_cuda", lambda: cuda)
+    monkeypatch.setenv(gpu.ENGINE_ARGS, "--log-level info")
+    command = ["gpu.py", "--out", str(tmp_path), "--attention-backend", "triton", "--engine-args=--mem 0.5"]
+    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setenv(gpu.MODELS, "")
+    gpu.main()
+    assert seen == ["--log-level info --mem 0.5 --attention-backend triton" if cuda else "--log-level info"]
