@@ -163,8 +163,10 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=names, default=names)
     parser.add_argument("--seconds", type=float, default=840.0, help="of the whole drill (default: 840)")
     parser.add_argument("--out", type=Path, default=Path("runs/drill"), help="folder of results and logs")
-    parser.add_argument("--attention-backend", help="SGLang's, for every engine of the drill")
-    parser.add_argument("--engine-args", default="", help="further arguments of every engine, in one string")
+    parser.add_argument("--attention-backend", help="SGLang's, for every engine on a GPU")
+    parser.add_argument(
+        "--engine-args", default="", help="further arguments of every engine on a GPU, in one string"
+    )
     parser.add_argument(
         "--transformer-engine", type=Path, help="folder of packages that part trainer_te alone sees"
     )
@@ -176,8 +178,10 @@ def main() -> None:
         run_here(args.run, out)
         return
     out.mkdir(parents=True, exist_ok=True)
-    words = shlex.split(os.environ.get(ENGINE_ARGS, "")) + shlex.split(args.engine_args)
-    words += ["--attention-backend", args.attention_backend] if args.attention_backend else []
+    words = shlex.split(os.environ.get(ENGINE_ARGS, ""))
+    if have_cuda():  # an engine on a CPU has one attention backend
+        words += shlex.split(args.engine_args)
+        words += ["--attention-backend", args.attention_backend] if args.attention_backend else []
     os.environ[ENGINE_ARGS] = shlex.join(words)
     memory = Path("/dev/shm")  # gigabytes of weights
     with tempfile.TemporaryDirectory(
