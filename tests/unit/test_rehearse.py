@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -284,3 +285,11 @@ def test_every_stand_in_says_why_and_of_what() -> None:
     assert len({s.name for s in made}) == len(made)
     for stand_in in made:
         assert stand_in.why and stand_in.upstream and hasattr(stand_in.owner, stand_in.attribute)
+
+
+@pytest.mark.parametrize("stand_in", stand_ins.STAND_INS, ids=lambda s: s.name)
+def test_a_stand_in_fits_what_it_replaces(stand_in: stand_ins.StandIn) -> None:
+    """A rehearsal installs some of them only: a layout, a family or a GPU decides which."""
+    source = inspect.getsource(getattr(stand_in.owner, stand_in.attribute))
+    missing = [fragment for fragment in stand_in.fragments if fragment not in source]
+    assert not missing, f"{stand_in.owner.__name__}.{stand_in.attribute} has not {missing}"
