@@ -182,7 +182,7 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "no_counts", "always", "ours", "there is no count of choices that nobody made",
-        LayerReplay, "_count", ("self.load +=",), _no_counts,
+        LayerReplay, "_count", ("load.scatter_add_(0, chosen.flatten(),",), _no_counts,
     ),
     StandIn(
         "place", "fake", "ours", "no other stage is there to tell the names of its parameters",
