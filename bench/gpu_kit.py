@@ -6,20 +6,32 @@ psutil, pyarrow, einops and scipy, and nvcc; it has none of the packages below. 
     trainer.tar.xz   megatron-core and rlsys' own requirements, with rlsys' entry points
     engine.tar.xz    SGLang's Python without its compiled parts, its requirements, its kernels for one architecture
     tree.tar.xz      this checkout's HEAD
+    te.tar.xz        Transformer Engine for the same architecture, in a folder of its own
 
-and the sizes on stdout. `bench/gpu_node.sh` unpacks them on the node and runs the drill there. The archives hold
-wheels of the registry as they are, but for parts that are cut off because a copy takes few megabytes at once.
+and the sizes on stdout. An archive that is larger than one copy to the node comes in pieces, `engine.tar.xz.1-of-2`
+and so on. `bench/gpu_node.sh` unpacks them on the node and runs the drill there. The archives hold wheels of the
+registry as they are, but for parts that are cut off because a copy takes few megabytes at once.
+
+Transformer Engine's extension for torch has no wheel: it is compiled here (some 20 minutes of CPU time). This takes
+nvcc, and torch 2.11.0 for CUDA 13 with cuDNN's headers under the interpreter that `--python` names. Where one of them
+is missing, a line says so, and the other archives are complete.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+
+from fatbin import keep_architecture
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements/cuda.lock"
@@ -53,6 +65,25 @@ CUT = (
     "sglang/srt/rust_extensions/*.so", "sglang/srt/mem_cache/rust_tree_core/*.so",
     "torch_memory_saver_hook_mode_*_cu12*",
 )  # fmt: skip
+ARCHITECTURE = 90
+"""Hopper, as the engine's kernels."""
+TORCH = "2.11.0"
+"""The node's, which extensions are compiled against."""
+TE_VERSION = "2.11.0"
+TE_CHANGES = (
+    # The node's torch may lie elsewhere than in the interpreter's own folder.
+    (
+        'nvidia_dir = os.path.join(sysconfig.get_path("purelib"), "nvidia")',
+        'nvidia_dir = os.path.join(Path(importlib.util.find_spec("torch").origin).parents[1], "nvidia")',
+    ),
+    # Libraries that torch has loaded, before those of a toolkit of another version.
+    (
+        "    found, handle = _load_cuda_library_from_system(lib_name)\n    if found:\n        return True, handle\n",
+        "    found, handle = _load_cuda_library_from_python(lib_name)\n    if found:\n        return False, handle\n"
+        "    found, handle = _load_cuda_library_from_system(lib_name)\n    if found:\n        return True, handle\n",
+    ),
+)
+"""In transformer_engine/common/__init__.py: text -> text."""
 STUBS = {"IPython/__init__.py": "", "IPython/display.py": "display = print\nclass HTML(str): ...\n"}
 """SGLang imports IPython for notebooks: 35 MB."""
 
@@ -63,10 +94,14 @@ def locked() -> dict[str, str]:
     return {line.partition("==")[0].lower(): line for line in lines if "==" in line}
 
 
-def run(*command: str | Path) -> None:
-    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
+def run(*command: str | Path, folder: Path = ROOT, environment: dict[str, str] | None = None) -> str:
+    """Standard output. A command that fails ends the script with the end of its output."""
+    done = subprocess.run(
+        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
 
 
 def download(requirements: list[str], wheels: Path) -> None:
@@ -106,11 +141,117 @@ def strip(site: Path) -> None:
 
 
 def pack(folder: Path, archive: Path) -> None:
+    """`archive`, or its pieces."""
+    for old in archive.parent.glob(f"{archive.name}*"):
+        old.unlink()
     run("tar", "-cJf", archive, "-C", folder, ".")
-    size = archive.stat().st_size / 2**20
-    print(
-        f"{archive.name}: {size:.1f} MiB{'' if size <= COPY_MIB else f', more than one copy of {COPY_MIB:g} MiB'}"
+    pieces = split(archive, int(COPY_MIB * 2**20))
+    sizes = " + ".join(f"{piece.stat().st_size / 2**20:.1f}" for piece in pieces)
+    print(f"{archive.name}: {sizes} MiB", flush=True)
+
+
+def split(archive: Path, most: int) -> list[Path]:
+    """The archive, or pieces of it of at most `most` bytes, which concatenated in the order of their names are it."""
+    size = archive.stat().st_size
+    if size <= most:
+        return [archive]
+    count = math.ceil(size / most)
+    width = len(str(count))
+    pieces = []
+    with archive.open("rb") as whole:
+        for i in range(1, count + 1):
+            pieces.append(archive.with_name(f"{archive.name}.{i:0{width}}-of-{count}"))
+            pieces[-1].write_bytes(whole.read(most))
+    archive.unlink()
+    return pieces
+
+
+class CannotBuild(Exception):
+    """What is missing on this machine to compile an extension."""
+
+
+def cuda_home() -> Path:
+    """A folder with nvcc and CUDA's headers. Raises CannotBuild."""
+    folders = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
+    folders += sorted(Path("/usr/local").glob("cuda*"))
+    for folder in folders:
+        if (folder / "bin/nvcc").exists() and (folder / "include/cuda_runtime.h").exists():
+            return folder
+    raise CannotBuild("no nvcc with CUDA's headers (CUDA_HOME, /usr/local/cuda*)")
+
+
+def packages_with_torch(python: str) -> Path:
+    """The folder in which `python` has the node's torch and cuDNN's headers. Raises CannotBuild."""
+    ask = (
+        "import json, pathlib, torch; "
+        "print(json.dumps([torch.__version__, torch.version.cuda, str(pathlib.Path(torch.__file__).parents[1])]))"
     )
+    done = subprocess.run([python, "-c", ask], capture_output=True, text=True)
+    if done.returncode:
+        raise CannotBuild(f"{python} has no torch {TORCH}")
+    version, cuda, folder = json.loads(done.stdout)
+    if version.partition("+")[0] != TORCH or not (cuda or "").startswith("13."):
+        raise CannotBuild(f"{python} has torch {version} for CUDA {cuda}, not {TORCH} for CUDA 13")
+    if not (Path(folder) / "nvidia/cudnn/include/cudnn.h").exists():
+        raise CannotBuild(f"{python} has no cuDNN headers (nvidia-cudnn-cu13)")
+    return Path(folder)
+
+
+def build_transformer_engine(python: str, work: Path, site: Path) -> None:
+    """Fill `site` with Transformer Engine for the node. Raises CannotBuild."""
+    home, packages = cuda_home(), packages_with_torch(python)
+    wheels, environment, source = work / "te-wheels", work / "te-environment", work / "te-source"
+    wheels.mkdir()
+    run(python, "-m", "venv", environment)
+    own = environment / "bin/python"
+    run(own, "-m", "pip", "install", "--quiet", "setuptools", "wheel", "pybind11", "ninja", "packaging")
+    folder = Path(run(own, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (folder / "node.pth").write_text(f"{packages}\n")
+    download([f"transformer_engine=={TE_VERSION}", f"transformer_engine_cu13=={TE_VERSION}"], wheels)
+    run(
+        own, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "--no-build-isolation", "--dest",
+        wheels, f"transformer_engine_torch=={TE_VERSION}",
+    )  # fmt: skip
+    with tarfile.open(next(wheels.glob("*.tar.gz"))) as archive:
+        archive.extractall(source, filter="data")
+    (sources,) = source.iterdir()
+    flags = {
+        "CUDA_HOME": str(home),
+        "NVTE_FRAMEWORK": "pytorch",
+        "NVTE_CUDA_ARCHS": str(ARCHITECTURE),
+        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
+        "MAX_JOBS": str(os.cpu_count()),
+        "PATH": f"{own.parent}:{home / 'bin'}:{os.environ['PATH']}",
+        "CPATH": ":".join(str(packages / "nvidia" / name / "include") for name in ("cu13", "cudnn", "nccl")),
+    }
+    run(
+        own,
+        "setup.py",
+        "bdist_wheel",
+        "--dist-dir",
+        wheels,
+        folder=sources,
+        environment={**os.environ, **flags},
+    )
+    unpack(wheels, site)
+    (library,) = site.glob("transformer_engine/wheel_lib/libtransformer_engine.so")
+    keep_architecture(library, ARCHITECTURE)
+    change(site / "transformer_engine/common/__init__.py")
+    for unused in ("jax", "common/include"):
+        shutil.rmtree(site / "transformer_engine" / unused)
+    strip(site)
+
+
+def change(file: Path) -> None:
+    """Apply TE_CHANGES. Each text must be there once."""
+    text = file.read_text()
+    for old, new in TE_CHANGES:
+        if text.count(old) != 1:
+            sys.exit(
+                f"{file.name} of Transformer Engine {TE_VERSION} is not what TE_CHANGES was written for: {old!r}"
+            )
+        text = text.replace(old, new)
+    file.write_text(text)
 
 
 def main() -> None:
@@ -119,7 +260,9 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--python", default="python3.12", help="an interpreter of the node's version: source-only wheels"
+        "--python",
+        default="python3.12",
+        help="an interpreter of the node's version: source-only wheels; with the node's torch: Transformer Engine",
     )
     args = parser.parse_args()
     out = args.folder.resolve()
@@ -159,6 +302,12 @@ def main() -> None:
         run("tar", "-xf", work / "tree.tar", "-C", work / "tree")
         for part in ("trainer", "engine", "tree"):
             pack(work / part, out / f"{part}.tar.xz")
+        try:
+            build_transformer_engine(args.python, work, work / "te")
+        except CannotBuild as e:
+            print(f"te.tar.xz: not built: {e}")
+        else:
+            pack(work / "te", out / "te.tar.xz")
 
 
 if __name__ == "__main__":

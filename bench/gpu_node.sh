@@ -8,17 +8,22 @@
 set -euo pipefail
 kit=$(realpath "$1") work=$2 out=$3
 shift 3
-mkdir -p "$work/site" "$work/tree" "$out"
+mkdir -p "$work/site" "$work/tree" "$work/te" "$out"
 work=$(realpath "$work") out=$(realpath "$out") python=${PYTHON:-python3}
 
-for part in trainer engine tree; do
+declare -A unpacking
+for part in trainer engine tree te; do
   target=$work/site
-  [ $part = tree ] && target=$work/tree
-  if [ -e "$kit/$part.tar.xz" ] && [ ! -e "$work/$part.unpacked" ]; then
-    (tar -xJf "$kit/$part.tar.xz" -C "$target" && touch "$work/$part.unpacked") &
+  case $part in tree | te) target=$work/$part ;; esac
+  if compgen -G "$kit/$part.tar.xz*" >/dev/null && [ ! -e "$work/$part.unpacked" ]; then
+    # An archive, or its pieces in the order of their names.
+    (cat "$kit/$part".tar.xz* | tar -xJf - -C "$target" && touch "$work/$part.unpacked") &
+    unpacking[$part]=$!
   fi
 done
-wait
+for part in "${!unpacking[@]}"; do
+  wait "${unpacking[$part]}" || { echo "$kit/$part.tar.xz cannot be unpacked" >&2; exit 1; }
+done
 
 # A .pth file, and not PYTHONPATH: entry points of the packages are found, also by processes with an environment of
 # their own.
@@ -32,6 +37,13 @@ export CUDA_HOME SGLANG_JIT_CACHE_DIR=$work/jit TRITON_CACHE_DIR=$work/triton
 # Its compiled prefix tree is of another torch, and its version check does not know the smaller kernel package.
 export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
 
+transformer_engine=()
+if [ -e "$work/te.unpacked" ]; then
+  transformer_engine=(--transformer-engine "$work/te")
+  # NVRTC compiles Transformer Engine's kernels with the toolkit's headers.
+  export NVTE_CUDA_INCLUDE_DIR=${NVTE_CUDA_INCLUDE_DIR:-$CUDA_HOME/include}
+fi
+
 cd "$work/tree"
 exec "$python" bench/gpu.py --out "$out" --attention-backend "${ATTENTION_BACKEND:-triton}" \
-  --engine-args "${ENGINE_ARGS:---cuda-graph-backend-prefill disabled}" "$@"
+  --engine-args "${ENGINE_ARGS:---cuda-graph-backend-prefill disabled}" "${transformer_engine[@]}" "$@"

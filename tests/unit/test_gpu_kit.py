@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
 
 import gpu_kit
+import pytest
+from fatbin import keep
 
 SCRIPT = Path(gpu_kit.__file__).with_name("gpu_node.sh")
 PYTHON = """#!/bin/sh
@@ -98,3 +101,99 @@ def test_transformer_engine_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert (work / "te/te.txt").exists() and not (work / "site/te.txt").exists()
     arguments = done.stdout.split()
     assert arguments[arguments.index("--transformer-engine") + 1] == str(work / "te")
+
+
+def test_an_archive_that_is_larger_than_a_copy_comes_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_kit, "COPY_MIB", 0.1)
+    source, kit = tmp_path / "source", tmp_path / "kit"
+    source.mkdir()
+    kit.mkdir()
+    (source / "library.so").write_bytes(content := os.urandom(250_000))
+    (kit / "te.tar.xz.4-of-4").write_bytes(b"of an older kit")
+    gpu_kit.pack(source, kit / "te.tar.xz")
+    pieces = sorted(kit.iterdir())
+    assert [piece.name for piece in pieces] == [f"te.tar.xz.{i}-of-3" for i in (1, 2, 3)]
+    assert all(piece.stat().st_size <= 0.1 * 2**20 for piece in pieces)
+    assert capsys.readouterr().out.startswith("te.tar.xz: 0.1 + 0.1 + 0.0 MiB")
+    python = tmp_path / "python"
+    python.write_text(PYTHON.format(packages=tmp_path))
+    python.chmod(0o755)
+    (tmp_path / "work/tree").mkdir(parents=True)
+    done = node(kit, python, tmp_path / "work", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "work/te/library.so").read_bytes() == content
+
+
+def test_pieces_sort_as_they_follow_one_another(tmp_path: Path) -> None:
+    archive = tmp_path / "engine.tar.xz"
+    archive.write_bytes(whole := bytes(range(120)))
+    pieces = gpu_kit.split(archive, 10)
+    assert len(pieces) == 12 and pieces == sorted(pieces) and not archive.exists()
+    assert b"".join(piece.read_bytes() for piece in pieces) == whole
+
+
+def test_without_nvcc_or_the_nodes_torch_transformer_engine_is_left_out_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+
+    def answers(script: str) -> str:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        return str(python)
+
+    for script, reason in (
+        ("exit 1", "has no torch 2.11.0"),
+        (
+            """echo '["2.13.0+cpu", null, "/x"]'""",
+            "has torch 2.13.0[+]cpu for CUDA None, not 2.11.0 for CUDA 13",
+        ),
+        (f"""echo '["2.11.0+cu130", "13.0", "{tmp_path}"]'""", "has no cuDNN headers"),
+    ):
+        with pytest.raises(gpu_kit.CannotBuild, match=reason) as raised:
+            gpu_kit.packages_with_torch(answers(script))
+        assert len(str(raised.value).splitlines()) == 1
+    headers = tmp_path / "nvidia/cudnn/include"
+    headers.mkdir(parents=True)
+    (headers / "cudnn.h").touch()
+    assert gpu_kit.packages_with_torch(str(python)) == tmp_path
+    monkeypatch.setattr(gpu_kit.Path, "glob", lambda *_: [])
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(gpu_kit.CannotBuild, match="no nvcc"):
+        gpu_kit.cuda_home()
+    for name in ("bin/nvcc", "include/cuda_runtime.h"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert gpu_kit.cuda_home() == tmp_path
+
+
+def test_a_changed_file_of_transformer_engine_is_not_changed_blindly(tmp_path: Path) -> None:
+    file = tmp_path / "__init__.py"
+    file.write_text("\n".join(old for old, _ in gpu_kit.TE_CHANGES))
+    gpu_kit.change(file)
+    assert 'find_spec("torch")' in file.read_text()
+    with pytest.raises(SystemExit, match="TE_CHANGES was written for"):
+        gpu_kit.change(file)
+
+
+def container(*entries: tuple[int, int, bytes]) -> bytes:
+    """Of a fatbin: (kind, architecture, code)."""
+    body = b""
+    for kind, architecture, code in entries:
+        body += struct.pack("<HHIQQII", kind, 1, 64, len(code), 0, 0, architecture) + bytes(32) + code
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_a_library_keeps_the_code_of_one_architecture() -> None:
+    two = container((2, 80, b"a" * 16), (2, 90, b"b" * 24), (1, 90, b"p" * 8))
+    other = container((2, 80, b"c" * 8))
+    image = bytearray(bytes(8) + two + bytes(8) + other)
+    size = len(image)
+    assert keep(image, 0, size, 90) == 64 + 24
+    assert len(image) == size, "no address changes"
+    expected = container((2, 90, b"b" * 24))
+    assert image[8 : 8 + len(expected)] == expected
+    assert not any(image[8 + len(expected) : 8 + len(two)]), "what is left of the container is zeros"
+    assert image.endswith(other), "a container without code for it stays as it is"

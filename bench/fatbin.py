@@ -1,0 +1,85 @@
+"""CUDA libraries for one architecture: `python bench/fatbin.py LIBRARY ARCHITECTURE` rewrites LIBRARY in place.
+
+The section `.nv_fatbin` of a CUDA library is a row of containers, each with one entry for every architecture that the
+library was built for. Entries of the wanted architecture move to the front of their container, which is declared as
+large as they are; the rest becomes zeros. No address changes, and an archive of the file is as small as the code that
+is left.
+
+Container: magic u32, version u16, header size u16, size of its entries u64. Entry: kind u16 (1 PTX, 2 machine code),
+version u16, header size u32, payload size u64, ..., architecture u32 at byte 28.
+"""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAGIC = 0xBA55ED50
+MACHINE_CODE = 2
+SECTION = ".nv_fatbin"
+_CONTAINER, _ENTRY, _ARCHITECTURE = struct.Struct("<IHHQ"), struct.Struct("<HHIQ"), struct.Struct("<I")
+_ARCHITECTURE_AT = 28
+
+
+def section(library: Path) -> tuple[int, int]:
+    """Offset and size of the section in the file. Raises ValueError where there is none."""
+    table = subprocess.run(
+        ["readelf", "--section-headers", "--wide", library], capture_output=True, text=True, check=True
+    ).stdout
+    for line in table.splitlines():
+        words = line.partition("]")[2].split()
+        if words[:1] == [SECTION]:
+            return int(words[3], 16), int(words[4], 16)
+    raise ValueError(f"{library} has no section {SECTION}")
+
+
+def entries(image: bytes | bytearray, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Kind, architecture, offset and bytes of each entry of a container, its own header included."""
+    while start < end:
+        kind, _, header, payload = _ENTRY.unpack_from(image, start)
+        (architecture,) = _ARCHITECTURE.unpack_from(image, start + _ARCHITECTURE_AT)
+        yield kind, architecture, start, header + payload
+        start += header + payload
+
+
+def keep(image: bytearray, start: int, size: int, architecture: int) -> int:
+    """Leave machine code of `architecture` alone in `image[start : start + size]`; bytes of code that are left.
+
+    A container that has none for it stays as it is.
+    """
+    kept, at = 0, start
+    while at + _CONTAINER.size <= start + size:
+        magic, version, header, length = _CONTAINER.unpack_from(image, at)
+        if magic != MAGIC:
+            at += 8  # between two containers
+            continue
+        body, end = at + header, at + header + length
+        wanted = [
+            bytes(image[offset : offset + count])
+            for kind, built_for, offset, count in entries(image, body, end)
+            if (kind, built_for) == (MACHINE_CODE, architecture)
+        ]
+        if wanted:
+            code = b"".join(wanted)
+            image[body:end] = code.ljust(length, b"\0")
+            _CONTAINER.pack_into(image, at, magic, version, header, len(code))
+            kept += len(code)
+        at = end + (-end) % 8
+    return kept
+
+
+def keep_architecture(library: Path, architecture: int) -> int:
+    """Rewrite the file; bytes of code that are left. Raises ValueError where it has none for `architecture`."""
+    image = bytearray(library.read_bytes())
+    kept = keep(image, *section(library), architecture)
+    if not kept:
+        raise ValueError(f"{library} has no machine code for sm_{architecture}")
+    library.write_bytes(image)
+    return kept
+
+
+if __name__ == "__main__":
+    print(keep_architecture(Path(sys.argv[1]), int(sys.argv[2])))
