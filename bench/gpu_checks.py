@@ -24,6 +24,8 @@ from measure import ROOT, machine
 
 ANSWER_SECONDS = 60.0
 """Of each rank in a group of two, after the group's own limit."""
+HASHED_BYTES = 2**30 if CUDA else 2**25
+BUCKET_BYTES, BUCKETS = (2**28, 200) if CUDA else (2**21, 20)
 PACKAGES = ("torch", "sglang", "megatron-core", "transformer-engine", "triton", "nvidia-nccl-cu13")
 
 
@@ -71,7 +73,7 @@ def checksums(figures: Figures) -> None:
         return state.digest()
 
     figures(equal=all(digest(sample(n, dtype).to(DEVICE)) == golden for (n, dtype), golden in GOLDEN.items()))
-    big = torch.zeros(2**29 if CUDA else 2**24, dtype=torch.bfloat16, device=DEVICE)
+    big = torch.zeros(HASHED_BYTES // 2, dtype=torch.bfloat16, device=DEVICE)
     digest(big[: 2**20])
     held = 0
     if CUDA:
@@ -105,12 +107,11 @@ def handles(figures: Figures) -> None:
     receiver = spawn.Process(target=_receive, args=(buckets, answers))
     receiver.start()
     assert receiver.pid is not None
-    size, count = (2**27, 200) if CUDA else (2**20, 20)
     times, bucket = [], torch.empty(0)
-    for i in range(count):
+    for i in range(BUCKETS):
         synchronize()
         start = time.monotonic()
-        bucket = torch.full((size,), float(i), dtype=torch.bfloat16, device=DEVICE)
+        bucket = torch.full((BUCKET_BYTES // 2,), float(i), dtype=torch.bfloat16, device=DEVICE)
         buckets.put(bucket)
         assert answers.get(timeout=ANSWER_SECONDS) == float(torch.tensor(float(i), dtype=torch.bfloat16))
         times.append(time.monotonic() - start)
@@ -135,7 +136,7 @@ def _rank(rank: int, port: int, backend: str, limit: float, pause: float, answer
             answers.put(f"rank {rank}: {control.on_main(lambda: 'a step')}")
         else:
             torch.cuda.set_device(0)
-            dist.all_reduce(torch.ones(1, device="cuda"))
+            dist.all_reduce(torch.ones(1, device=DEVICE))
             torch.cuda.synchronize()
             answers.put(f"rank {rank}: went through")
     except Exception as e:  # noqa: BLE001 - its message is the result
@@ -189,7 +190,7 @@ def nccl(figures: Figures) -> None:
     (port,) = free_ports("127.0.0.1", 1)
     start = time.monotonic()
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    tensor = torch.ones(2**27, dtype=torch.bfloat16, device="cuda")
+    tensor = torch.ones(2**27, dtype=torch.bfloat16, device=DEVICE)
     dist.all_reduce(tensor)
     synchronize()
     figures(start_s=time.monotonic() - start, version=torch.cuda.nccl.version())
@@ -205,7 +206,7 @@ def _spin(stop: Any) -> None:
 def spinning(figures: Figures) -> None:
     """GEMMs per second beside another process whose kernel only waits, as NCCL's does: what engines would lose."""
     need_cuda()
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
 
     def products() -> None:
         for _ in range(500):
@@ -317,7 +318,7 @@ def fp8(figures: Figures) -> None:
     error = (restore(values, scale) - weight.float()).abs().max() / weight.float().abs().max()
     figures(restored_error=float(error))
     if CUDA and torch.cuda.get_device_capability() == (9, 0):  # Blackwell takes other blocks
-        x = torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(256, 2048, device=DEVICE, dtype=torch.bfloat16)
         exact = x.float() @ weight.float().t()
         figures(gemm_error=float((block_gemm(x, values, scale).float() - exact).norm() / exact.norm()))
 

@@ -17,6 +17,9 @@ from gpu_figures import Figures
 from gpu_node import CUDA, DEVICE, gap, layer_config, need_cuda, seconds_of, synchronize
 
 LAYERS = 4 if CUDA else 2
+COPIED_BYTES, SIDE = (2**31, 8192) if CUDA else (2**24, 256)
+HASHED = ((2**30, 3), (3 * 2**20, 300)) if CUDA else ((2**20, 2),)
+"""Bytes of a tensor, and tensors."""
 REPEATS = 5 if CUDA else 1
 SEQUENCE = [9 + (7 * i) % 400 for i in range(256)]
 """Token ids whose log-probs are compared."""
@@ -24,10 +27,9 @@ SEQUENCE = [9 + (7 * i) % 400 for i in range(256)]
 
 def ceilings(figures: Figures) -> None:
     """Copy bandwidth and bfloat16 GEMM rate of this card; all other rates are shares of them."""
-    size, side = (2**31, 8192) if CUDA else (2**24, 256)
-    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    a, b = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(SIDE, SIDE, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
 
     def median(work: Callable[[], object]) -> float:
         for _ in range(3):
@@ -38,8 +40,8 @@ def ceilings(figures: Figures) -> None:
     figures(
         device=torch.cuda.get_device_name() if CUDA else "cpu",
         torch=torch.__version__,
-        copy_gb_per_s=2 * size / 1e9 / copy,
-        gemm_tflop_per_s=2 * side**3 / 1e12 / product,
+        copy_gb_per_s=2 * COPIED_BYTES / 1e9 / copy,
+        gemm_tflop_per_s=2 * SIDE**3 / 1e12 / product,
     )
 
 
@@ -143,7 +145,7 @@ def weight_layout(figures: Figures) -> None:
             lay_out(hashed)  # the first one compiles
             seconds = seconds_of(partial(lay_out, hashed))
             figures(**{name: {"bytes": sent, "seconds": seconds, "gb_per_s": sent / 1e9 / seconds}})
-    for size, count in ((2**30, 3), (3 * 2**20, 300)) if CUDA else ((2**20, 2),):
+    for size, count in HASHED:
         tensors = [
             torch.empty(size // 2, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(count)
         ]

@@ -167,8 +167,9 @@ def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) ->
     config = config_of(recipe, run, *SOONER.get(recipe or "", ()), *overrides)
     taken, early = batch_of(recipe or ""), None
     objective = Objective(config.algo)
+    devices = {name: parameter.device for name, parameter in trainer.named_parameters()}
     for hook in objective.hooks:
-        hook.start(trainer.first_weights.items())
+        hook.start((name, weight.to(devices[name])) for name, weight in trainer.first_weights.items())
         hook.after_version(trainer.named_parameters(), 1.0)
     if config.trainer.early_backward:
         early = Early()

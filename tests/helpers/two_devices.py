@@ -379,8 +379,8 @@ def import_trainer() -> None:
 
     cpu_import.Rewrite, cpu_import.CpuLoader = OnPretendedGpu, Loader  # type: ignore[misc]
     cpu_import._kept = lambda cache, stamp: None
-    cpu_import.CUDA_ON_CPU.current_device = lambda: GPU
-    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]  # there are no streams here
+    cpu_import.CUDA_ON_CPU.__dict__["current_device"] = lambda: GPU
+    Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]  # there are no streams here
 
     from rlsys.trainer import setup
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -270,3 +271,15 @@ def test_a_set_up_that_fails_on_another_python_is_told_with_its_last_lines(
     assert other_python.set_up(tmp_path) == 1
     told = capsys.readouterr().out
     assert "(/no/python): set-up FAILED: exit code 2" in told and "/no/python" in told.splitlines()[1]
+
+
+def test_mypy_reads_every_folder_with_python_files() -> None:
+    """A method that is renamed must not live on in a file that only a GPU or a cluster runs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    read = {*project["tool"]["mypy"]["files"], "setup.py"}
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert {name.partition("/")[0] for name in tracked.stdout.split()} <= read
+    assert project["tool"]["mypy"]["exclude"] == ["tests/data/"]
+    assert project["tool"]["mypy"]["check_untyped_defs"]

@@ -1,0 +1,215 @@
+"""Branches that only a host with CUDA takes, on one without: each is named here with the test that takes it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import rlsys.trainer  # noqa: F401 - patches megatron-core before anything below imports it
+from launch import push
+from rlsys import cli_explain
+from rlsys.config import load_config
+from rlsys.convert.config import HFConfig
+from rlsys.engine import cpu_hooks, cpu_platform
+from rlsys.trainer import setup
+from rlsys.trainer.model import transformer_config
+from rlsys.weights import delivery, transports
+
+pytestmark = pytest.mark.gate
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+MARK = re.compile(
+    r"torch\.cuda\.\w+|(?<!def )\b(have|on)_cuda\(|\.is_cuda\b|(?<=device=).cuda.|\bif CUDA\b|\bneed_cuda\("
+)
+
+HERE = "tests/unit/test_cuda_branches.py"
+PATCHES = "tests/unit/test_megatron_patches.py::test_nothing_for_a_cpu_is_active_beside_cuda"
+FINDINGS = "tests/unit/test_findings_gpu.py"
+INSTRUMENT = "tests/unit/test_two_devices.py::test_a_tensor_of_the_gpu_is_hashed_and_laid_out_as_there"
+PARTS = "tests/integration/test_drill_parts.py"
+NCCL = "tests/helpers/fake_nccl.py::_on_cuda"
+LAUNCH = "tests/unit/test_engine_launch.py::test_"
+GPU_ON_CPU = "tests/integration/test_gpu_tests_on_cpu.py"
+TAKEN: dict[str, str] = {
+    "bench/gpu.py": "tests/unit/test_drill.py::test_arguments_for_a_gpus_engines_are_left_out_on_a_cpu",
+    "bench/gpu_checks.py": PARTS,
+    "bench/gpu_engine.py": PARTS,
+    "bench/gpu_node.py": f"{PARTS}::pretended_gpu",
+    "bench/gpu_trainer.py": PARTS,
+    "bench/measure.py": f"{PARTS}::test_ceilings_and_figures_of_a_gpu",
+    "bench/race_trl.py": "a CPU alone has a branch of its own",
+    "bench/trainer.py": f"{PARTS}::test_ceilings_and_figures_of_a_gpu",
+    "launch/environment.py": f"{FINDINGS}::test_gpu_p8_a_run_with_hidden_gpus_is_no_run_on_cuda",
+    "launch/joining.py": "tests/unit/test_golden_environments.py",
+    "launch/layout.py": "tests/unit/test_golden_environments.py",
+    "launch/plan.py": "tests/unit/test_golden_environments.py",
+    "launch/push.py": f"{HERE}::test_experts_are_hashed_apart_on_a_gpu",
+    "megatron_patches/__init__.py": PATCHES,
+    "megatron_patches/cpu_import.py": "a CPU alone has a branch of its own",
+    "megatron_patches/cpu_rng.py": "a CPU alone has a branch of its own",
+    "megatron_patches/moe_splits.py": "a CPU alone has a branch of its own",
+    "rlsys/cli_explain.py": f"{HERE}::test_explain_says_what_no_gpu_means",
+    "rlsys/engine/cpu_hooks.py": f"{HERE}::test_an_engine_on_cuda_gets_no_hook_of_a_cpu",
+    "rlsys/engine/cpu_platform.py": f"{HERE}::test_an_engine_on_cuda_gets_no_hook_of_a_cpu",
+    "rlsys/engine/launch_args.py": "tests/unit/test_environment.py",
+    "rlsys/engine/turn_parser.py": "a CPU alone has a branch of its own",
+    "rlsys/precision.py": "tests/unit/test_precision.py",
+    "rlsys/trainer/model.py": f"{HERE}::test_layers_are_made_on_the_device",
+    "rlsys/trainer/setup.py": f"{HERE}::test_a_rank_takes_its_gpu_and_nccl_for_what_is_on_it",
+    "rlsys/trainer/trainer.py": f"{FINDINGS}::test_gpu_p7_make_room_collects_the_buckets_that_were_sent",
+    "rlsys/weights/buckets.py": INSTRUMENT,
+    "rlsys/weights/checksums.py": INSTRUMENT,
+    "rlsys/weights/delivery.py": f"{HERE}::test_experts_are_hashed_apart_on_a_gpu",
+    "rlsys/weights/hashes.py": INSTRUMENT,
+    "rlsys/weights/senders_group.py": NCCL,
+    "rlsys/weights/transports.py": f"{HERE}::test_handles_name_their_gpu",
+    "tests/gpu/test_fp8.py": f"{PARTS}::test_fp8_rollout_builds_its_trainer_and_starts_its_engine",
+    "tests/gpu/test_objective.py": GPU_ON_CPU,
+    "tests/gpu/test_one_gpu.py": GPU_ON_CPU,
+    "tests/gpu/test_parts.py": PARTS,
+}
+"""File with a branch on CUDA -> FILE::TEST that takes it without a GPU, or why it needs none."""
+
+
+def test_each_file_with_a_branch_on_cuda_has_a_test_that_takes_it() -> None:
+    """A new one fails here: add a test that takes it, and its name to the table."""
+    folders = ("rlsys", "launch", "megatron_patches", "bench", "tests/gpu")
+    marked = {
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if MARK.search(path.read_text())
+    }
+    assert marked == TAKEN.keys(), {"new": marked - TAKEN.keys(), "gone": TAKEN.keys() - marked}
+    for where in TAKEN.values():
+        file, _, name = where.partition("::")
+        if file.startswith("tests/"):
+            assert name in (ROOT / file).read_text(), where
+
+
+class Stop(Exception):
+    """Ends what is tested at the call that is looked at."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
+    """Calls of torch.cuda on a host with an H100, as far as questions go."""
+    made: list[tuple[str, Any]] = []
+    answers = {"is_available": True, "get_device_capability": (9, 0), "set_device": None, "empty_cache": None}
+    for name, answer in answers.items():
+        assert callable(getattr(torch.cuda, name))
+
+        def call(*given: Any, name: str = name, answer: Any = answer) -> Any:
+            made.append((name, given))
+            return answer
+
+        monkeypatch.setattr(torch.cuda, name, call)
+    yield made
+
+
+def test_a_rank_takes_its_gpu_and_nccl_for_what_is_on_it(
+    calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    backends: list[str] = []
+    checked: list[Any] = []
+
+    def init(backend: str, **_: Any) -> None:
+        backends.append(backend)
+        raise Stop
+
+    monkeypatch.setattr(setup.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(setup.dist, "init_process_group", init)
+    monkeypatch.setattr(setup, "store_of_ranks", lambda rank, world: None)
+    monkeypatch.setattr(setup, "check_device", lambda config, capability, te: checked.append(capability))
+    with pytest.raises(Stop):
+        setup.init_distributed(load_config(QUICKSTART, []))
+    assert ("set_device", (torch.device("cuda", 3),)) in calls
+    assert backends == ["cpu:gloo,cuda:nccl"] and checked == [(9, 0)]
+
+
+def test_what_is_not_installed_is_said_on_a_gpu(
+    calls: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        setup.say_what_is_missing()
+    assert "Transformer Engine" in caplog.text and "Apex" in caplog.text
+
+
+def test_layers_are_made_on_the_device(calls: list[tuple[str, Any]]) -> None:
+    config = load_config(QUICKSTART, [])
+    made = transformer_config(config, HFConfig.read(config.model.path))
+    assert not made.use_cpu_initialization and not made.deterministic_mode
+
+
+def test_an_engine_on_cuda_gets_no_hook_of_a_cpu(
+    calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cpu_platform.activate() is None
+    registry, registered = ModuleType("hook_registry"), list[str]()
+    kinds = SimpleNamespace(AFTER="after", AROUND="around", REPLACE="replace")
+    registry.HookType = kinds  # type: ignore[attr-defined]
+    registry.HookRegistry = SimpleNamespace(  # type: ignore[attr-defined]
+        register=lambda target, hook, kind: registered.append(target)
+    )
+    monkeypatch.setattr(cpu_hooks, "show_stack_on_signal", lambda name: None)
+    monkeypatch.setattr(cpu_hooks, "register_scheme", lambda: None)
+    with mock.patch.dict(sys.modules, {"sglang.srt.plugins.hook_registry": registry}):
+        cpu_hooks.register()
+    assert cpu_hooks.rope_hooks.TARGET in registered
+    assert not any(
+        "_cuda_host_register" in target or "FlattenedTensorBucket" in target for target in registered
+    )
+
+
+def test_handles_name_their_gpu(calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's patch of torch's reductions, before the first handle."""
+    assert transports.backend() == "nccl"
+    patched: list[str] = []
+    package = ModuleType("patch_torch")
+    package.monkey_patch_torch_reductions = lambda: patched.append("reductions")  # type: ignore[attr-defined]
+    monkeypatch.setattr(transports.importlib, "import_module", lambda name: patched.append(name))
+    with mock.patch.dict(sys.modules, {"sglang.srt.utils.patch_torch": package}):
+        transports.prepare_sglang.__wrapped__()
+    assert patched == ["reductions", "sglang.srt.weight_sync.tensor_bucket"]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile hash of a GPU puts experts together that several ranks send; a host's hash needs them from one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(push, "on_cuda", lambda config: cuda)
+    asked: list[bool] = []
+
+    def plan_senders(config: Any, hf: Any, *, experts_together: bool) -> None:
+        asked.append(experts_together)
+        raise Stop
+
+    monkeypatch.setattr(delivery, "plan_senders", plan_senders)
+    monkeypatch.setattr(push, "plan_senders", plan_senders)
+    config = SimpleNamespace(weights=SimpleNamespace(method="sharded"))
+    with pytest.raises(Stop):
+        delivery.Delivery(SimpleNamespace(config=config, served=None), SimpleNamespace())
+    with pytest.raises(Stop):
+        push.senders_of(config, None)
+    assert asked == [not cuda, not cuda]
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_explain_says_what_no_gpu_means(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_explain, "have_cuda", lambda: cuda)
+    monkeypatch.setattr(cli_explain, "describe_plan", lambda plan: "plan")
+    config = load_config(ROOT / "configs/quickstart_cuda.yaml", [])
+    said = cli_explain.describe_commands(config, SimpleNamespace())
+    assert ("there is no GPU here" in said) is not cuda
