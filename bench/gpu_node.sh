@@ -45,5 +45,6 @@ if [ -e "$work/te.unpacked" ]; then
 fi
 
 cd "$work/tree"
+"$python" bench/gpu_kit.py --check-node >/dev/null
 exec "$python" bench/gpu.py --out "$out" --attention-backend "${ATTENTION_BACKEND:-triton}" \
   --engine-args "${ENGINE_ARGS:---cuda-graph-backend-prefill disabled}" "${transformer_engine[@]}" "$@"
