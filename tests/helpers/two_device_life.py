@@ -1,6 +1,7 @@
 """A trainer's life on a pretended GPU: `two_device_life.py FILE WORK CASE...`, a case being FAMILY[:VARIANT].
 
-FAMILY is one of tests.helpers.tiny, VARIANT one of VARIANTS. FILE gets `{case: {part: {refused, stacks, counts}}}`.
+FAMILY is one of tests.helpers.tiny, VARIANT one of VARIANTS. FILE gets `{case: {part: record}}`, a record being
+`refused`, `stacks`, `counts` (totals) and `places` (the largest of each count).
 Three cases are of another kind: `critic` (a policy with a critic of its own), `recipes` (a train step of every
 shipped recipe, one part each), `planted` (a host tensor in the loss).
 """
@@ -21,6 +22,7 @@ import torch
 
 from tests.helpers.two_devices import TwoDevices, import_trainer, on_gpu
 
+PLACES = 20
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
@@ -45,8 +47,10 @@ class Life:
     def part(self, name: str, work: Callable[[], Any]) -> Any:
         with TwoDevices() as devices:
             result = work()
-        recorded = {"refused": devices.refused, "stacks": devices.stacks, "counts": devices.counts.totals()}
-        self.parts[name] = recorded
+        self.parts[name] = {
+            "refused": devices.refused, "stacks": devices.stacks, "counts": devices.counts.totals(),
+            "places": {kind: dict(counter.most_common(PLACES)) for kind, counter in vars(devices.counts).items()},
+        }  # fmt: skip
         return result
 
 
