@@ -30,7 +30,7 @@ def test_an_operation_on_tensors_of_both_devices_is_recorded_with_its_place() ->
         "mixed devices: aten::add", "mixed devices: aten::cat",
         "host tensor indexed by a GPU tensor: aten::index", "numpy of a GPU tensor: numpy",
     ]  # fmt: skip
-    assert all(" at tests/unit/test_two_devices.py:" in key for key in devices.refused)
+    assert all(" at tests/unit/trainer/test_two_devices.py:" in key for key in devices.refused)
     assert "there + here" in next(iter(devices.stacks.values()))
 
 
