@@ -213,7 +213,6 @@ def test_world_23_the_hint_names_the_right_field(override: str, hint: str) -> No
     assert hint in said.replace("trainer.learning_rate", "")
 
 
-@open_finding("24: there is no --version")
 def test_world_24_the_version_is_told() -> None:
     assert run_cli("--version") == (0, "")
 

@@ -101,7 +101,7 @@ def test_what_a_killed_writer_left_half_written_is_not_read(nfs: Path) -> None:
     """A journal to undo: a reader recovers a copy, and leaves the folder as it is."""
     code = (
         "import os, signal, sqlite3, sys\nfrom pathlib import Path\n"
-        "from rlsys.rollout import store; store.is_local = lambda _: False\n"
+        "from rlsys.ledger import store; store.is_local = lambda _: False\n"
         "from rlsys.ledger.buffer import RolloutBuffer; from rlsys.core.types import Prompt\n"
         "b = RolloutBuffer(Path(sys.argv[1]), 'run', 8)\n"
         "b.issue(Prompt(0, '', [1], {}), [1]); b.flush()\n"
