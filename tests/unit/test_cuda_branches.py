@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import rlsys.trainer  # noqa: F401 - patches megatron-core before anything below imports it
-from rlsys.cli import explain
+from rlsys.cli import explain, main
 from rlsys.config import load_config
 from rlsys.convert.config import HFConfig
 from rlsys.engine.cpu import hooks, platform
@@ -35,7 +35,9 @@ MARK = re.compile(
 HERE = "tests/unit/test_cuda_branches.py"
 PATCHES = "tests/unit/megatron_patches/test_megatron_patches.py::test_nothing_for_a_cpu_is_active_beside_cuda"
 FINDINGS = "tests/unit/engine/test_findings_gpu.py"
-INSTRUMENT = "tests/unit/trainer/test_two_devices.py::test_a_tensor_of_the_gpu_is_hashed_and_laid_out_as_there"
+INSTRUMENT = (
+    "tests/unit/trainer/test_two_devices.py::test_a_tensor_of_the_gpu_is_hashed_and_laid_out_as_there"
+)
 PARTS = "tests/integration/test_drill_parts.py"
 NCCL = "tests/helpers/fake_nccl.py::_on_cuda"
 LAUNCH = "tests/unit/engine/test_engine_launch.py::test_"
@@ -211,9 +213,9 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_explain_says_what_no_gpu_means(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_says_what_no_gpu_means(
+    cuda: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(explain, "have_cuda", lambda: cuda)
-    monkeypatch.setattr(explain, "describe_plan", lambda plan: "plan")
-    config = load_config(ROOT / "configs/quickstart_cuda.yaml", [])
-    said = explain.describe_commands(config, SimpleNamespace())
-    assert ("there is no GPU here" in said) is not cuda
+    assert main.main(["explain", str(QUICKSTART), "launch.release_memory=true"]) == 0
+    assert ("no GPU: launch.release_memory frees nothing" in capsys.readouterr().out) is not cuda
