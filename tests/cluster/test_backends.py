@@ -253,7 +253,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 import psutil
-from launch.backends import open_backend
+from launch.backends.selection import open_backend
 from tests.cluster.test_backends import Stage, settings
 config = settings(Path(sys.argv[1]), "ray")
 config = config.model_copy(update={"launch": config.launch.model_copy(update={"nodes": 1})})
