@@ -26,11 +26,13 @@ MEANS = (
 
 
 def mismatch_sums(logp: Tensor, batch: Batch, clipped: Tensor, rejected: Tensor) -> Sums:
-    """Per age class `[5]`: tokens, |d|, k3, w, w^2, with d = logp - mu and w = exp(d); and how many of the tokens
-    are clipped or rejected, both `[T]` bool. float64."""
+    """Per age class `[5]`, of the counted tokens: their number, |d|, k3, w, w^2, with d = logp - mu and w = exp(d);
+    and how many of them are clipped or rejected, both `[T]` bool. float64."""
     gap = batch.masked(logp.detach() - batch.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     age = batch.version - batch.versions
-    classes = torch.stack([batch.keep & (age >= low) & (age <= high) for low, high in AGES]).double()
+    classes = torch.stack(
+        [batch.counted_tokens & (age >= low) & (age <= high) for low, high in AGES]
+    ).double()
     weight = gap.exp()
     fields = {
         "tokens": torch.ones_like(gap),

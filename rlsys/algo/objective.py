@@ -28,6 +28,7 @@ from rlsys.algo.anchors import AnyAnchor
 from rlsys.algo.asks import Asks
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import CorrectionPlugin
+from rlsys.algo.draws import sample_draws, sample_keys
 from rlsys.algo.figures import mismatch_sums
 from rlsys.algo.hooks import Hook
 from rlsys.algo.kl import KL_KINDS, kl_estimate
@@ -63,6 +64,7 @@ class StepPlan:
     rows: list[int]  # to be packed
     deferred: list[int]  # put off by a selector that defers
     updates: int = 1  # optimizer updates that share the rows
+    trained: tuple[int, ...] = ()  # those of `rows` that have a gradient; known once the advantages are
     advantages: Tensor | None = None  # [N]
     reduction: Reduction | None = None
 
@@ -122,7 +124,7 @@ class Objective:
         """Choose what is packed. Equal on every rank, because the table is."""
         counted = torch.ones(len(samples.rewards), dtype=torch.bool, device=samples.rewards.device)
         for selector in (s for s in self.selectors if s.before):
-            counted &= selector(samples, None) > 0
+            counted[counted.clone()] = selector(samples.take(counted), None) > 0
         plan = StepPlan(replace(samples, counted=counted), counted.float(), [], [])
         if not self.asks.late:
             self._score(plan)
@@ -130,6 +132,7 @@ class Objective:
         if plan.advantages is not None and self.asks.skips_zero:
             trained = trained & (plan.advantages != 0)
         plan.rows = trained.nonzero().flatten().tolist()
+        self._set_trained(plan)
         plan.updates = max(1, min(self._minibatches, len(plan.rows)))
         return plan
 
@@ -146,7 +149,8 @@ class Objective:
         if self._put_off is None:
             return []
         samples = [(g, s) for g in groups for s in g.samples]
-        for row in plan.deferred:
+        draws = sample_draws(plan.samples)  # what waits longest may expire: no group's for finishing last
+        for row in sorted(plan.deferred, key=draws.__getitem__):
             assert plan.advantages is not None
             group, sample = samples[row]
             self._put_off.put(step, [(replace(group, samples=[loaded(sample)]), float(plan.advantages[row]))])
@@ -158,7 +162,23 @@ class Objective:
         reduction = self.reducer(samples.lengths, advantages != 0)
         table = replace(samples, counted=every)
         rows = list(range(len(samples)))
-        return StepPlan(table, every.float(), rows, [], advantages=advantages, reduction=reduction)
+        plan = StepPlan(table, every.float(), rows, [], advantages=advantages, reduction=reduction)
+        self._set_trained(plan)
+        return plan
+
+    def _set_trained(self, plan: StepPlan) -> None:
+        """The rows that have a gradient, as far as weights and advantages of samples tell."""
+        if plan.advantages is None:
+            return
+        weight, advantages = plan.weight.tolist(), plan.advantages.tolist()
+        every = self.advantage.changes_tokens() or not self.asks.only_advantages
+        plan.trained = tuple(r for r in plan.rows if weight[r] and (every or advantages[r]))
+
+    def trains(self, parts: Sequence[Batch], reduce: Reduce = alone) -> bool:
+        """Whether a token of an update, of all its parts on all ranks, has a gradient. Without one, the optimizer
+        would move the weights by its momentum alone. After `finish`."""
+        tokens = [part.active if self.asks.only_advantages else part.counted_tokens for part in parts]
+        return bool(reduce(torch.stack([t.double().sum() for t in tokens]).sum()))
 
     def _score(self, plan: StepPlan) -> None:
         """Advantages of the counted samples, weights of selectors, the denominator: in this order."""
@@ -172,16 +192,22 @@ class Objective:
         factors = torch.zeros(len(samples.rewards), device=factor.device).masked_scatter(
             counted.to(factor.device), factor
         )
-        mass = factors * samples.lengths.to(factors)
+        mass = self.reducer.mass(samples.lengths, advantages != 0).to(factors) * counted.to(factors)
         plan.advantages = advantages
         for selector in (s for s in self.selectors if not s.before):
-            weight = selector(samples, advantages)
-            denominator *= selector.denominator_share(weight, mass, samples.step)
+            present = plan.weight != 0
+            weight = torch.zeros_like(plan.weight).masked_scatter(
+                present, selector(samples.take(present), advantages[present]).to(plan.weight)
+            )
+            share = selector.denominator_share(weight, mass, samples.step)
+            denominator *= share
+            if share != 1:  # a mean over what is kept: the next selector's share is of that
+                mass = mass * (weight != 0).to(mass)
             if selector.defers:
                 put_off = (plan.weight != 0) & (weight == 0) & (advantages != 0)
                 plan.deferred += put_off.nonzero().flatten().tolist()
             plan.weight = plan.weight * weight
-        plan.reduction = Reduction(factors, denominator)
+        plan.reduction = Reduction(factors, denominator or 1.0)  # of nothing that is kept: 0
 
     def finish(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """After the log-prob passes: advantages and weights of the tokens of all parts of the step.
@@ -192,21 +218,36 @@ class Objective:
         if plan.advantages is None:
             self._score(plan)
         assert plan.advantages is not None and plan.reduction is not None
+        self._set_trained(plan)
         plan.samples = replace(plan.samples, kept=plan.weight != 0)
         denominator = plan.denominator / plan.updates
-        groups = group_index(plan.samples.group_ids)[0]
-        tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
-        for part, advantages in zip(parts, tokens, strict=True):
-            part.advantages, part.rewards = advantages, part.expand(plan.samples.reward)
-            part.groups = groups
+        groups, keys = group_index(plan.samples.group_ids)[0], sample_keys(plan.samples)
+        for part in parts:
+            part.rewards, part.groups = part.expand(plan.samples.reward), groups
+            part.sample_lengths, part.sample_keys = plan.samples.lengths, keys
             part.denominator = denominator
             part.weight = part.masked(part.expand(plan.weight * plan.reduction.factor.to(plan.weight.device)))
             shifts = [s for c in self.corrections if (s := c.shift(part, plan.samples)) is not None]
             part.shift = part.masked(torch.stack(shifts).sum(0)) if shifts else None
-        for selector in self.selectors:
-            weights = selector.per_token(parts, plan.samples, reduce)
-            for part, weight in zip(parts, weights or [], strict=weights is not None):
-                part.weight = part.signal("weight") * weight
+        self._spread(plan, parts, reduce)
+        chosen = [self._choose_tokens(s, plan, parts, reduce) for s in self.selectors]
+        if any(chosen) and self.advantage.changes_tokens():  # a mean over tokens, which are fewer now
+            self._spread(plan, parts, reduce)
+
+    def _spread(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce) -> None:
+        """The advantages of tokens."""
+        assert plan.advantages is not None
+        tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
+        for part, advantages in zip(parts, tokens, strict=True):
+            part.advantages = advantages
+
+    @staticmethod
+    def _choose_tokens(selector: Selector, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce) -> bool:
+        """Weights of a selector's tokens; whether it gives any."""
+        weights = selector.per_token(parts, plan.samples, reduce)
+        for part, weight in zip(parts, weights or [], strict=weights is not None):
+            part.weight = part.signal("weight") * weight
+        return weights is not None
 
     def _with_columns(self, samples: Samples, parts: Sequence[Batch], reduce: Reduce) -> Samples:
         """The table with what only the trainer's log-probs can tell."""
@@ -291,18 +332,19 @@ class Objective:
             figures["anchor_missing"] = (
                 batch.signal("behaviour").isnan() & (batch.versions != batch.version)
             ).to(weight)
-        sums = {name: batch.masked(values.detach()).sum() for name, values in figures.items()}
+        counted, nothing = batch.counted_tokens, torch.zeros_like(weight)
+        sums = {name: torch.where(counted, v.detach(), nothing).sum() for name, v in figures.items()}
         return total, sums | mismatch_sums(logp, batch, clipped, view.keep & ~keep)
 
     def critic_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The same of the terms of a critic that is a model of its own. values `[T]` with gradient."""
-        nothing = torch.zeros_like(values)
+        nothing, counted = torch.zeros_like(values), batch.counted_tokens
         view, weight = View(batch, nothing, nothing, values=values), batch.signal("weight")
-        total, sums = values.new_zeros(()), {"tokens": batch.masked(torch.ones_like(values)).sum()}
+        total, sums = values.new_zeros(()), {"tokens": counted.to(values).sum()}
         for term in (t for t in self.losses if t.critic):
             loss, found = term(view, self._prepared.get(id(term)))
             total = total + batch.masked(torch.where(weight != 0, loss * weight, nothing)).sum()
-            sums |= {name: batch.masked(figure.detach()).sum() for name, figure in found.items()}
+            sums |= {name: torch.where(counted, v.detach(), nothing).sum() for name, v in found.items()}
         return total, sums
 
     # -- around the optimizer -----------------------------------------------------------------------------------
@@ -310,6 +352,7 @@ class Objective:
     def lr_factor(self, plan: StepPlan, rows: Sequence[int]) -> float:
         """Factor of the learning rate of an update on these rows."""
         size = float(plan.counted.sum()) / plan.updates
+        rows = [row for row in rows if plan.weight[row] != 0]
         return math.prod(hook.lr_factor(plan.samples, rows, size) for hook in self.hooks)
 
     def start(self, parameters: Parameters) -> None:

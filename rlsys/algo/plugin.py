@@ -36,6 +36,10 @@ NEEDS: dict[str, str] = {
 """Every signal that a plug-in may ask for beyond rewards, groups, lengths, `mu` and weight versions."""
 
 
+REWARD_TOLERANCE = 1e-6
+"""Rewards of a group that differ by at most this share of its largest are equal: float32 holds seven digits, and an
+estimator that divides by a deviation makes as much of the last of them as of a success."""
+
 EVIDENCE: dict[str, str] = {
     "R": "read in the authors' or a framework's code",
     "P": "read in the paper's text or a formula-level note of it",

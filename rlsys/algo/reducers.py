@@ -36,6 +36,15 @@ class Reducer(Plugin):
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
         raise NotImplementedError
 
+    def mass(self, lengths: Tensor, active: Tensor) -> Tensor:
+        """`[N]`, what each sample adds to the denominator, but for a factor that all have."""
+        found = self.share(lengths)
+        return found * active.to(found) if self.over == "active" else found
+
+    def share(self, lengths: Tensor) -> Tensor:
+        """`[N]`, the same of samples that count: a sample each, or its tokens."""
+        return torch.ones(len(lengths))
+
 
 class TokenMean(Reducer):
     """Every token of the step counts the same (DAPO): long responses weigh more."""
@@ -46,6 +55,9 @@ class TokenMean(Reducer):
 
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
         return Reduction(torch.ones(len(lengths)), max(1.0, float(lengths[counted].sum())))
+
+    def share(self, lengths: Tensor) -> Tensor:
+        return lengths.float()
 
 
 class SequenceMean(Reducer):

@@ -56,9 +56,7 @@ def train_step(
     table = sample_table(taken.groups, step, objective.asks.needs)
     objective.start(trainer.named_parameters)
     plan = objective.plan(table)
-    metrics: dict[str, object] = {
-        "effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})
-    }
+    metrics: dict[str, object] = {}
     gone = set[int]() if early is None else early.group_ids
     if early is not None:
         metrics |= early.metrics(taken)
@@ -66,6 +64,7 @@ def train_step(
         rest = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in gone]
         updates = shuffled(rest, config.algo.minibatches, (config.run.seed, step))
         metrics |= learn(trainer, objective, plan, taken, updates, sums, config.algo.epochs, notes=notes)
+    metrics["effective_groups"] = len({int(plan.samples.group_ids[r]) for r in plan.trained})
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
     if due := objective.put_off(plan, taken.groups, step, partial(in_hand, trainer.segments)):
@@ -98,6 +97,7 @@ def learn(
     notes: list[Noted] | None = None,
 ) -> dict[str, object]:
     """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
+    A list without a token that has a gradient gets none.
 
     Further `epochs` go over the same lists in the same order, with the advantages and the scores of the first: of the
     passes, only `now` is made again. A critic of its own learns first; in its warm-up it alone does, and nothing is
@@ -106,13 +106,15 @@ def learn(
     """
     figures: dict[str, object] = {}
     batches = ready(trainer, objective, plan, taken, updates)
+    trained = [objective.trains(batch, trainer.passes.sum_over_dp) for batch in batches]
 
     t, skipped = trainer.config.trainer, 0
     critic = trainer.critic if objective.critic is not None else None
     assert critic is None or isinstance(critic, Critic)
     share = plan.denominator / max(1, len(updates))
     samples = [s for group in taken.groups for s in group.samples]
-    one_pass = list(zip(updates or [[]], batches or [[]], strict=True))
+    one_pass = [pair for pair, has in zip(zip(updates, batches, strict=True), trained, strict=True) if has]
+    one_pass = one_pass if batches else [([], [])]
     for i, (rows, batch) in enumerate(one_pass * epochs):
         if i and "now" in objective.asks.passes:  # the weights have moved since the scores were made
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):

@@ -212,6 +212,8 @@ class _Step:
         for i, (batch, rows) in enumerate(list(zip(batches, updates, strict=True)) * epochs):
             if i:
                 self.rescore(batch, known)
+            if not self.objective.trains(batch, self.reduce):
+                continue
             if self.objective.asks.prepares:
                 self.objective.prepare(batch, self.reduce)
             sums: Sums = {}

@@ -154,11 +154,6 @@ def test_numbers_n1_control_early_advantages_skip_a_step_that_was_all_cut_off(
     assert (trainer.updates, metrics["effective_groups"]) == ([], 0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N1: with late advantages and every response cut off, an update divides by 0 or by all tokens",
-)
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 @pytest.mark.parametrize("overrides", LATE.values(), ids=LATE)
 def test_numbers_n1_a_step_whose_responses_were_all_cut_off_makes_no_update(
@@ -254,11 +249,6 @@ def test_numbers_n4_control_clip_has_no_statistic_to_move() -> None:
     assert largest_change(early, late) == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N4: dropped responses are in an update's statistics when something makes advantages late",
-)
 @pytest.mark.parametrize("algo", POOLS.values(), ids=POOLS)
 def test_numbers_n4_late_advantages_leave_the_statistics_of_an_update(algo: dict[str, Any]) -> None:
     """A KL inside the reward of weight 0 moves no number: dropped responses are packed, and train nothing."""
@@ -268,11 +258,6 @@ def test_numbers_n4_late_advantages_leave_the_statistics_of_an_update(algo: dict
     assert largest_change(early, late) == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N4: REINFORCE++ whitens over dropped responses once its KL weight is not 0",
-)
 def test_numbers_n4_a_kl_weight_of_nearly_0_leaves_the_whitening_of_reinforce_pp() -> None:
     def trained(beta: float) -> Outcome:
         advantage = {"name": "reinforce_pp", "beta": beta}
@@ -281,11 +266,6 @@ def test_numbers_n4_a_kl_weight_of_nearly_0_leaves_the_whitening_of_reinforce_pp
     assert largest_change(trained(0.0), trained(1e-12)) == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N4: GAE whitens over responses that a selector dropped",
-)
 def test_numbers_n4_gae_whitens_over_the_trained_tokens() -> None:
     """Mean 0 and standard deviation 1 (with n - 1) over the tokens that are trained."""
     world = cut_world()
@@ -301,11 +281,6 @@ def test_numbers_n4_gae_whitens_over_the_trained_tokens() -> None:
 TOKEN_POOLS = {name: algo for name, algo in POOLS.items() if name != "icepop normalise"}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N4: tokens that a selector dropped are in the statistics of those that are trained",
-)
 @pytest.mark.parametrize("algo", TOKEN_POOLS.values(), ids=TOKEN_POOLS)
 def test_numbers_n4_dropped_tokens_do_not_move_the_gradient_of_trained_ones(algo: dict[str, Any]) -> None:
     """top_entropy takes the tokens of largest entropy; the engine's log-probs of all others move by 0.7."""
@@ -335,11 +310,6 @@ def d3s_keeps(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     return kept
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N5: ties of D3S follow the order in which groups finished",
-)
 def test_numbers_n5_d3s_trains_successes_and_failures_of_early_and_late_groups_alike() -> None:
     """16 groups with 4 successes of 8: a fair draw of half leaves both kinds in nearly every group."""
     kept = d3s_keeps([[1, 0] * 4] * 16)
@@ -420,11 +390,6 @@ def test_numbers_n6_a_sample_cut_into_sequences_has_the_same_gradient(algo: dict
 # -- N7: what a mean is over -----------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N7: two selectors multiply the shares of overlapping sets",
-)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_numbers_n7_the_denominator_of_two_selectors_is_what_is_kept(seed: int) -> None:
     """Both take the mean over what they keep; without a selection of tokens that is each kept token once."""
@@ -437,11 +402,6 @@ def test_numbers_n7_the_denominator_of_two_selectors_is_what_is_kept(seed: int) 
     assert plan.denominator == pytest.approx(kept, rel=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N7: after a selector that acts before the baselines, D3S counts samples that are gone",
-)
 def test_numbers_n7_d3s_keeps_its_share_of_what_an_earlier_selector_left() -> None:
     world = World(seed=1, graded=True)
     plan = Objective(section(selectors=["ttrl", {"name": "d3s", "samples_start": 0.5}])).plan(
@@ -641,11 +601,6 @@ def test_numbers_n12_distillation_alone_takes_one_response_a_prompt() -> None:
 # -- N13, N14 ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N13: beside top_entropy the bonus is steered by tokens that are not trained",
-)
 def test_numbers_n13_adaptive_entropy_is_steered_by_the_trained_tokens() -> None:
     """TRL: the mean entropy over its `effective_mask`. It is above the target over the trained tokens, so the second
     update has no bonus; over all tokens it is below."""
@@ -659,11 +614,6 @@ def test_numbers_n13_adaptive_entropy_is_steered_by_the_trained_tokens() -> None
     assert applied < 0.08, f"the second of two updates had the bonus, too: mean coefficient {applied}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N14: the last bit of a float32 reward becomes an advantage",
-)
 @pytest.mark.parametrize("name", ["grpo", "gapo", "gdpo"])
 def test_numbers_n14_the_last_bit_of_a_reward_is_no_advantage(name: str) -> None:
     """NVIDIA-NeMo/RL#4158."""
