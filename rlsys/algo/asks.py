@@ -56,6 +56,7 @@ class Asks:
         losses: Sequence[Loss],
         reducer: Reducer,
         hooks: Sequence[Hook],
+        correction_anchors: frozenset[AnyAnchor],
         *,
         own_critic: bool,
     ) -> Asks:
@@ -63,7 +64,10 @@ class Asks:
         plugins: list[Plugin] = [
             *shaping, advantage, *selectors, *corrections, *losses, reducer, *hooks
         ]  # fmt: skip
-        of_anchor = ANCHOR_NEEDS[anchor] | ({"now"} if anchor in MOVING and preparing else frozenset())
+        moving = (anchor in MOVING and any(p.prepares for p in losses)) or (
+            correction_anchors & MOVING and any(p.prepares for p in corrections)
+        )
+        of_anchor = ANCHOR_NEEDS[anchor] | ({"now"} if moving else frozenset())
         needs = of_anchor.union(*(p.needs() for p in plugins))
         passes, current = needs & PASSES, CURRENT - ({"values"} if own_critic else set())
         late = any(p.needs() & PASSES for p in (*shaping, advantage))

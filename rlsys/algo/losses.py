@@ -92,14 +92,28 @@ class Loss(Preparing):
     policy: ClassVar[bool] = True
     """Whether corrections apply to it: they belong to the policy's term only."""
     ratio: ClassVar[bool] = True
-    """Whether it has exp(logp - anchor). Without it, corrections weigh by exp(logp - mu) instead of exp(anchor - mu):
-    nothing else makes up for what the policy has moved since the anchor."""
+    """Whether its policy part has exp(logp - anchor). Without it, corrections weigh that part by exp(logp - mu), not
+    by exp(anchor - mu): nothing else makes up for what the policy has moved since the anchor. Other terms of the loss
+    change nothing in this."""
+    reads_anchor: ClassVar[bool] = False
+    """Without such a ratio: whether it looks at logp - anchor all the same, as a penalty does."""
     alone: ClassVar[bool] = False
     """Whether it can train the policy without a term that acts on advantages."""
     critic: ClassVar[bool] = False
     """Whether it trains the critic: with one of its own, it is no term of the policy's update."""
     per_sequence: ClassVar[bool] = False
     """Its ratio is one per response: with another reducer than sequence_mean it is another method."""
+
+    def has_ratio(self, view: View) -> Tensor:
+        """At which tokens the policy part has the ratio, `[T]` bool."""
+        return torch.full_like(view.keep, self.ratio)
+
+    @classmethod
+    def ratios(cls) -> frozenset[bool]:
+        """What `has_ratio` can be of a token; empty where corrections do not apply."""
+        if not cls.policy:
+            return frozenset()
+        return frozenset({cls.ratio} if cls.has_ratio is Loss.has_ratio else {True, False})
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         """Token losses and figures `[T]`; masked tokens are ignored in both."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlsys.algo.losses import Loss
 from rlsys.algo.methods.bapo import Bapo
 from rlsys.algo.methods.m2po import M2PO
 from rlsys.algo.methods.maxrl import MaxRL
@@ -26,10 +27,14 @@ def check(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
             )
 
 
+def _anchored(term: Loss) -> bool:
+    return term.ratio or term.reads_anchor
+
+
 def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
     """What acts, but not in every part; one line each."""
     algo, found = config.algo, []
-    with_ratio = [(i, term) for i, term in enumerate(made["loss"]) if term.policy and term.ratio]
+    with_ratio = [(i, term) for i, term in enumerate(made["loss"]) if term.policy and _anchored(term)]
     if algo.anchor == "old" and algo.minibatches * algo.epochs == 1:
         found += [
             f"algo.loss[{i}] ({type(term).__name__}): with algo.anchor = 'old' and algo.minibatches = 1 its ratio "
@@ -37,7 +42,7 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
             "epochs"
             for i, term in with_ratio
         ]
-    if algo.anchor != "mu" and not any(term.ratio for term in made["loss"]):
+    if algo.anchor != "mu" and not any(map(_anchored, made["loss"])):
         found.append(
             f"algo.anchor = {algo.anchor!r} is not looked at: no term of algo.loss has a ratio, and corrections take "
             "exp(logp - mu) then"

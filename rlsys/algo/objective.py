@@ -15,7 +15,7 @@ not change the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from rlsys.algo.advantages import Advantage
 from rlsys.algo.anchors import AnyAnchor
 from rlsys.algo.asks import Asks
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.corrections import CorrectionPlugin
+from rlsys.algo.corrections import Correction, CorrectionPlugin
 from rlsys.algo.draws import sample_draws, sample_keys
 from rlsys.algo.figures import mismatch_sums
 from rlsys.algo.hooks import Hook
@@ -93,22 +93,25 @@ class Objective:
         self.losses: list[Loss] = made["loss"]
         self.reducer: Reducer = made["reducer"][0]
         self.hooks: list[Hook] = made["hooks"]
-        with_ratio = any(term.ratio for term in self.losses)
-        self.anchor: AnyAnchor = section.anchor if with_ratio else "current"
+        anchored = any(term.ratio or term.reads_anchor for term in self.losses)
+        self.anchor: AnyAnchor = section.anchor if anchored else "current"
+        ratios = frozenset[bool]().union(*(term.ratios() for term in self.losses))
+        self._correction_anchors: dict[bool, AnyAnchor] = {
+            ratio: self.anchor if ratio else "current" for ratio in sorted(ratios if self.corrections else ())
+        }
         self.critic: CriticSection | None = section.critic
         self.asks = Asks.of(
             self.anchor, self.shaping, self.advantage, self.selectors, self.corrections, self.losses, self.reducer,
-            self.hooks, own_critic=section.critic is not None,
+            self.hooks, frozenset(self._correction_anchors.values()), own_critic=section.critic is not None,
         )  # fmt: skip
         self.plugins: list[Plugin] = [
             *self.shaping, self.advantage, *self.selectors,
             *self.corrections, *self.losses, self.reducer, *self.hooks,
         ]  # fmt: skip
-        self._preparing: list[Preparing] = [p for p in (*self.losses, *self.corrections) if p.prepares]
         self._observing = [p for p in self.plugins if p.observes]
         self._columns = frozenset[str]().union(*(p.needs() for p in self.plugins))
         self._minibatches = section.minibatches
-        self._prepared: dict[int, Any] = {}
+        self._prepared: dict[tuple[int, AnyAnchor], Any] = {}
 
         putting_off = [s for s in self.selectors if s.defers]
         if self.advantage.of_turns and (others := [*self.shaping, *putting_off]):
@@ -273,22 +276,28 @@ class Objective:
 
     def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """Before each optimizer update, with all its parts, where `asks.prepares`."""
-        anchors = [self.anchor_of(part, part.now if part.now is not None else part.mu) for part in parts]
-        self._prepared = {id(p): p.prepare(parts, anchors, reduce) for p in self._preparing}
+        self._prepared = {}
+        wanted: list[tuple[AnyAnchor, Sequence[Preparing]]] = [(self.anchor, self.losses)]
+        wanted += [(anchor, self.corrections) for anchor in self._correction_anchors.values()]
+        for anchor, plugins in wanted:
+            known = [part.mu if part.now is None else part.now for part in parts]
+            of = [self.anchor_of(part, now, anchor) for part, now in zip(parts, known, strict=True)]
+            for plugin in (p for p in plugins if p.prepares):
+                self._prepared[id(plugin), anchor] = plugin.prepare(parts, of, reduce)
 
-    def anchor_of(self, batch: Batch, logp: Tensor) -> Tensor:
+    def anchor_of(self, batch: Batch, logp: Tensor, name: AnyAnchor | None = None) -> Tensor:
         """What ratios are taken against, `[T]`, detached; any number where masked. logp: of the current weights."""
-        current = logp.detach()
-        if self.anchor == "current":
+        current, name = logp.detach(), name or self.anchor
+        if name == "current":
             anchor = current
-        elif self.anchor == "ewma":
+        elif name == "ewma":
             anchor = batch.signal("ewma")
-        elif self.anchor in ("old", "behaviour"):
+        elif name in ("old", "behaviour"):
             anchor = current if batch.old_is_current else batch.signal("old")
-            if self.anchor == "behaviour":
+            if name == "behaviour":
                 stored = batch.signal("behaviour")
                 anchor = torch.where(stored.isnan(), anchor, stored)
-        elif self.anchor == "interpolated":
+        elif name == "interpolated":
             age = (batch.version - batch.versions).clamp(min=1).to(batch.mu.dtype)
             anchor = batch.mu + (age - 1) / age * (
                 current - batch.mu
@@ -312,21 +321,23 @@ class Objective:
             )
         anchor = batch.masked(self.anchor_of(batch, logp))
         view = View(batch, batch.masked(logp), anchor, entropy, values, divergence)
-        share = batch.signal("weight")
-        weight, keep = torch.ones_like(view.anchor), view.keep
-        for correction in self.corrections:
-            factor, kept = correction(view, self._prepared.get(id(correction)))
-            weight, keep = weight * factor.detach(), keep & kept
-        total, clipped = logp.new_zeros(()), torch.zeros_like(keep)
-        figures: Figures = {"weight": weight, "tokens": torch.ones_like(weight)}
+        share, none = batch.signal("weight"), Correction(torch.ones_like(view.anchor), view.keep)
+        corrected = {ratio: self._corrected(view, of) for ratio, of in self._correction_anchors.items()}
+        total, clipped = logp.new_zeros(()), torch.zeros_like(view.keep)
+        of_terms: list[Correction] = []
+        figures: Figures = {"tokens": torch.ones_like(view.anchor)}
         for term in self.losses:
             if term.critic and self.critic is not None:
                 continue
-            loss, found = term(view, self._prepared.get(id(term)))
-            scale = share * (weight * keep if term.policy else 1.0)
+            loss, found = term(view, self._prepared.get((id(term), self.anchor)))
+            weight, keep = _at(term.has_ratio(view), corrected) if corrected and term.policy else none
+            of_terms += [Correction(weight, keep)] if term.policy else []
+            scale = share * weight * keep
             total = total + batch.masked(torch.where(scale != 0, loss * scale, torch.zeros_like(loss))).sum()
             clipped = clipped | (keep & found.pop("clipped", clipped))
             figures |= found
+        figures["weight"] = of_terms[0].weight if of_terms else none.weight
+        kept = torch.stack([c.keep for c in of_terms]).any(0) if of_terms else view.keep
         figures["entropy"] = torch.zeros_like(weight) if entropy is None else entropy
         if self.anchor == "behaviour":
             figures["anchor_missing"] = (
@@ -334,7 +345,17 @@ class Objective:
             ).to(weight)
         counted, nothing = batch.counted_tokens, torch.zeros_like(weight)
         sums = {name: torch.where(counted, v.detach(), nothing).sum() for name, v in figures.items()}
-        return total, sums | mismatch_sums(logp, batch, clipped, view.keep & ~keep)
+        return total, sums | mismatch_sums(logp, batch, clipped, view.keep & ~kept)
+
+    def _corrected(self, view: View, name: AnyAnchor) -> Correction:
+        """All corrections together, of this anchor's exp(anchor - mu)."""
+        anchor = view.anchor if name == self.anchor else self.anchor_of(view.batch, view.logp, name)
+        of = View(view.batch, view.logp, view.batch.masked(anchor))
+        weight, keep = torch.ones_like(view.anchor), view.keep
+        for correction in self.corrections:
+            factor, kept = correction(of, self._prepared.get((id(correction), name)))
+            weight, keep = weight * factor.detach(), keep & kept
+        return Correction(weight, keep)
 
     def critic_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The same of the terms of a critic that is a model of its own. values `[T]` with gradient."""
@@ -406,6 +427,14 @@ class Objective:
 
     def _named(self) -> list[tuple[str, Plugin]]:
         return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]
+
+
+def _at(ratio: Tensor, of: Mapping[bool, Correction]) -> Correction:
+    """Of each token `[T]`, the correction for its ratio."""
+    if len(of) == 1:
+        return next(iter(of.values()))
+    weight = torch.where(ratio, of[True].weight, of[False].weight)
+    return Correction(weight, torch.where(ratio, of[True].keep, of[False].keep))
 
 
 def _to_lists(item: Later) -> Any:

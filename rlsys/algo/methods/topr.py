@@ -21,13 +21,19 @@ class Topr(Loss):
     """Tapered off-policy REINFORCE: good samples count in full, bad ones by at most their ratio.
 
     -A logp where A > 0, else -sg(min(r, 1)) A logp. r is the product over the response, as in the paper; ROLL takes
-    each token's (`level: token`), and tells good from bad by the reward where we take the advantage.
+    each token's (`level: token`), and tells good from bad by the reward where we take the advantage. Corrections
+    weigh good samples, which have no ratio, by exp(logp - mu), and bad ones by exp(anchor - mu).
     """
 
     paper: ClassVar[str] = "TOPR: tapered off-policy REINFORCE (arXiv 2503.14286), eq. 8"
     evidence: ClassVar[str] = "R"
+    ratio: ClassVar[bool] = False
+    reads_anchor: ClassVar[bool] = True
     level: Level = "sequence"
     """What the ratio is taken over."""
+
+    def has_ratio(self, view: View) -> Tensor:
+        return view.advantages <= 0
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         ratio = at_level(view.log_ratio.detach(), view.batch, self.level)
