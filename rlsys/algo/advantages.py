@@ -72,6 +72,9 @@ class Advantage(Plugin):
     compares: ClassVar[bool] = False
     """Whether it compares the samples of a group: of one sample alone it can say nothing."""
 
+    of_samples: ClassVar[bool] = True
+    """Whether `__call__` gives a sample's advantage; else its reward, of which `per_token` makes advantages."""
+
     @property
     def of_turns(self) -> bool:
         """Whether it looks at the rewards of turns, and not at the sample's alone."""

@@ -36,6 +36,9 @@ class CorrectionPlugin(Preparing):
     of_anchor: ClassVar[bool] = False
     """It acts on rho: with `algo.anchor: mu` on nothing of a term with a ratio."""
 
+    weighs: ClassVar[bool] = False
+    """It multiplies the loss by exp(anchor - mu), up to its bounds."""
+
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
         """Added to the anchor `[T]`: a factor inside the ratio."""
         return None

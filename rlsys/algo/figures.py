@@ -76,12 +76,14 @@ def carried_over(batch: Batch) -> Tensor:
 def loss_metrics(sums: Sums, needs: Collection[str]) -> dict[str, float]:
     """Sums over micro-batches, ranks and updates -> a step's metrics. needs: the objective's (rlsys.algo.asks).
 
+    active_share: of the tokens with an advantage, how many neither clip nor rejection takes out.
     policy_kl: KL(version before || weights at the update), k3 over the tokens which that version sampled; where
     there are none, the movement within the step, over those of the current version (0 at its first update).
     """
     tokens = max(float(sums["tokens"]), 1.0)
     out = dict.fromkeys(SHARES.values(), 0.0) | mismatch_metrics(sums)
-    out["active_share"] = 1 - sum(out[share] for share in SHARES.values())
+    active, lost = float(sums["active"]), float(sums["active_lost"])
+    out["active_share"] = 1 - lost / active if active else 1.0
     out["weight_mean"] = float(sums["weight"]) / tokens
     out |= {name: float(sums[name]) / tokens for name in MEANS if name in sums}
     if "entropy" in needs:

@@ -345,7 +345,9 @@ class Objective:
             ).to(weight)
         counted, nothing = batch.counted_tokens, torch.zeros_like(weight)
         sums = {name: torch.where(counted, v.detach(), nothing).sum() for name, v in figures.items()}
-        return total, sums | mismatch_sums(logp, batch, clipped, view.keep & ~kept)
+        rejected, active = view.keep & ~kept, batch.active
+        sums |= {"active": active.sum(), "active_lost": (active & (clipped | rejected)).sum()}
+        return total, sums | mismatch_sums(logp, batch, clipped, rejected)
 
     def _corrected(self, view: View, name: AnyAnchor) -> Correction:
         """All corrections together, of this anchor's exp(anchor - mu)."""

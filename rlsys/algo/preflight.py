@@ -260,7 +260,7 @@ def _check_groups(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
         )
     if largest == 1:
         filtering = [i for i, planner in enumerate(planners) if isinstance(planner, Dapo)]
-        if advantage.compares:
+        if advantage.compares and any(term.policy for term in made["loss"]):
             raise UserError(
                 f"{said}, but algo.advantage ({type(advantage).__name__}) compares the samples of a group; use "
                 "group_size >= 2"

@@ -46,6 +46,7 @@ class OptimalTokenBaseline(Advantage):
         "Optimal token baseline; verl core_algos.py compute_optimal_token_baseline_advantage"
     )
     evidence: ClassVar[str] = "R"
+    of_samples: ClassVar[bool] = False
     lone: bool = True
     """Whether tokens at a place that no other response of the group reaches have an advantage."""
     cap: Annotated[float, Field(gt=0)] | None = None

@@ -24,6 +24,7 @@ class ReinforcePP(Advantage):
 
     paper: ClassVar[str] = "REINFORCE++ (Hu 2025), section 3"
     evidence: ClassVar[str] = "R"
+    of_samples: ClassVar[bool] = False
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference inside the reward."""
     eps: Eps = 1e-6
@@ -53,6 +54,7 @@ class ReinforcePPBaseline(ReinforcePP):
     """REINFORCE++ after taking the group's mean off the reward."""
 
     evidence: ClassVar[str] = "R"
+    of_samples: ClassVar[bool] = True
     compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:

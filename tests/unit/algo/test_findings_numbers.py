@@ -167,11 +167,6 @@ def test_numbers_n1_a_step_whose_responses_were_all_cut_off_makes_no_update(
 # -- N2: GPG ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N2: the recipe gpg scales by verl's count, not by B / (B - M)",
-)
 @pytest.mark.parametrize(
     "rewards",
     [
@@ -404,9 +399,6 @@ def test_numbers_n7_d3s_keeps_its_share_of_what_an_earlier_selector_left() -> No
 # -- N8: KL ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="numbers N8: k2 with gradient ratio is not the gradient of KL"
-)
 @pytest.mark.parametrize("kind", ["k2"])
 def test_numbers_n8_gradient_ratio_is_refused_or_right_for_samples_of_any_policy(kind: str) -> None:
     """The exact expectation over a categorical policy's samples, against the gradient of KL(pi || ref)."""
@@ -453,11 +445,6 @@ def test_numbers_control_the_quickstart_has_no_note() -> None:
     assert told() == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N8: the gradient of k1 is 0 on average, and nothing says so",
-)
 @pytest.mark.parametrize("term", ["kl", "adaptive_kl"])
 def test_numbers_n8_k1_without_a_ratio_is_refused_or_noted(term: str) -> None:
     assert told(f"algo.loss=[clip, {{name: {term}, kind: k1}}]"), "accepted without a word"
@@ -466,11 +453,6 @@ def test_numbers_n8_k1_without_a_ratio_is_refused_or_noted(term: str) -> None:
 # -- N9: Tinker ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N9: the protocol's dro has a square at every position, also where the advantage is 0",
-)
 @pytest.mark.parametrize("advantages", [[0.0, 0.0, 0.0], [1.0, 0.0, -1.0]])
 def test_numbers_n9_dro_of_the_tinker_protocol_holds_positions_of_advantage_0(
     advantages: list[float],
@@ -486,11 +468,6 @@ def test_numbers_n9_dro_of_the_tinker_protocol_holds_positions_of_advantage_0(
 # -- N10: recipes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N10: the recipe dppo says that it is prime-rl's default loss, which caps no ratio",
-)
 def test_numbers_n10_the_recipe_dppo_has_prime_rls_gradient_or_names_its_cap() -> None:
     """A token that rises from 0.001 to 0.1, inside the trust region of 0.2: gradient -ratio = -100."""
     if "cap" in (CONFIGS / "algorithms/dppo.yaml").read_text():
@@ -503,22 +480,12 @@ def test_numbers_n10_the_recipe_dppo_has_prime_rls_gradient_or_names_its_cap() -
     assert float(gradient) == pytest.approx(-100.0, rel=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N10: alpha 0.05 makes lambda 0 for the short answers of the shipped task",
-)
 def test_numbers_n10_the_recipe_vapo_looks_further_than_one_token_ahead() -> None:
     """lambda = 1 - 1 / (alpha l), at least 0; an answer of the shipped task has some 20 tokens."""
     advantage: Any = Objective(recipe("vapo")).advantage
     assert max(0.0, 1 - 1 / (advantage.alpha * 20)) > 0.5
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N10: branch_grpo trains a shared stretch once for each branch, and its page does not say so",
-)
 def test_numbers_n10_branch_grpo_trains_a_shared_stretch_once_or_says_so() -> None:
     """The authors (BranchGRPO, collect_all_transitions) train each edge of the tree once."""
     advantage = build("advantage", "branch_grpo")
@@ -568,21 +535,11 @@ SENSELESS = {
 }  # fmt: skip
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N11: a combination without sense is accepted in silence",
-)
 @pytest.mark.parametrize("overrides", SENSELESS.values(), ids=SENSELESS)
 def test_numbers_n11_a_combination_without_sense_is_refused_or_noted(overrides: list[str]) -> None:
     assert told(*overrides), "accepted without a word"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N12: distillation alone reads no advantage, and is refused with one response a prompt",
-)
 def test_numbers_n12_distillation_alone_takes_one_response_a_prompt() -> None:
     teacher = "algo.teacher={path: configs/models/quickstart-moe}"
     assert accepted("algo.loss=[distill]", "rollout.group_size=1", teacher) == ""
