@@ -25,6 +25,8 @@ class Asks:
     late: advantages wait for a log-prob pass.
     prepares: a loss or a correction looks at all tokens of an update before its backward pass (Objective.prepare).
     only_advantages: tokens of advantage 0 have no gradient.
+    whole_samples: a loss or a correction takes something over all sequences of a sample; where one has several, `now`
+    and Objective.prepare are needed.
     skips_zero: samples of advantage 0 need not be packed: they have no gradient, and nothing looks at them.
     looks_ahead: who wants the current log-probs before the loss is called, a phrase each. If nobody does, the first
     update of a step needs no pass of its own for `old`: it is what the training pass gives, detached
@@ -41,6 +43,7 @@ class Asks:
     late: bool
     prepares: bool
     only_advantages: bool
+    whole_samples: bool
     skips_zero: bool
     looks_ahead: tuple[str, ...]
     needs_whole_step: tuple[str, ...]
@@ -96,6 +99,7 @@ class Asks:
             late=late,
             prepares=bool(preparing),
             only_advantages=only_advantages,
+            whole_samples=any(p.whole_samples for p in (*losses, *corrections)),
             skips_zero=not late
             and not advantage.changes_tokens()
             and only_advantages

@@ -7,7 +7,7 @@ log-prob is that of this token given what precedes it; `mask` is 1 on the respon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -64,11 +64,11 @@ class Samples:
         if self.group_ids.dim() != 1:
             raise ValueError(f"group_ids has shape {tuple(self.group_ids.shape)}, expected [N]")
         n = len(self.rewards)
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for column in fields(self):
+            value = getattr(self, column.name)
             if isinstance(value, Tensor) and value.shape[:1] != (n,):
                 raise ValueError(
-                    f"{field.name} has shape {tuple(value.shape)}, rewards {tuple(self.rewards.shape)}"
+                    f"{column.name} has shape {tuple(value.shape)}, rewards {tuple(self.rewards.shape)}"
                 )
         columns = [self._merged(c, c.abs()) for c in self.rewards.reshape(n, -1).unbind(1)]
         object.__setattr__(self, "rewards", torch.stack(columns, 1).view_as(self.rewards))
@@ -159,6 +159,9 @@ class Batch:
     mask: Tensor  # [T]
     mu: Tensor  # [T]
     versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
+    places: list[int] = field(
+        default_factory=list
+    )  # [S] number of each sequence in its sample; none: in order
     turns: Tensor | None = None  # [T] its turn within its sample; -1: no model sampled it
     transferred: Tensor | None = None  # [T] bool: mu is of the same response to another prompt
     version: int = 0  # of the weights that start this step
@@ -233,7 +236,12 @@ class Batch:
     @cached_property
     def lengths(self) -> Tensor:
         """Trained tokens per sequence, `[S]`, at least 1 so that it can divide."""
-        return sum_by(self.keep.to(self.mu.dtype), self.ids, self.sequences).clamp(min=1)
+        return self.lengths_or_zero.clamp(min=1)
+
+    @cached_property
+    def lengths_or_zero(self) -> Tensor:
+        """Trained tokens per sequence, `[S]`."""
+        return sum_by(self.keep.to(self.mu.dtype), self.ids, self.sequences)
 
     def signal(self, name: str) -> Tensor:
         """A per-token field that must be there. Raises ValueError naming it."""
@@ -250,6 +258,13 @@ class Batch:
     def per_sequence(self, values: Tensor) -> Tensor:
         """Sum over each sequence's trained tokens, `[S]`."""
         return sum_by(self.masked(values), self.ids, self.sequences)
+
+    def in_sample(self, values: Tensor) -> Tensor:
+        """Of each sequence, the sum of `values` `[S]` over this batch's sequences of its sample, `[S]`."""
+        if len(self.rows) == 1:
+            return values
+        _, place = torch.unique(self.rows.to(values.device), return_inverse=True)
+        return sum_by(values, place, self.sequences)[place]
 
     def expand(self, table: Tensor) -> Tensor:
         """A column `[N]` of the sample table, at each token `[T]`."""

@@ -112,6 +112,7 @@ class Objective:
         self._columns = frozenset[str]().union(*(p.needs() for p in self.plugins))
         self._minibatches = section.minibatches
         self._prepared: dict[tuple[int, AnyAnchor], Any] = {}
+        self._totals: dict[int, Tensor] = {}  # of losses, over samples of several sequences
 
         putting_off = [s for s in self.selectors if s.defers]
         if self.advantage.of_turns and (others := [*self.shaping, *putting_off]):
@@ -217,6 +218,7 @@ class Objective:
 
         `parts`, at least one, are this rank's packed sequences, each of the planned rows on exactly one rank.
         """
+        self._prepared, self._totals = {}, {}
         plan.samples = self._with_columns(plan.samples, parts, reduce)
         if plan.advantages is None:
             self._score(plan)
@@ -274,16 +276,27 @@ class Objective:
             columns["kl"] = torch.stack(kinds, 1)
         return replace(samples, **columns)
 
-    def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
-        """Before each optimizer update, with all its parts, where `asks.prepares`."""
-        self._prepared = {}
+    def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone, *, several: bool = False) -> None:
+        """Before each optimizer update, with all its parts, where `asks.prepares`.
+
+        several: samples have more than one sequence, and `asks.whole_samples`: then always, and `now` is filled.
+        """
+        self._prepared, self._totals = {}, {}
         wanted: list[tuple[AnyAnchor, Sequence[Preparing]]] = [(self.anchor, self.losses)]
         wanted += [(anchor, self.corrections) for anchor in self._correction_anchors.values()]
         for anchor, plugins in wanted:
             known = [part.mu if part.now is None else part.now for part in parts]
             of = [self.anchor_of(part, now, anchor) for part, now in zip(parts, known, strict=True)]
-            for plugin in (p for p in plugins if p.prepares):
-                self._prepared[id(plugin), anchor] = plugin.prepare(parts, of, reduce)
+            for plugin in plugins:
+                whole = several and plugin.whole_samples
+                if isinstance(plugin, Loss) and whole:
+                    views = [View(p, p.masked(p.signal("now")), a) for p, a in zip(parts, of, strict=True)]
+                    sums = [v.batch.per_sequence(plugin.sample_values(v)) for v in views]
+                    groups = parts[0].groups
+                    assert groups is not None, "finish sets it"
+                    self._totals[id(plugin)] = table_sum(sums, [p.rows for p in parts], len(groups), reduce)
+                if plugin.prepares or (whole and not isinstance(plugin, Loss)):
+                    self._prepared[id(plugin), anchor] = plugin.prepare(parts, of, reduce)
 
     def anchor_of(self, batch: Batch, logp: Tensor, name: AnyAnchor | None = None) -> Tensor:
         """What ratios are taken against, `[T]`, detached; any number where masked. logp: of the current weights."""
@@ -329,7 +342,9 @@ class Objective:
         for term in self.losses:
             if term.critic and self.critic is not None:
                 continue
-            loss, found = term(view, self._prepared.get((id(term), self.anchor)))
+            totals = self._totals.get(id(term))
+            of_term = view if totals is None else replace(view, totals=totals)
+            loss, found = term(of_term, self._prepared.get((id(term), self.anchor)))
             weight, keep = _at(term.has_ratio(view), corrected) if corrected and term.policy else none
             of_terms += [Correction(weight, keep)] if term.policy else []
             scale = share * weight * keep

@@ -149,7 +149,6 @@ class MicroBatch(Batch):
     support_at: Tensor | None = None  # [N] in 0 .. T-1
     support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # [S] the number of each sequence within its sample
     own_routes: dict[int, Tensor] = field(default_factory=dict)
     teachers: Tensor | None = None  # [rows of the step] which of several teachers each sample has
     teacher_ids: Tensor | None = None  # [T, K] what a teacher finds most probable at each token's place

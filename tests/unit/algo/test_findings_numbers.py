@@ -359,11 +359,6 @@ def test_numbers_n6_control_a_cut_into_sequences_changes_no_gradient(algo: dict[
         torch.testing.assert_close(token_gradients(sequences, **algo), one, atol=1e-9, rtol=0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N6: what belongs to the sample is taken of each of its sequences",
-)
 @pytest.mark.parametrize("algo", PER_SEQUENCE.values(), ids=PER_SEQUENCE)
 def test_numbers_n6_a_sample_cut_into_sequences_has_the_same_gradient(algo: dict[str, Any]) -> None:
     """docs/agents.md: the same tokens before each token give the same gradient."""
@@ -571,3 +566,63 @@ def test_numbers_n14_the_last_bit_of_a_reward_is_no_advantage(name: str) -> None
     )
     advantage: Advantage = build("advantage", name)
     assert float(advantage(samples).abs().max()) < 0.01
+
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    **PER_SEQUENCE,
+    "gspo": {"loss": "gspo", "reducer": "sequence_mean"},
+    "gmpo": {"loss": "gmpo", "reducer": "sequence_mean"},
+    "vespo": {"loss": "vespo"},
+    "topr": {"loss": "topr"},
+    "topr geometric": {"loss": {"name": "topr", "level": "geometric"}},
+}
+
+
+@pytest.mark.parametrize("algo", SEVERAL.values(), ids=SEVERAL)
+def test_numbers_n6_the_sequences_of_a_sample_may_be_in_different_micro_batches(algo: dict[str, Any]) -> None:
+    """As the trainer does it: `now` of all of them is scored, and `prepare` sees them together."""
+    fields = dict(algo)
+    loss, advantage = fields.pop("loss", "clip"), fields.pop("advantage", "grpo")
+    objective = Objective(section(loss=[loss], advantage=advantage, **fields))
+    g = torch.Generator().manual_seed(0)
+    mu = -torch.rand(8, generator=g, dtype=DOUBLE) - 0.1
+    now = mu + torch.linspace(0.2, -0.3, 8, dtype=DOUBLE)
+    samples = table([1.0, 0.0], [0, 0], [8, 8])
+
+    def gradient(cuts: Sequence[Sequence[int]]) -> Tensor:
+        """Of the first sample, whose sequences are those of all parts; the second is in the last part."""
+        parts, tokens = [], 0
+        for number, lengths in enumerate(cuts):
+            n, last = sum(lengths), number == len(cuts) - 1
+            own = slice(tokens, tokens + n)
+            values = {
+                "old": mu[own] + 0.02, "now": now[own], "ref": mu[own] - 0.05,
+                "sum_pi_squared": torch.full((n,), 0.4, dtype=DOUBLE),
+            }  # fmt: skip
+            other = {"old": mu + 0.02, "now": now, "ref": mu - 0.05, "sum_pi_squared": values["old"][:0]}
+            other["sum_pi_squared"] = torch.full((8,), 0.4, dtype=DOUBLE)
+            joined = {k: torch.cat([v, other[k]]) if last else v for k, v in values.items()}
+            part = packed(
+                [*lengths, 8] if last else lengths, torch.cat([mu[own], mu]).tolist() if last else mu[own].tolist(),
+                **{k: v.tolist() for k, v in joined.items()},
+            )  # fmt: skip
+            before = sum(len(c) for c in cuts[:number])
+            part.places = [*range(before, before + len(lengths)), *([0] if last else [])]
+            part.rows = torch.tensor([*[0] * len(lengths), *([1] if last else [])])
+            parts.append(part)
+            tokens += n
+        plan = objective.plan(samples)
+        objective.finish(plan, parts)
+        objective.prepare(parts, several=objective.asks.whole_samples)
+        found = []
+        for part in parts:
+            leaf = part.signal("now").clone().requires_grad_()
+            (objective(leaf, part)[0] / plan.denominator).backward()
+            assert leaf.grad is not None
+            found.append(leaf.grad[part.rows[part.ids] == 0])
+        return torch.cat(found)
+
+    one = gradient([[8]])
+    assert one.any()
+    for cuts in ([[4], [4]], [[2, 2], [4]], [[1], [3], [2, 2]]):
+        torch.testing.assert_close(gradient(cuts), one, atol=1e-9, rtol=0)
