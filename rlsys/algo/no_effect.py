@@ -103,9 +103,8 @@ def _senseless(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
             f"algo.corrections ({_names(twice)}) multiply by exp(anchor - mu) more than once; name one"
         )
     if not any(term.policy for term in made["loss"]):
-        names = _names(
-            [p for p in made["planners"] if isinstance(p, Dapo | Dars | Xrpo)] + made["corrections"]
-        )
+        choosing = [p for p in made["planners"] if isinstance(p, Dapo | Dars | Xrpo)]
+        names = _names([*choosing, *made["corrections"]])
         if names:
             found.append(
                 f"no term of algo.loss ({_names(made['loss'])}) trains on rewards, but {names} chooses or weighs "

@@ -380,7 +380,7 @@ class Objective:
         view, weight = View(batch, nothing, nothing, values=values), batch.signal("weight")
         total, sums = values.new_zeros(()), {"tokens": counted.to(values).sum()}
         for term in (t for t in self.losses if t.critic):
-            loss, found = term(view, self._prepared.get(id(term)))
+            loss, found = term(view, self._prepared.get((id(term), self.anchor)))
             total = total + batch.masked(torch.where(weight != 0, loss * weight, nothing)).sum()
             sums |= {name: torch.where(counted, v.detach(), nothing).sum() for name, v in found.items()}
         return total, sums

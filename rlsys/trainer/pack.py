@@ -143,6 +143,9 @@ class MicroBatch(Batch):
     pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
     """
 
+    copy: bool = (
+        False  # of a sequence that is trained elsewhere, so that ranks have as many micro-batches; all masked
+    )
     asked: Tensor | None = (
         None  # [T] whose log-probs are wanted in the places of the tokens; None: the tokens'
     )
@@ -174,6 +177,11 @@ class MicroBatch(Batch):
         return [int(n) for n in self.cu_seqlens[1:] - self.cu_seqlens[:-1]]
 
     @property
+    def real_tokens(self) -> int:
+        """All tokens, prompts too; none of a copy."""
+        return 0 if self.copy else len(self.tokens)
+
+    @property
     def response_tokens(self) -> int:
         """The micro-batch's share of the denominator, fixed before anything else is masked."""
         return int(self.mask.sum())
@@ -203,7 +211,7 @@ def pack(
     batches = [_build([samples[i].read() for i in b] or [shortest.read()]) for b in mine]
     for members, batch in zip(mine, batches, strict=True):
         if not members:
-            batch.mask = torch.zeros_like(batch.mask)
+            batch.mask, batch.copy = torch.zeros_like(batch.mask), True
     return batches
 
 

@@ -184,7 +184,7 @@ def run(
         step.optimise(again, [again.rows], [cut(again.rows)], rows)
         outcome.rows = outcome.rows + rows
     outcome.denominator = plan.denominator
-    outcome.metrics = loss_metrics(outcome.sums, objective.asks.needs)
+    outcome.metrics = loss_metrics(outcome.sums, objective.asks.needs) if outcome.sums else {}
     return outcome
 
 
