@@ -70,8 +70,9 @@ class Samples:
                 raise ValueError(
                     f"{column.name} has shape {tuple(value.shape)}, rewards {tuple(self.rewards.shape)}"
                 )
-        columns = [self._merged(c, c.abs()) for c in self.rewards.reshape(n, -1).unbind(1)]
-        object.__setattr__(self, "rewards", torch.stack(columns, 1).view_as(self.rewards))
+        if n:
+            columns = [self._merged(c, c.abs()) for c in self.rewards.reshape(n, -1).unbind(1)]
+            object.__setattr__(self, "rewards", torch.stack(columns, 1).view_as(self.rewards))
 
     def _merged(self, rewards: Tensor, scale: Tensor) -> Tensor:
         return merge_close(rewards, self.group_ids, scale, REWARD_TOLERANCE)

@@ -199,10 +199,10 @@ class Objective:
         mass = self.reducer.mass(samples.lengths, advantages != 0).to(factors) * counted.to(factors)
         plan.advantages = advantages
         for selector in (s for s in self.selectors if not s.before):
-            present = plan.weight != 0
-            weight = torch.zeros_like(plan.weight).masked_scatter(
-                present, selector(samples.take(present), advantages[present]).to(plan.weight)
-            )
+            present, weight = plan.weight != 0, torch.zeros_like(plan.weight)
+            if present.any():
+                chosen = selector(samples.take(present), advantages[present])
+                weight[present] = chosen.to(weight)
             share = selector.denominator_share(weight, mass, samples.step)
             denominator *= share
             if share != 1:  # a mean over what is kept: the next selector's share is of that

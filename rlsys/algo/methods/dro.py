@@ -21,7 +21,7 @@ class Dro(Loss):
     """
 
     paper: ClassVar[str] = "DRO: offline regularised RL (Richemond et al. 2024)"
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
     ratio: ClassVar[bool] = False
     reads_anchor: ClassVar[bool] = True
     every_sample: ClassVar[bool] = True

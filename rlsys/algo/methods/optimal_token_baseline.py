@@ -46,7 +46,7 @@ class OptimalTokenBaseline(Advantage):
     paper: ClassVar[str] = (
         "Optimal token baseline; verl core_algos.py compute_optimal_token_baseline_advantage"
     )
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
     of_samples: ClassVar[bool] = False
     lone: bool = True
     """Whether tokens at a place that no other response of the group reaches have an advantage."""
