@@ -62,8 +62,8 @@ follow from a seed, the step and the sample's id, never by the order in which gr
 length. Rewards of a group that differ by at most a millionth of its largest are equal.
 
 Where a sample has several sequences, the ratio of a response (gspo, luspo, gmpo, vespo, topr) is over all of them;
-corrections at the level `sequence` are of one sequence, and to `gae` each is an episode. A correction multiplies a term
-with a ratio to the anchor by exp(anchor - mu), one without (reinforce, dro) by exp(logp - mu).
+corrections at the level `sequence` are of one sequence, and to `gae` each is an episode. A correction multiplies a
+term with a ratio to the anchor by exp(anchor - mu), one without (reinforce, dro) by exp(logp - mu).
 
 ## The signals a plug-in may need
 
