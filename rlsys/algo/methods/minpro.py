@@ -44,7 +44,10 @@ class MinPro(CorrectionPlugin):
         return True
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Of each sequence of a sample, the smallest log-ratio in the sample before it, `[N, K]`."""
+        """Of each sequence of a sample, the smallest log-ratio in the sample before it, `[N, K]`. None where `now` was
+        not scored: samples have one sequence."""
+        if parts[0].now is None:
+            return None
         groups = parts[0].groups
         assert groups is not None, "Objective.finish sets it"
         views = [View(p, p.masked(p.signal("now")), a) for p, a in zip(parts, anchors, strict=True)]
