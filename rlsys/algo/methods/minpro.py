@@ -44,8 +44,8 @@ class MinPro(CorrectionPlugin):
         return True
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Of each sequence of a sample, the smallest log-ratio in the sample before it, `[N, K]`. None where `now` was
-        not scored: samples have one sequence."""
+        """Of each sequence of a sample, the smallest log-ratio in the sample before it, `[N, K]`. None where `now`
+        was not scored: samples have one sequence."""
         if parts[0].now is None:
             return None
         groups = parts[0].groups
