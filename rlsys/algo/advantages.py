@@ -14,26 +14,33 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples, check_floating
-from rlsys.algo.plugin import Plugin
+from rlsys.algo.plugin import REWARD_TOLERANCE, Plugin
 from rlsys.algo.reduction import Reduce
-from rlsys.algo.segments import group_index, group_mean, group_std, groups_of
+from rlsys.algo.segments import group_index, group_mean, group_std, groups_of, merge_close
 
 Eps = Annotated[float, Field(ge=0)]
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    """(R - mean_g) / (std_g + eps), std with n - 1 (GRPO, DeepSeekMath, section 4.1). 0 where all rewards agree."""
+    """(R - mean_g) / (std_g + eps), std with n - 1 (GRPO, DeepSeekMath, section 4.1). 0 where all rewards agree, but
+    for rounding."""
+    _check(rewards, group_ids)
+    rewards = merge_close(rewards, group_ids, rewards.abs(), REWARD_TOLERANCE)
     return dr_grpo(rewards, group_ids) / (group_std(rewards, group_ids) + eps)
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """R - mean_g, no division by the deviation (Dr. GRPO, section 3)."""
+    _check(rewards, group_ids)
+    return rewards - group_mean(rewards, group_ids)
+
+
+def _check(rewards: Tensor, group_ids: Tensor) -> None:
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(
             f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [S]"
         )
     check_floating("rewards", rewards)
-    return rewards - group_mean(rewards, group_ids)
 
 
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -49,8 +56,12 @@ def deviation(values: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, eps: float = 1e-6) -> Tensor:
-    """(x - mean) / (std + eps) over all of `[N]`, std with n - 1; a single value gives 0."""
-    return (values - values.mean()) / (deviation(values) + eps)
+    """(x - mean) / (std + eps) over all of `[N]`, std with n - 1; 0 for a single value, and where all agree but for
+    rounding."""
+    std = deviation(values)
+    if std <= REWARD_TOLERANCE * values.abs().max():
+        return torch.zeros_like(values)
+    return (values - values.mean()) / (std + eps)
 
 
 class Advantage(Plugin):
@@ -60,6 +71,9 @@ class Advantage(Plugin):
     """Whether a group's advantages depend on that group alone."""
     compares: ClassVar[bool] = False
     """Whether it compares the samples of a group: of one sample alone it can say nothing."""
+
+    of_samples: ClassVar[bool] = True
+    """Whether `__call__` gives a sample's advantage; else its reward, of which `per_token` makes advantages."""
 
     @property
     def of_turns(self) -> bool:

@@ -24,7 +24,10 @@ class Asks:
     current: what one forward pass of the policy gives: no values, where the critic is a model of its own.
     late: advantages wait for a log-prob pass.
     prepares: a loss or a correction looks at all tokens of an update before its backward pass (Objective.prepare).
-    skips_zero: samples of advantage 0 have no gradient, so they need not be packed.
+    only_advantages: tokens of advantage 0 have no gradient.
+    whole_samples: a loss or a correction takes something over all sequences of a sample; where one has several, `now`
+    and Objective.prepare are needed.
+    skips_zero: samples of advantage 0 need not be packed: they have no gradient, and nothing looks at them.
     looks_ahead: who wants the current log-probs before the loss is called, a phrase each. If nobody does, the first
     update of a step needs no pass of its own for `old`: it is what the training pass gives, detached
     (`Batch.old_is_current`).
@@ -39,6 +42,8 @@ class Asks:
     current: frozenset[str]
     late: bool
     prepares: bool
+    only_advantages: bool
+    whole_samples: bool
     skips_zero: bool
     looks_ahead: tuple[str, ...]
     needs_whole_step: tuple[str, ...]
@@ -54,6 +59,7 @@ class Asks:
         losses: Sequence[Loss],
         reducer: Reducer,
         hooks: Sequence[Hook],
+        correction_anchors: frozenset[AnyAnchor],
         *,
         own_critic: bool,
     ) -> Asks:
@@ -61,7 +67,10 @@ class Asks:
         plugins: list[Plugin] = [
             *shaping, advantage, *selectors, *corrections, *losses, reducer, *hooks
         ]  # fmt: skip
-        of_anchor = ANCHOR_NEEDS[anchor] | ({"now"} if anchor in MOVING and preparing else frozenset())
+        moving = (anchor in MOVING and any(p.prepares for p in losses)) or (
+            correction_anchors & MOVING and any(p.prepares for p in corrections)
+        )
+        of_anchor = ANCHOR_NEEDS[anchor] | ({"now"} if moving else frozenset())
         needs = of_anchor.union(*(p.needs() for p in plugins))
         passes, current = needs & PASSES, CURRENT - ({"values"} if own_critic else set())
         late = any(p.needs() & PASSES for p in (*shaping, advantage))
@@ -81,6 +90,7 @@ class Asks:
             whole.insert(0, advantage)
         if not reducer.sample_local:
             whole.append(reducer)
+        only_advantages = all(term.policy and not term.every_sample for term in losses)
         return cls(
             needs=needs,
             passes=passes,
@@ -88,9 +98,11 @@ class Asks:
             current=frozenset(current),
             late=late,
             prepares=bool(preparing),
+            only_advantages=only_advantages,
+            whole_samples=any(p.whole_samples for p in (*losses, *corrections)),
             skips_zero=not late
             and not advantage.changes_tokens()
-            and all(term.policy for term in losses)
+            and only_advantages
             and not any(plugin.every_sample for plugin in plugins),
             looks_ahead=tuple(looks_ahead),
             needs_whole_step=tuple(type(p).__name__ for p in whole),

@@ -7,14 +7,15 @@ log-prob is that of this token given what precedes it; `mask` is 1 on the respon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from rlsys.algo.segments import sum_by
+from rlsys.algo.plugin import REWARD_TOLERANCE
+from rlsys.algo.segments import merge_close, sum_by
 from rlsys.core.errors import UserError
 from rlsys.core.types import Sample, SampleGroup, Status
 
@@ -33,10 +34,11 @@ class Samples:
     do not change when a response is split into sequences.
     """
 
-    rewards: Tensor  # [N], or [N, R] named rewards
+    rewards: Tensor  # [N], or [N, R] named rewards; what rounding tells apart within a group is equal
     group_ids: Tensor  # [N] integers, any order
     lengths: Tensor  # [N] trained response tokens of all sequences, before any selection
     step: int = 0  # train steps done before this one, for schedules
+    sample_ids: Tensor | None = None  # [N]
     prompt_index: Tensor | None = None  # [N]
     truncated: Tensor | None = None  # [N] bool
     answers: Tensor | None = None  # [N] a stable hash of the canonical answer; -1: no answer
@@ -62,12 +64,18 @@ class Samples:
         if self.group_ids.dim() != 1:
             raise ValueError(f"group_ids has shape {tuple(self.group_ids.shape)}, expected [N]")
         n = len(self.rewards)
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for column in fields(self):
+            value = getattr(self, column.name)
             if isinstance(value, Tensor) and value.shape[:1] != (n,):
                 raise ValueError(
-                    f"{field.name} has shape {tuple(value.shape)}, rewards {tuple(self.rewards.shape)}"
+                    f"{column.name} has shape {tuple(value.shape)}, rewards {tuple(self.rewards.shape)}"
                 )
+        if n:
+            columns = [self._merged(c, c.abs()) for c in self.rewards.reshape(n, -1).unbind(1)]
+            object.__setattr__(self, "rewards", torch.stack(columns, 1).view_as(self.rewards))
+
+    def _merged(self, rewards: Tensor, scale: Tensor) -> Tensor:
+        return merge_close(rewards, self.group_ids, scale, REWARD_TOLERANCE)
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -75,7 +83,9 @@ class Samples:
     @property
     def reward(self) -> Tensor:
         """One number per sample, `[N]`: the sum of its named rewards."""
-        return self.rewards if self.rewards.dim() == 1 else self.rewards.sum(1)
+        if self.rewards.dim() == 1:
+            return self.rewards
+        return self._merged(self.rewards.sum(1), self.rewards.abs().sum(1))
 
     def column(self, name: str) -> Tensor:
         """A column that must be there. Raises ValueError naming it."""
@@ -108,6 +118,7 @@ class Samples:
             group_ids=torch.tensor([s.group_id for s in samples]),
             lengths=torch.tensor(lengths),
             step=step,
+            sample_ids=torch.tensor([s.sample_id for s in samples]),
             prompt_index=torch.tensor([g.prompt_index for g in groups for _ in g.samples]),
             truncated=torch.tensor([s.status is Status.TRUNCATED for s in samples]),
             log_likelihood=torch.tensor(
@@ -149,6 +160,9 @@ class Batch:
     mask: Tensor  # [T]
     mu: Tensor  # [T]
     versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
+    places: list[int] = field(
+        default_factory=list
+    )  # [S] number of each sequence in its sample; none: in order
     turns: Tensor | None = None  # [T] its turn within its sample; -1: no model sampled it
     transferred: Tensor | None = None  # [T] bool: mu is of the same response to another prompt
     version: int = 0  # of the weights that start this step
@@ -166,6 +180,12 @@ class Batch:
     weight: Tensor | None = None  # [T], selection and reduction, set by Objective.finish
     shift: Tensor | None = None  # [T], added to the anchor
     groups: Tensor | None = None  # [N], the group of each row of the sample table, set by Objective.finish
+    sample_lengths: Tensor | None = (
+        None  # [N], trained tokens of each row of it, in all its sequences; likewise
+    )
+    sample_keys: Tensor | None = (
+        None  # [N], what random draws know each row of it by (rlsys.algo.draws); likewise
+    )
     rewards: Tensor | None = None  # [T], of the token's sample, before shaping; set by Objective.finish
     denominator: float = 1.0  # of the optimizer update that it is in; set by Objective.finish
 
@@ -201,14 +221,28 @@ class Batch:
         return self.mask > 0
 
     @property
+    def counted_tokens(self) -> Tensor:
+        """Tokens that every statistic of an update is over, `[T]` bool: those whose weight is not 0.
+
+        A token that a selector drops, or whose sample it drops, counts nowhere, whether or not it was packed. Before
+        Objective.finish sets the weights, all response tokens count.
+        """
+        return self.keep if self.weight is None else self.keep & (self.weight != 0)
+
+    @property
     def active(self) -> Tensor:
-        """Trained tokens with an advantage, `[T]` bool: what a policy term acts on, whatever else was packed."""
-        return self.keep & (self.signal("advantages") != 0)
+        """Counted tokens with an advantage, `[T]` bool: what a policy term acts on, whatever else was packed."""
+        return self.counted_tokens & (self.signal("advantages") != 0)
 
     @cached_property
     def lengths(self) -> Tensor:
         """Trained tokens per sequence, `[S]`, at least 1 so that it can divide."""
-        return sum_by(self.keep.to(self.mu.dtype), self.ids, self.sequences).clamp(min=1)
+        return self.lengths_or_zero.clamp(min=1)
+
+    @cached_property
+    def lengths_or_zero(self) -> Tensor:
+        """Trained tokens per sequence, `[S]`."""
+        return sum_by(self.keep.to(self.mu.dtype), self.ids, self.sequences)
 
     def signal(self, name: str) -> Tensor:
         """A per-token field that must be there. Raises ValueError naming it."""
@@ -225,6 +259,13 @@ class Batch:
     def per_sequence(self, values: Tensor) -> Tensor:
         """Sum over each sequence's trained tokens, `[S]`."""
         return sum_by(self.masked(values), self.ids, self.sequences)
+
+    def in_sample(self, values: Tensor) -> Tensor:
+        """Of each sequence, the sum of `values` `[S]` over this batch's sequences of its sample, `[S]`."""
+        if len(self.rows) == 1:
+            return values
+        _, place = torch.unique(self.rows.to(values.device), return_inverse=True)
+        return sum_by(values, place, self.sequences)[place]
 
     def expand(self, table: Tensor) -> Tensor:
         """A column `[N]` of the sample table, at each token `[T]`."""

@@ -1,6 +1,7 @@
 """Corrections for tokens that another policy sampled: weights and rejections, kept apart. All detached.
 
-rho = exp(anchor - mu): how much more likely the anchor makes a token than the policy that sampled it. A weight
+rho = exp(anchor - mu): how much more likely the anchor makes a token than the policy that sampled it; of a term
+without a ratio to the anchor, exp(logp - mu) of the current policy (Loss.ratio). A weight
 multiplies the policy's loss; a rejection takes a token out of it. Neither changes the denominator.
 """
 
@@ -33,7 +34,10 @@ class CorrectionPlugin(Preparing):
     """Weights and rejections of tokens."""
 
     of_anchor: ClassVar[bool] = False
-    """It acts on exp(anchor - mu): with `algo.anchor: mu` on nothing."""
+    """It acts on rho: with `algo.anchor: mu` on nothing of a term with a ratio."""
+
+    weighs: ClassVar[bool] = False
+    """It multiplies the loss by exp(anchor - mu), up to its bounds."""
 
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
         """Added to the anchor `[T]`: a factor inside the ratio."""

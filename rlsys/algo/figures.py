@@ -26,11 +26,13 @@ MEANS = (
 
 
 def mismatch_sums(logp: Tensor, batch: Batch, clipped: Tensor, rejected: Tensor) -> Sums:
-    """Per age class `[5]`: tokens, |d|, k3, w, w^2, with d = logp - mu and w = exp(d); and how many of the tokens
-    are clipped or rejected, both `[T]` bool. float64."""
+    """Per age class `[5]`, of the counted tokens: their number, |d|, k3, w, w^2, with d = logp - mu and w = exp(d);
+    and how many of them are clipped or rejected, both `[T]` bool. float64."""
     gap = batch.masked(logp.detach() - batch.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     age = batch.version - batch.versions
-    classes = torch.stack([batch.keep & (age >= low) & (age <= high) for low, high in AGES]).double()
+    classes = torch.stack(
+        [batch.counted_tokens & (age >= low) & (age <= high) for low, high in AGES]
+    ).double()
     weight = gap.exp()
     fields = {
         "tokens": torch.ones_like(gap),
@@ -74,12 +76,14 @@ def carried_over(batch: Batch) -> Tensor:
 def loss_metrics(sums: Sums, needs: Collection[str]) -> dict[str, float]:
     """Sums over micro-batches, ranks and updates -> a step's metrics. needs: the objective's (rlsys.algo.asks).
 
+    active_share: of the tokens with an advantage, how many neither clip nor rejection takes out.
     policy_kl: KL(version before || weights at the update), k3 over the tokens which that version sampled; where
     there are none, the movement within the step, over those of the current version (0 at its first update).
     """
     tokens = max(float(sums["tokens"]), 1.0)
     out = dict.fromkeys(SHARES.values(), 0.0) | mismatch_metrics(sums)
-    out["active_share"] = 1 - sum(out[share] for share in SHARES.values())
+    active, lost = float(sums["active"]), float(sums["active_lost"])
+    out["active_share"] = 1 - lost / active if active else 1.0
     out["weight_mean"] = float(sums["weight"]) / tokens
     out |= {name: float(sums[name]) / tokens for name in MEANS if name in sums}
     if "entropy" in needs:

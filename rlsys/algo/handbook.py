@@ -41,7 +41,7 @@ worked out by hand.
 Evidence says how a formula was found: {evidence}. Every built-in plug-in states its own; yours is `own` if it
 states nothing. A run that uses a method known only as `N` or `A` says so when it starts.
 
-## Two rules
+## Three rules
 
 1. A bound, a mask or a scale is computed from all tokens of the update. A plug-in gets a `Reduce` that sums over
    data-parallel ranks, and whole sequences under context parallelism. So loss, gradients and metrics are the same
@@ -49,8 +49,21 @@ states nothing. A run that uses a method known only as `N` or `A` says so when i
    data-parallel and two context-parallel ranks (tests/unit/algo/test_algo_parallel.py).
 2. The denominator is fixed before anything is masked or dropped, so a rejection never gives the others more weight.
    It counts all samples of the step, also those with advantage 0; with `over: active` only those with another
-   advantage. What a `before` selector drops does not count. `d3s` is the exception: its loss is a mean over what it
-   keeps (`denominator: all` makes it follow the rule).
+   advantage, if there are any. What a `before` selector drops does not count. `d3s`, and `overlong_filter` with
+   `denominator: kept`, are the exceptions: their loss is a mean over what they keep, and of both together over what
+   both keep (`denominator: all` makes them follow the rule).
+3. A token counts in a statistic of the update (a pool, a budget, a mean weight, a whitening, a metric) if and only if
+   its weight is not 0 (`Batch.counted_tokens`): not when a selector dropped it or its sample, whatever else made it
+   necessary to pack it. Group baselines are of all samples that `before` selectors leave. An update without a token
+   that has a gradient is not made.
+
+Selectors act in order, each on what those before it leave. Ties, as between equal rewards, are broken by draws that
+follow from a seed, the step and the sample's id, never by the order in which groups finished: that goes with their
+length. Rewards of a group that differ by at most a millionth of its largest are equal.
+
+Where a sample has several sequences, the ratio of a response (gspo, luspo, gmpo, vespo, topr) is over all of them;
+corrections at the level `sequence` are of one sequence, and to `gae` each is an episode. A correction multiplies a
+term with a ratio to the anchor by exp(anchor - mu), one without (reinforce, dro) by exp(logp - mu).
 
 ## The signals a plug-in may need
 

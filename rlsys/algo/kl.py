@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from rlsys.algo.losses import LOG_RATIO_LIMIT, Figures, Loss, View
@@ -34,8 +34,8 @@ class Kl(Loss):
 
     The gradient of an estimate is no estimate of the gradient: k1's is zero on average, k3's is that of the other
     direction of KL, and only k2's is right, on the policy's own samples. `gradient` mends it. `ratio` multiplies by
-    exp(logp - mu), with the gradient of that: right for the samples of any policy, so for stale tokens, too
-    (DeepSeek-V3.2; slime and TRL take the ratio to their old policy, which is mu where they score nothing again).
+    exp(logp - mu), with the gradient of that: right of k1 and k3 for the samples of any policy, so for stale tokens,
+    too (DeepSeek-V3.2; slime and TRL take the ratio to their old policy, which is mu where they score nothing again).
     `k2` has the value of the estimate and k2's gradient (verl: `k3+`).
     """
 
@@ -51,6 +51,15 @@ class Kl(Loss):
     """What is differentiated: the estimate, the estimate times exp(logp - mu), or k2."""
     cap: Annotated[float, Field(gt=0)] | None = K3_CAP
     """Largest k3 of a token, after the ratio; above it there is no gradient. verl, slime, NeMo-RL: 10. null: none."""
+
+    @model_validator(mode="after")
+    def _ratio_of_an_estimate(self) -> Self:
+        if self.kind == "k2" and self.gradient == "ratio":
+            raise ValueError(
+                "gradient = 'ratio' with kind = 'k2': k2 is a biased estimate, whose gradient with the ratio is not "
+                "that of KL; use kind = k1 or k3, or gradient = k2 on the policy's own samples"
+            )
+        return self
 
     def needs(self) -> frozenset[str]:
         return frozenset({"ref"})

@@ -39,6 +39,8 @@ class View:
     entropy: Tensor | None = None
     values: Tensor | None = None
     divergence: Tensor | None = None
+    totals: Tensor | None = None
+    """`[N]`, of each sample the sum of the term's `sample_values`, where sequences of a sample are apart."""
 
     @property
     def keep(self) -> Tensor:
@@ -72,9 +74,29 @@ class View:
         gap = self.batch.masked(self.logp - self.batch.mu).detach()
         return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
+    def over_sample(self, values: Tensor) -> Tensor:
+        """The sum of `values` `[T]` over the trained tokens of the sample, in all its sequences, at each token."""
+        if self.totals is not None:
+            return self.batch.expand(self.totals).to(values)
+        return self.batch.in_sample(self.batch.per_sequence(values))[self.batch.ids]
+
+    @cached_property
+    def sample_lengths(self) -> Tensor:
+        """Trained tokens of each token's sample, in all its sequences, `[T]`, at least 1."""
+        batch = self.batch
+        if batch.sample_lengths is not None:
+            return batch.expand(batch.sample_lengths).clamp(min=1)
+        return batch.in_sample(batch.lengths_or_zero).clamp(min=1)[batch.ids]
+
 
 class Preparing(Plugin):
     """May look at all tokens of an optimizer update before one of them goes backward."""
+
+    @property
+    def whole_samples(self) -> bool:
+        """It takes something over all sequences of a sample. Where a sample has several, which may be in different
+        micro-batches, it needs `now` of all of them before the backward of an update."""
+        return False
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
         """Before the backward of an optimizer update: whatever needs all its tokens. Handed to each call."""
@@ -92,14 +114,37 @@ class Loss(Preparing):
     policy: ClassVar[bool] = True
     """Whether corrections apply to it: they belong to the policy's term only."""
     ratio: ClassVar[bool] = True
-    """Whether it has exp(logp - anchor). Without it, corrections weigh by exp(logp - mu) instead of exp(anchor - mu):
-    nothing else makes up for what the policy has moved since the anchor."""
+    """Whether its policy part has exp(logp - anchor). Without it, corrections weigh that part by exp(logp - mu), not
+    by exp(anchor - mu): nothing else makes up for what the policy has moved since the anchor. Other terms of the loss
+    change nothing in this."""
+    reads_anchor: ClassVar[bool] = False
+    """Without such a ratio: whether it looks at logp - anchor all the same, as a penalty does."""
     alone: ClassVar[bool] = False
     """Whether it can train the policy without a term that acts on advantages."""
     critic: ClassVar[bool] = False
     """Whether it trains the critic: with one of its own, it is no term of the policy's update."""
     per_sequence: ClassVar[bool] = False
-    """Its ratio is one per response: with another reducer than sequence_mean it is another method."""
+    """Its ratio is one per response, over all sequences of the sample: with another reducer than sequence_mean it is
+    another method."""
+
+    def sample_values(self, view: View) -> Tensor:
+        """What it sums over a sample, `[T]`, detached. See View.over_sample."""
+        raise NotImplementedError
+
+    @property
+    def whole_samples(self) -> bool:
+        return type(self).sample_values is not Loss.sample_values
+
+    def has_ratio(self, view: View) -> Tensor:
+        """At which tokens the policy part has the ratio, `[T]` bool."""
+        return torch.full_like(view.keep, self.ratio)
+
+    @classmethod
+    def ratios(cls) -> frozenset[bool]:
+        """What `has_ratio` can be of a token; empty where corrections do not apply."""
+        if not cls.policy:
+            return frozenset()
+        return frozenset({cls.ratio} if cls.has_ratio is Loss.has_ratio else {True, False})
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         """Token losses and figures `[T]`; masked tokens are ignored in both."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.kl import Kl
+from rlsys.algo.losses import Loss, View
 from rlsys.algo.methods.bapo import Bapo
+from rlsys.algo.methods.d3s import D3S
+from rlsys.algo.methods.dapo import Dapo
+from rlsys.algo.methods.dars import Dars
 from rlsys.algo.methods.m2po import M2PO
 from rlsys.algo.methods.maxrl import MaxRL
+from rlsys.algo.methods.mc_grpo import McGrpo
+from rlsys.algo.methods.vespo import Vespo
+from rlsys.algo.methods.xrpo_groups import Xrpo
 from rlsys.algo.objective import Objective
+from rlsys.algo.reduction import alone
 from rlsys.config import Config
 from rlsys.core.errors import UserError
 
@@ -26,10 +38,14 @@ def check(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
             )
 
 
+def _anchored(term: Loss) -> bool:
+    return term.ratio or term.reads_anchor
+
+
 def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
     """What acts, but not in every part; one line each."""
     algo, found = config.algo, []
-    with_ratio = [(i, term) for i, term in enumerate(made["loss"]) if term.policy and term.ratio]
+    with_ratio = [(i, term) for i, term in enumerate(made["loss"]) if term.policy and _anchored(term)]
     if algo.anchor == "old" and algo.minibatches * algo.epochs == 1:
         found += [
             f"algo.loss[{i}] ({type(term).__name__}): with algo.anchor = 'old' and algo.minibatches = 1 its ratio "
@@ -37,7 +53,7 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
             "epochs"
             for i, term in with_ratio
         ]
-    if algo.anchor != "mu" and not any(term.ratio for term in made["loss"]):
+    if algo.anchor != "mu" and not any(map(_anchored, made["loss"])):
         found.append(
             f"algo.anchor = {algo.anchor!r} is not looked at: no term of algo.loss has a ratio, and corrections take "
             "exp(logp - mu) then"
@@ -47,6 +63,88 @@ def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
             "trainer.replay = 'trainer' with algo.minibatches = 1: the same weights choose the same experts twice, "
             "and the scoring pass buys nothing; use engine, off or more minibatches"
         )
+    return found + _senseless(config, made) + _exact_tokens(made)
+
+
+def _senseless(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Plug-ins that are right each by itself, and do together what nobody wants."""
+    algo, (advantage,), (reducer,) = config.algo, made["advantage"], made["reducer"]
+    found = []
+    for i, term in enumerate(made["loss"]):
+        if isinstance(term, Kl) and term.kind == "k1" and term.gradient == "estimate":
+            found.append(
+                f"algo.loss[{i}] ({type(term).__name__}): the gradient of k1 is 0 in the mean, whatever its weight; "
+                "use gradient: ratio or k2, or another kind"
+            )
+        if isinstance(term, Vespo) and (names := _names(c for c in made["corrections"] if c.weighs)):
+            found.append(
+                f"algo.loss[{i}] (Vespo): its weight is of the whole ratio to what sampled, and algo.corrections "
+                f"({names}) take a part of that once more; use algo.anchor = mu and no correction"
+            )
+        widths = [getattr(term, name, None) for name in ("clip_low", "clip_high")]
+        if widths == [0, 0]:
+            found.append(
+                f"algo.loss[{i}] ({type(term).__name__}): clip_low = clip_high = 0 take the gradient of every token "
+                "that has moved; use wider ones"
+            )
+    if isinstance(advantage, McGrpo) and reducer.over == "active":
+        found.append(
+            "algo.reducer.over = 'active' makes up for the advantage of 0 of the median sample, which algo.advantage "
+            "(McGrpo) does already; use all"
+        )
+    for i, selector in enumerate(made["selectors"]):
+        if isinstance(selector, D3S) and not advantage.of_samples:
+            found.append(
+                f"algo.selectors[{i}] (D3S) takes the samples whose advantages vary most, but algo.advantage "
+                f"({type(advantage).__name__}) has advantages of tokens only: it looks at plain rewards"
+            )
+    if len(twice := [c for c in made["corrections"] if c.weighs]) > 1:
+        found.append(
+            f"algo.corrections ({_names(twice)}) multiply by exp(anchor - mu) more than once; name one"
+        )
+    if not any(term.policy for term in made["loss"]):
+        choosing = [p for p in made["planners"] if isinstance(p, Dapo | Dars | Xrpo)]
+        names = _names([*choosing, *made["corrections"]])
+        if names:
+            found.append(
+                f"no term of algo.loss ({_names(made['loss'])}) trains on rewards, but {names} chooses or weighs "
+                "samples for it; leave it out"
+            )
+    if algo.critic is not None and algo.critic.warmup_steps >= config.trainer.steps:
+        found.append(
+            f"algo.critic.warmup_steps = {algo.critic.warmup_steps} is not below trainer.steps = "
+            f"{config.trainer.steps}: the policy never learns"
+        )
+    return found
+
+
+def _names(plugins: Iterable[Any]) -> str:
+    return ", ".join(type(plugin).__name__ for plugin in plugins)
+
+
+def _exact_tokens(made: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Corrections that reject or weigh tokens on which engine and trainer agree, up to a rounding of 1e-6."""
+    found = []
+    mu = -torch.ones(6, dtype=torch.float64)
+    anchor = mu + 1e-6 * torch.tensor([0.0, 1.0, -1.0, 0.0, 1.0, 1.0])
+    ones = torch.ones_like(mu)
+    batch = Batch(
+        tokens=torch.zeros(6, dtype=torch.long), cu_seqlens=torch.tensor([0, 1, 2, 3, 6]), rows=torch.arange(4),
+        mask=ones, mu=mu, versions=torch.zeros(6, dtype=torch.long), advantages=ones, weight=ones,
+        groups=torch.arange(4),
+    )  # fmt: skip
+    for i, correction in enumerate(made["corrections"]):
+        if not correction.of_anchor:
+            continue
+        prepared = correction.prepare([batch], [anchor], alone) if correction.prepares else None
+        weight, keep = correction(View(batch, anchor, anchor), prepared)
+        what = f"algo.corrections[{i}] ({type(correction).__name__})"
+        if not keep.all():
+            found.append(f"{what} rejects tokens on which engine and trainer agree; widen its bounds")
+        elif bool(((weight - 1).abs() > 1e-3).any()):
+            found.append(
+                f"{what} multiplies tokens on which engine and trainer agree by {float(weight[0]):.3g}; expected 1"
+            )
     return found
 
 

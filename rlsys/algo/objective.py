@@ -15,7 +15,7 @@ not change the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from rlsys.algo.advantages import Advantage
 from rlsys.algo.anchors import AnyAnchor
 from rlsys.algo.asks import Asks
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.corrections import CorrectionPlugin
+from rlsys.algo.corrections import Correction, CorrectionPlugin
+from rlsys.algo.draws import sample_draws, sample_keys
 from rlsys.algo.figures import mismatch_sums
 from rlsys.algo.hooks import Hook
 from rlsys.algo.kl import KL_KINDS, kl_estimate
@@ -63,6 +64,7 @@ class StepPlan:
     rows: list[int]  # to be packed
     deferred: list[int]  # put off by a selector that defers
     updates: int = 1  # optimizer updates that share the rows
+    trained: tuple[int, ...] = ()  # those of `rows` that have a gradient; known once the advantages are
     advantages: Tensor | None = None  # [N]
     reduction: Reduction | None = None
 
@@ -91,22 +93,26 @@ class Objective:
         self.losses: list[Loss] = made["loss"]
         self.reducer: Reducer = made["reducer"][0]
         self.hooks: list[Hook] = made["hooks"]
-        with_ratio = any(term.ratio for term in self.losses)
-        self.anchor: AnyAnchor = section.anchor if with_ratio else "current"
+        anchored = any(term.ratio or term.reads_anchor for term in self.losses)
+        self.anchor: AnyAnchor = section.anchor if anchored else "current"
+        ratios = frozenset[bool]().union(*(term.ratios() for term in self.losses))
+        self._correction_anchors: dict[bool, AnyAnchor] = {
+            ratio: self.anchor if ratio else "current" for ratio in sorted(ratios if self.corrections else ())
+        }
         self.critic: CriticSection | None = section.critic
         self.asks = Asks.of(
             self.anchor, self.shaping, self.advantage, self.selectors, self.corrections, self.losses, self.reducer,
-            self.hooks, own_critic=section.critic is not None,
+            self.hooks, frozenset(self._correction_anchors.values()), own_critic=section.critic is not None,
         )  # fmt: skip
         self.plugins: list[Plugin] = [
             *self.shaping, self.advantage, *self.selectors,
             *self.corrections, *self.losses, self.reducer, *self.hooks,
         ]  # fmt: skip
-        self._preparing: list[Preparing] = [p for p in (*self.losses, *self.corrections) if p.prepares]
         self._observing = [p for p in self.plugins if p.observes]
         self._columns = frozenset[str]().union(*(p.needs() for p in self.plugins))
         self._minibatches = section.minibatches
-        self._prepared: dict[int, Any] = {}
+        self._prepared: dict[tuple[int, AnyAnchor], Any] = {}
+        self._totals: dict[int, Tensor] = {}  # of losses, over samples of several sequences
 
         putting_off = [s for s in self.selectors if s.defers]
         if self.advantage.of_turns and (others := [*self.shaping, *putting_off]):
@@ -122,7 +128,7 @@ class Objective:
         """Choose what is packed. Equal on every rank, because the table is."""
         counted = torch.ones(len(samples.rewards), dtype=torch.bool, device=samples.rewards.device)
         for selector in (s for s in self.selectors if s.before):
-            counted &= selector(samples, None) > 0
+            counted[counted.clone()] = selector(samples.take(counted), None) > 0
         plan = StepPlan(replace(samples, counted=counted), counted.float(), [], [])
         if not self.asks.late:
             self._score(plan)
@@ -130,6 +136,7 @@ class Objective:
         if plan.advantages is not None and self.asks.skips_zero:
             trained = trained & (plan.advantages != 0)
         plan.rows = trained.nonzero().flatten().tolist()
+        self._set_trained(plan)
         plan.updates = max(1, min(self._minibatches, len(plan.rows)))
         return plan
 
@@ -146,7 +153,8 @@ class Objective:
         if self._put_off is None:
             return []
         samples = [(g, s) for g in groups for s in g.samples]
-        for row in plan.deferred:
+        draws = sample_draws(plan.samples)  # what waits longest may expire: no group's for finishing last
+        for row in sorted(plan.deferred, key=draws.__getitem__):
             assert plan.advantages is not None
             group, sample = samples[row]
             self._put_off.put(step, [(replace(group, samples=[loaded(sample)]), float(plan.advantages[row]))])
@@ -158,7 +166,23 @@ class Objective:
         reduction = self.reducer(samples.lengths, advantages != 0)
         table = replace(samples, counted=every)
         rows = list(range(len(samples)))
-        return StepPlan(table, every.float(), rows, [], advantages=advantages, reduction=reduction)
+        plan = StepPlan(table, every.float(), rows, [], advantages=advantages, reduction=reduction)
+        self._set_trained(plan)
+        return plan
+
+    def _set_trained(self, plan: StepPlan) -> None:
+        """The rows that have a gradient, as far as weights and advantages of samples tell."""
+        if plan.advantages is None:
+            return
+        weight, advantages = plan.weight.tolist(), plan.advantages.tolist()
+        every = self.advantage.changes_tokens() or not self.asks.only_advantages
+        plan.trained = tuple(r for r in plan.rows if weight[r] and (every or advantages[r]))
+
+    def trains(self, parts: Sequence[Batch], reduce: Reduce = alone) -> bool:
+        """Whether a token of an update, of all its parts on all ranks, has a gradient. Without one, the optimizer
+        would move the weights by its momentum alone. After `finish`."""
+        tokens = [part.active if self.asks.only_advantages else part.counted_tokens for part in parts]
+        return bool(reduce(torch.stack([t.double().sum() for t in tokens]).sum()))
 
     def _score(self, plan: StepPlan) -> None:
         """Advantages of the counted samples, weights of selectors, the denominator: in this order."""
@@ -172,41 +196,63 @@ class Objective:
         factors = torch.zeros(len(samples.rewards), device=factor.device).masked_scatter(
             counted.to(factor.device), factor
         )
-        mass = factors * samples.lengths.to(factors)
+        mass = self.reducer.mass(samples.lengths, advantages != 0).to(factors) * counted.to(factors)
         plan.advantages = advantages
         for selector in (s for s in self.selectors if not s.before):
-            weight = selector(samples, advantages)
-            denominator *= selector.denominator_share(weight, mass, samples.step)
+            present, weight = plan.weight != 0, torch.zeros_like(plan.weight)
+            if present.any():
+                chosen = selector(samples.take(present), advantages[present])
+                weight[present] = chosen.to(weight)
+            share = selector.denominator_share(weight, mass, samples.step)
+            denominator *= share
+            if share != 1:  # a mean over what is kept: the next selector's share is of that
+                mass = mass * (weight != 0).to(mass)
             if selector.defers:
                 put_off = (plan.weight != 0) & (weight == 0) & (advantages != 0)
                 plan.deferred += put_off.nonzero().flatten().tolist()
             plan.weight = plan.weight * weight
-        plan.reduction = Reduction(factors, denominator)
+        plan.reduction = Reduction(factors, denominator or 1.0)  # of nothing that is kept: 0
 
     def finish(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
         """After the log-prob passes: advantages and weights of the tokens of all parts of the step.
 
         `parts`, at least one, are this rank's packed sequences, each of the planned rows on exactly one rank.
         """
+        self._prepared, self._totals = {}, {}
         plan.samples = self._with_columns(plan.samples, parts, reduce)
         if plan.advantages is None:
             self._score(plan)
         assert plan.advantages is not None and plan.reduction is not None
+        self._set_trained(plan)
         plan.samples = replace(plan.samples, kept=plan.weight != 0)
         denominator = plan.denominator / plan.updates
-        groups = group_index(plan.samples.group_ids)[0]
-        tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
-        for part, advantages in zip(parts, tokens, strict=True):
-            part.advantages, part.rewards = advantages, part.expand(plan.samples.reward)
-            part.groups = groups
+        groups, keys = group_index(plan.samples.group_ids)[0], sample_keys(plan.samples)
+        for part in parts:
+            part.rewards, part.groups = part.expand(plan.samples.reward), groups
+            part.sample_lengths, part.sample_keys = plan.samples.lengths, keys
             part.denominator = denominator
             part.weight = part.masked(part.expand(plan.weight * plan.reduction.factor.to(plan.weight.device)))
             shifts = [s for c in self.corrections if (s := c.shift(part, plan.samples)) is not None]
             part.shift = part.masked(torch.stack(shifts).sum(0)) if shifts else None
-        for selector in self.selectors:
-            weights = selector.per_token(parts, plan.samples, reduce)
-            for part, weight in zip(parts, weights or [], strict=weights is not None):
-                part.weight = part.signal("weight") * weight
+        self._spread(plan, parts, reduce)
+        chosen = [self._choose_tokens(s, plan, parts, reduce) for s in self.selectors]
+        if any(chosen) and self.advantage.changes_tokens():  # a mean over tokens, which are fewer now
+            self._spread(plan, parts, reduce)
+
+    def _spread(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce) -> None:
+        """The advantages of tokens."""
+        assert plan.advantages is not None
+        tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
+        for part, advantages in zip(parts, tokens, strict=True):
+            part.advantages = advantages
+
+    @staticmethod
+    def _choose_tokens(selector: Selector, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce) -> bool:
+        """Weights of a selector's tokens; whether it gives any."""
+        weights = selector.per_token(parts, plan.samples, reduce)
+        for part, weight in zip(parts, weights or [], strict=weights is not None):
+            part.weight = part.signal("weight") * weight
+        return weights is not None
 
     def _with_columns(self, samples: Samples, parts: Sequence[Batch], reduce: Reduce) -> Samples:
         """The table with what only the trainer's log-probs can tell."""
@@ -230,24 +276,41 @@ class Objective:
             columns["kl"] = torch.stack(kinds, 1)
         return replace(samples, **columns)
 
-    def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone) -> None:
-        """Before each optimizer update, with all its parts, where `asks.prepares`."""
-        anchors = [self.anchor_of(part, part.now if part.now is not None else part.mu) for part in parts]
-        self._prepared = {id(p): p.prepare(parts, anchors, reduce) for p in self._preparing}
+    def prepare(self, parts: Sequence[Batch], reduce: Reduce = alone, *, several: bool = False) -> None:
+        """Before each optimizer update, with all its parts, where `asks.prepares`.
 
-    def anchor_of(self, batch: Batch, logp: Tensor) -> Tensor:
+        several: samples have more than one sequence, and `asks.whole_samples`: then always, and `now` is filled.
+        """
+        self._prepared, self._totals = {}, {}
+        wanted: list[tuple[AnyAnchor, Sequence[Preparing]]] = [(self.anchor, self.losses)]
+        wanted += [(anchor, self.corrections) for anchor in self._correction_anchors.values()]
+        for anchor, plugins in wanted:
+            known = [part.mu if part.now is None else part.now for part in parts]
+            of = [self.anchor_of(part, now, anchor) for part, now in zip(parts, known, strict=True)]
+            for plugin in plugins:
+                whole = several and plugin.whole_samples
+                if isinstance(plugin, Loss) and whole:
+                    views = [View(p, p.masked(p.signal("now")), a) for p, a in zip(parts, of, strict=True)]
+                    sums = [v.batch.per_sequence(plugin.sample_values(v)) for v in views]
+                    groups = parts[0].groups
+                    assert groups is not None, "finish sets it"
+                    self._totals[id(plugin)] = table_sum(sums, [p.rows for p in parts], len(groups), reduce)
+                if plugin.prepares or (whole and not isinstance(plugin, Loss)):
+                    self._prepared[id(plugin), anchor] = plugin.prepare(parts, of, reduce)
+
+    def anchor_of(self, batch: Batch, logp: Tensor, name: AnyAnchor | None = None) -> Tensor:
         """What ratios are taken against, `[T]`, detached; any number where masked. logp: of the current weights."""
-        current = logp.detach()
-        if self.anchor == "current":
+        current, name = logp.detach(), name or self.anchor
+        if name == "current":
             anchor = current
-        elif self.anchor == "ewma":
+        elif name == "ewma":
             anchor = batch.signal("ewma")
-        elif self.anchor in ("old", "behaviour"):
+        elif name in ("old", "behaviour"):
             anchor = current if batch.old_is_current else batch.signal("old")
-            if self.anchor == "behaviour":
+            if name == "behaviour":
                 stored = batch.signal("behaviour")
                 anchor = torch.where(stored.isnan(), anchor, stored)
-        elif self.anchor == "interpolated":
+        elif name == "interpolated":
             age = (batch.version - batch.versions).clamp(min=1).to(batch.mu.dtype)
             anchor = batch.mu + (age - 1) / age * (
                 current - batch.mu
@@ -271,38 +334,55 @@ class Objective:
             )
         anchor = batch.masked(self.anchor_of(batch, logp))
         view = View(batch, batch.masked(logp), anchor, entropy, values, divergence)
-        share = batch.signal("weight")
-        weight, keep = torch.ones_like(view.anchor), view.keep
-        for correction in self.corrections:
-            factor, kept = correction(view, self._prepared.get(id(correction)))
-            weight, keep = weight * factor.detach(), keep & kept
-        total, clipped = logp.new_zeros(()), torch.zeros_like(keep)
-        figures: Figures = {"weight": weight, "tokens": torch.ones_like(weight)}
+        share, none = batch.signal("weight"), Correction(torch.ones_like(view.anchor), view.keep)
+        corrected = {ratio: self._corrected(view, of) for ratio, of in self._correction_anchors.items()}
+        total, clipped = logp.new_zeros(()), torch.zeros_like(view.keep)
+        of_terms: list[Correction] = []
+        figures: Figures = {"tokens": torch.ones_like(view.anchor)}
         for term in self.losses:
             if term.critic and self.critic is not None:
                 continue
-            loss, found = term(view, self._prepared.get(id(term)))
-            scale = share * (weight * keep if term.policy else 1.0)
+            totals = self._totals.get(id(term))
+            of_term = view if totals is None else replace(view, totals=totals)
+            loss, found = term(of_term, self._prepared.get((id(term), self.anchor)))
+            weight, keep = _at(term.has_ratio(view), corrected) if corrected and term.policy else none
+            of_terms += [Correction(weight, keep)] if term.policy else []
+            scale = share * weight * keep
             total = total + batch.masked(torch.where(scale != 0, loss * scale, torch.zeros_like(loss))).sum()
             clipped = clipped | (keep & found.pop("clipped", clipped))
             figures |= found
+        figures["weight"] = of_terms[0].weight if of_terms else none.weight
+        kept = torch.stack([c.keep for c in of_terms]).any(0) if of_terms else view.keep
         figures["entropy"] = torch.zeros_like(weight) if entropy is None else entropy
         if self.anchor == "behaviour":
             figures["anchor_missing"] = (
                 batch.signal("behaviour").isnan() & (batch.versions != batch.version)
             ).to(weight)
-        sums = {name: batch.masked(values.detach()).sum() for name, values in figures.items()}
-        return total, sums | mismatch_sums(logp, batch, clipped, view.keep & ~keep)
+        counted, nothing = batch.counted_tokens, torch.zeros_like(weight)
+        sums = {name: torch.where(counted, v.detach(), nothing).sum() for name, v in figures.items()}
+        rejected, active = view.keep & ~kept, batch.active
+        sums |= {"active": active.sum(), "active_lost": (active & (clipped | rejected)).sum()}
+        return total, sums | mismatch_sums(logp, batch, clipped, rejected)
+
+    def _corrected(self, view: View, name: AnyAnchor) -> Correction:
+        """All corrections together, of this anchor's exp(anchor - mu)."""
+        anchor = view.anchor if name == self.anchor else self.anchor_of(view.batch, view.logp, name)
+        of = View(view.batch, view.logp, view.batch.masked(anchor))
+        weight, keep = torch.ones_like(view.anchor), view.keep
+        for correction in self.corrections:
+            factor, kept = correction(of, self._prepared.get((id(correction), name)))
+            weight, keep = weight * factor.detach(), keep & kept
+        return Correction(weight, keep)
 
     def critic_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """The same of the terms of a critic that is a model of its own. values `[T]` with gradient."""
-        nothing = torch.zeros_like(values)
+        nothing, counted = torch.zeros_like(values), batch.counted_tokens
         view, weight = View(batch, nothing, nothing, values=values), batch.signal("weight")
-        total, sums = values.new_zeros(()), {"tokens": batch.masked(torch.ones_like(values)).sum()}
+        total, sums = values.new_zeros(()), {"tokens": counted.to(values).sum()}
         for term in (t for t in self.losses if t.critic):
-            loss, found = term(view, self._prepared.get(id(term)))
+            loss, found = term(view, self._prepared.get((id(term), self.anchor)))
             total = total + batch.masked(torch.where(weight != 0, loss * weight, nothing)).sum()
-            sums |= {name: batch.masked(figure.detach()).sum() for name, figure in found.items()}
+            sums |= {name: torch.where(counted, v.detach(), nothing).sum() for name, v in found.items()}
         return total, sums
 
     # -- around the optimizer -----------------------------------------------------------------------------------
@@ -310,6 +390,7 @@ class Objective:
     def lr_factor(self, plan: StepPlan, rows: Sequence[int]) -> float:
         """Factor of the learning rate of an update on these rows."""
         size = float(plan.counted.sum()) / plan.updates
+        rows = [row for row in rows if plan.weight[row] != 0]
         return math.prod(hook.lr_factor(plan.samples, rows, size) for hook in self.hooks)
 
     def start(self, parameters: Parameters) -> None:
@@ -363,6 +444,14 @@ class Objective:
 
     def _named(self) -> list[tuple[str, Plugin]]:
         return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]
+
+
+def _at(ratio: Tensor, of: Mapping[bool, Correction]) -> Correction:
+    """Of each token `[T]`, the correction for its ratio."""
+    if len(of) == 1:
+        return next(iter(of.values()))
+    weight = torch.where(ratio, of[True].weight, of[False].weight)
+    return Correction(weight, torch.where(ratio, of[True].keep, of[False].keep))
 
 
 def _to_lists(item: Later) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from rlsys.algo.plugin import Plugin
+from rlsys.algo.plugin import REWARD_TOLERANCE, Plugin
 from rlsys.core.types import SampleGroup
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -157,6 +157,12 @@ def largest_size(planners: Sequence[Planner], group_size: int) -> int:
 
 def rewards_of(group: SampleGroup) -> list[float]:
     return [s.reward for s in group.samples if s.reward is not None]
+
+
+def equal(rewards: Sequence[float]) -> bool:
+    """Whether they differ by rounding at the most, as the trainer's estimators have it (rlsys.algo.batch)."""
+    largest = max(map(abs, rewards), default=0.0)
+    return not rewards or max(rewards) - min(rewards) <= REWARD_TOLERANCE * largest
 
 
 def success_rate(group: SampleGroup, correct: float = 0.5) -> float:

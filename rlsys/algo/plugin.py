@@ -36,8 +36,13 @@ NEEDS: dict[str, str] = {
 """Every signal that a plug-in may ask for beyond rewards, groups, lengths, `mu` and weight versions."""
 
 
+REWARD_TOLERANCE = 1e-6
+"""Rewards of a group that differ by at most this share of its largest are equal: float32 holds seven digits, and an
+estimator that divides by a deviation makes as much of the last of them as of a success."""
+
 EVIDENCE: dict[str, str] = {
-    "R": "read in the authors' or a framework's code",
+    "R": "read in the authors' code, or in that of the framework where the method is from",
+    "F": "read in a framework's code; the authors' was not seen",
     "P": "read in the paper's text or a formula-level note of it",
     "N": "from a second-hand note; defaults unconfirmed",
     "A": "a reading of the abstract",

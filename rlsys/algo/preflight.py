@@ -150,9 +150,10 @@ def _check_reducer(made: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _check_anchor(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
-    """Against mu itself, the distance of the anchor from mu corrects nothing."""
+    """Against mu itself, the distance of the anchor from mu corrects nothing of a term with a ratio."""
+    ratios = frozenset[bool]().union(*(term.ratios() for term in made["loss"]))
     for i, correction in enumerate(made["corrections"]):
-        if anchor == "mu" and correction.of_anchor:
+        if anchor == "mu" and correction.of_anchor and ratios == {True}:
             raise UserError(
                 f"algo.corrections[{i}] ({type(correction).__name__}) acts on exp(anchor - mu), which is 1 "
                 "everywhere with algo.anchor = 'mu': use algo.anchor = old, behaviour, interpolated or ewma"
@@ -259,7 +260,7 @@ def _check_groups(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
         )
     if largest == 1:
         filtering = [i for i, planner in enumerate(planners) if isinstance(planner, Dapo)]
-        if advantage.compares:
+        if advantage.compares and any(term.policy for term in made["loss"]):
             raise UserError(
                 f"{said}, but algo.advantage ({type(advantage).__name__}) compares the samples of a group; use "
                 "group_size >= 2"

@@ -25,16 +25,30 @@ class Reducer(Plugin):
     """Lengths of all samples of the step -> what each token counts."""
 
     over: Literal["all", "active"] = "all"
-    """Samples in the denominator: all of them, or those with an advantage other than 0, whatever the terms."""
+    """Samples in the denominator: all of them, or those with an advantage other than 0, whatever the terms. Where no
+    sample has one, all."""
     sample_local: ClassVar[bool] = False
     """A sample's factor follows from the sample alone."""
 
     def __call__(self, lengths: Tensor, active: Tensor) -> Reduction:
         """lengths `[N]` of trained tokens; active `[N]` bool: the sample's advantage is not 0."""
-        return self.reduce(lengths, active if self.over == "active" else torch.ones_like(active))
+        return self.reduce(lengths, self._counted(active))
+
+    def _counted(self, active: Tensor) -> Tensor:
+        """All of them where none is active: terms without an advantage would be divided by 1."""
+        return active if self.over == "active" and bool(active.any()) else torch.ones_like(active)
 
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
         raise NotImplementedError
+
+    def mass(self, lengths: Tensor, active: Tensor) -> Tensor:
+        """`[N]`, what each sample adds to the denominator, but for a factor that all have."""
+        found = self.share(lengths)
+        return found * self._counted(active).to(found)
+
+    def share(self, lengths: Tensor) -> Tensor:
+        """`[N]`, the same of samples that count: a sample each, or its tokens."""
+        return torch.ones(len(lengths))
 
 
 class TokenMean(Reducer):
@@ -46,6 +60,9 @@ class TokenMean(Reducer):
 
     def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
         return Reduction(torch.ones(len(lengths)), max(1.0, float(lengths[counted].sum())))
+
+    def share(self, lengths: Tensor) -> Tensor:
+        return lengths.float()
 
 
 class SequenceMean(Reducer):

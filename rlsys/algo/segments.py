@@ -32,6 +32,22 @@ def max_by(values: Tensor, index: Tensor, count: int) -> Tensor:
     return out.scatter_reduce(0, index, values, "amax")
 
 
+def merge_close(values: Tensor, group_ids: Tensor, scale: Tensor, tolerance: float) -> Tensor:
+    """`values` `[N]`, those of a group that differ by at most `tolerance` times its largest `scale` `[N]` made the
+    same number: the smallest of them."""
+    index, sizes = group_index(group_ids)
+    by_value = torch.argsort(values, stable=True)
+    order = by_value[torch.argsort(index[by_value], stable=True)]
+    sorted_values, groups = values[order], index[order]
+    limit = tolerance * max_by(scale.nan_to_num(0, 0, 0), index, len(sizes))[groups]
+    first = torch.ones_like(groups, dtype=torch.bool)
+    near = sorted_values[1:] - sorted_values[:-1] <= limit[1:]
+    first[1:] = (groups[1:] != groups[:-1]) | ~near
+    out = torch.empty_like(values)
+    out[order] = sorted_values[first][first.long().cumsum(0) - 1]
+    return out
+
+
 def group_mean(values: Tensor, group_ids: Tensor) -> Tensor:
     """Mean of `values` `[N]` within each sample's group, `[N]`. Of equal values it is exactly these."""
     index, sizes = group_index(group_ids)

@@ -22,7 +22,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Selector(Plugin):
-    """Weights of samples and tokens; 0 drops."""
+    """Weights of samples and tokens; 0 drops. Selectors act in order: each sees what those before it leave."""
 
     before: ClassVar[bool] = False
     """Before the advantages: dropped samples were never there, for baselines and denominators too."""

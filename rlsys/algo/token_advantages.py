@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
+from rlsys.algo.plugin import REWARD_TOLERANCE
 from rlsys.algo.reduction import Reduce
 
 Unit = Annotated[float, Field(ge=0, le=1)]
@@ -21,20 +22,21 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 def whiten_tokens(
     values: Sequence[Tensor], parts: Sequence[Batch], reduce: Reduce, eps: float = 1e-6
 ) -> list[Tensor]:
-    """(x - mean) / (std + eps) over the trained tokens of all ranks, std with n - 1; 0 elsewhere."""
+    """(x - mean) / (std + eps), mean and std (with n - 1) over the counted tokens of all ranks; 0 where masked.
+
+    Values that differ by rounding at the most have no deviation: all get 0.
+    """
+    counted = [p.counted_tokens for p in parts]
 
     def total(fields: list[Tensor]) -> Tensor:
-        return reduce(
-            torch.stack([p.masked(f).double().sum() for f, p in zip(fields, parts, strict=True)]).sum()
-        )
+        return reduce(torch.stack([f[c].double().sum() for f, c in zip(fields, counted, strict=True)]).sum())
 
     count = total([torch.ones_like(v) for v in values])
     mean = total(list(values)) / count.clamp(min=1)
+    square = total([v.double() ** 2 for v in values]) / count.clamp(min=1)
     variance = total([(v.double() - mean) ** 2 for v in values]) / (count - 1).clamp(min=1)
-    return [
-        p.masked(((v - mean) / (variance.sqrt() + eps)).to(v.dtype))
-        for v, p in zip(values, parts, strict=True)
-    ]
+    scale = torch.where(variance > REWARD_TOLERANCE**2 * square, 1 / (variance.sqrt() + eps), 0.0)
+    return [p.masked(((v - mean) * scale).to(v.dtype)) for v, p in zip(values, parts, strict=True)]
 
 
 def on_trained(part: Batch, values: Tensor, scan: Any) -> Tensor:

@@ -160,6 +160,8 @@ def _learn(
         part.old_is_current = True
     objective.finish(plan, [part for parts in batches for part in parts])
     for parts, rows in zip(batches, updates, strict=True):
+        if not objective.trains(parts):
+            continue
         if asks.prepares:
             objective.prepare(parts)
         sums: dict[str, Tensor] = {}

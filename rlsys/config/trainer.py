@@ -80,7 +80,7 @@ class TrainerConfig(Section):
     """Share of the optimizer's state that is kept and updated in host memory. It saves GPU memory and makes
     updates slower. Needs model.dtype = bfloat16."""
     balance_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the routers' load-balancing loss (Switch Transformer, section 2.2), per token. 0 is off."""
+    """Weight of the routers' load-balancing loss of each sequence (DeepSeek-V3, eq. 17), per token. 0 is off."""
     balance_rate: Annotated[float, Field(ge=0)] = 0.0
     """How far an update moves the routers' biases towards idle experts (Wang et al. 2024, balancing without a
     loss). For routers with biases, such as DeepSeek-V3's. 0 is off."""

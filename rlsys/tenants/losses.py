@@ -7,8 +7,9 @@
     dro                   -(A log p - beta / 2 (log p - log q)^2)
 
 p: the model now; q: what sampled, its `logprobs`; r = p / q; A: `advantages`; w: `weights`. As the protocol's
-documentation has them (tinker-docs, Loss functions): sums over tokens, without any mean. Log-ratios are clamped to
-+-20, as all of rlsys' are.
+documentation has them (tinker-docs, Loss functions): sums over tokens, without any mean. The protocol has no mask:
+positions of weight or advantage 0 have no loss; in dro those of advantage 0 have the square, but where the log-prob
+is 0 as well, which stands for the prompt. Log-ratios are clamped to +-20, as all of rlsys' are.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class LossKind:
     inputs: tuple[str, ...]
     params: Params
     of_tokens: TokenLoss
+    at_advantage_0: bool = False
+    """Whether a position of advantage 0 has a loss, too. One whose `logprobs` is 0 as well is the prompt's."""
 
 
 def _ratio(logp: Tensor, of: Mapping[str, Tensor]) -> Tensor:
@@ -71,12 +74,14 @@ LOSSES = {
     "importance_sampling": LossKind(_SAMPLED, {}, _importance_sampling),
     "ppo": LossKind(_SAMPLED, _PPO, _ppo),
     "cispo": LossKind(_SAMPLED, _CISPO, _cispo),
-    "dro": LossKind(_SAMPLED, {"beta": math.nan}, _dro),
+    "dro": LossKind(_SAMPLED, {"beta": math.nan}, _dro, at_advantage_0=True),
 }
 
 
 def token_losses(kind: LossKind, logp: Tensor, of: Mapping[str, Tensor], params: Params) -> Tensor:
-    """`[T]`, exactly 0 where nothing is trained: weight or advantage 0 in all that it needs."""
+    """`[T]`, exactly 0 where nothing is trained: weight or advantage 0; of dro, advantage and log-prob 0."""
     losses = kind.of_tokens(logp, of, {**kind.params, **params})
     trained = of[kind.inputs[-1]] != 0
+    if kind.at_advantage_0:
+        trained = trained | (of["logprobs"] != 0)
     return torch.where(trained, losses, torch.zeros_like(losses))

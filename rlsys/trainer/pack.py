@@ -143,13 +143,15 @@ class MicroBatch(Batch):
     pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
     """
 
+    copy: bool = (
+        False  # of a sequence that is trained elsewhere, so that ranks have as many micro-batches; all masked
+    )
     asked: Tensor | None = (
         None  # [T] whose log-probs are wanted in the places of the tokens; None: the tokens'
     )
     support_at: Tensor | None = None  # [N] in 0 .. T-1
     support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # [S] the number of each sequence within its sample
     own_routes: dict[int, Tensor] = field(default_factory=dict)
     teachers: Tensor | None = None  # [rows of the step] which of several teachers each sample has
     teacher_ids: Tensor | None = None  # [T, K] what a teacher finds most probable at each token's place
@@ -173,6 +175,11 @@ class MicroBatch(Batch):
     def sequence_lengths(self) -> list[int]:
         """Tokens of each sequence, prompt and response."""
         return [int(n) for n in self.cu_seqlens[1:] - self.cu_seqlens[:-1]]
+
+    @property
+    def real_tokens(self) -> int:
+        """All tokens, prompts too; none of a copy."""
+        return 0 if self.copy else len(self.tokens)
 
     @property
     def response_tokens(self) -> int:
@@ -204,7 +211,7 @@ def pack(
     batches = [_build([samples[i].read() for i in b] or [shortest.read()]) for b in mine]
     for members, batch in zip(mine, batches, strict=True):
         if not members:
-            batch.mask = torch.zeros_like(batch.mask)
+            batch.mask, batch.copy = torch.zeros_like(batch.mask), True
     return batches
 
 

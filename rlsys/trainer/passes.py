@@ -132,7 +132,12 @@ class Passes:
             return weighed, unused, sums
 
         self._sums += self._schedule(loss, batch, forward_only=False)
-        self._real_tokens += sum(len(m.tokens) for m in batch if m.mask.any())
+        self._real_tokens += sum(m.real_tokens for m in batch)
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether something went backward since the last update."""
+        return self._computed_tokens > 0
 
     def take_accumulated(self) -> Accumulated:
         """What was accumulated, summed over all ranks in float64; the next accumulate begins anew."""
@@ -185,7 +190,7 @@ class Passes:
             self._routing.begin(chunk, micro, share)
             output = model(
                 share.tokens[None], share.position_ids[None], None,
-                padding_mask=self._routing.padding_mask(chunk, share),
+                padding_mask=self._routing.padding_mask(chunk, micro, share),
                 packed_seq_params=PackedSequences.of(share.lengths, self._device, share.gathered),
             )  # fmt: skip
             self._routing.end(chunk, micro)

@@ -56,9 +56,7 @@ def train_step(
     table = sample_table(taken.groups, step, objective.asks.needs)
     objective.start(trainer.named_parameters)
     plan = objective.plan(table)
-    metrics: dict[str, object] = {
-        "effective_groups": len({int(plan.samples.group_ids[r]) for r in plan.rows})
-    }
+    metrics: dict[str, object] = {}
     gone = set[int]() if early is None else early.group_ids
     if early is not None:
         metrics |= early.metrics(taken)
@@ -66,6 +64,7 @@ def train_step(
         rest = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in gone]
         updates = shuffled(rest, config.algo.minibatches, (config.run.seed, step))
         metrics |= learn(trainer, objective, plan, taken, updates, sums, config.algo.epochs, notes=notes)
+    metrics["effective_groups"] = len({int(plan.samples.group_ids[r]) for r in plan.trained})
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
     if due := objective.put_off(plan, taken.groups, step, partial(in_hand, trainer.segments)):
@@ -98,6 +97,7 @@ def learn(
     notes: list[Noted] | None = None,
 ) -> dict[str, object]:
     """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
+    A list without a token that has a gradient gets none.
 
     Further `epochs` go over the same lists in the same order, with the advantages and the scores of the first: of the
     passes, only `now` is made again. A critic of its own learns first; in its warm-up it alone does, and nothing is
@@ -105,20 +105,25 @@ def learn(
     came before.
     """
     figures: dict[str, object] = {}
+    samples = [s for group in taken.groups for s in group.samples]
+    several = parts_of_samples(objective, samples, plan.rows)
     batches = ready(trainer, objective, plan, taken, updates)
+    trained = [objective.trains(batch, trainer.passes.sum_over_dp) for batch in batches]
 
     t, skipped = trainer.config.trainer, 0
     critic = trainer.critic if objective.critic is not None else None
     assert critic is None or isinstance(critic, Critic)
     share = plan.denominator / max(1, len(updates))
-    samples = [s for group in taken.groups for s in group.samples]
-    one_pass = list(zip(updates or [[]], batches or [[]], strict=True))
+    one_pass = [pair for pair, has in zip(zip(updates, batches, strict=True), trained, strict=True) if has]
+    one_pass = one_pass if batches else [([], [])]
     for i, (rows, batch) in enumerate(one_pass * epochs):
-        if i and "now" in objective.asks.passes:  # the weights have moved since the scores were made
+        if i and (
+            "now" in objective.asks.passes or several
+        ):  # the weights have moved since the scores were made
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
                 micro.now = logp
-        if objective.asks.prepares:
-            objective.prepare(batch, trainer.passes.sum_over_dp)
+        if objective.asks.prepares or several:
+            objective.prepare(batch, trainer.passes.sum_over_dp, several=several)
         factor = objective.lr_factor(plan, rows) if objective.hooks else 1.0
         rate = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
         first, noted = notes is not None and i == 0, notes if i < len(one_pass) else None
@@ -144,6 +149,11 @@ def learn(
     return figures
 
 
+def parts_of_samples(objective: Objective, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
+    """Whether a plug-in takes something over whole samples, and one of them may be in several micro-batches."""
+    return objective.asks.whole_samples and any(len(samples[r].trained_sequences) > 1 for r in rows)
+
+
 def ready(
     trainer: Trainer, objective: Objective, plan: StepPlan, taken: Taken, updates: Sequence[list[int]]
 ) -> list[list[MicroBatch]]:
@@ -158,8 +168,9 @@ def ready(
     # that a scoring pass chooses (trainer.replay = trainer) are wanted earlier; and with further epochs these samples
     # come again, when the weights have moved.
     own_experts = config.trainer.replay == "trainer"
-    reuse = not (asks.looks_ahead or own_experts or config.algo.epochs > 1)
-    for i, batch in enumerate(batches if asks.scored & asks.current or own_experts else ()):
+    several = parts_of_samples(objective, [s for group in taken.groups for s in group.samples], plan.rows)
+    reuse = not (asks.looks_ahead or own_experts or config.algo.epochs > 1 or several)
+    for i, batch in enumerate(batches if asks.scored & asks.current or own_experts or several else ()):
         scores = [None] * len(batch) if reuse and i == 0 else passes.score(batch)
         for micro, found in zip(batch, scores, strict=True):
             before = torch.full_like(micro.mu, torch.nan) if micro.behaviour is None else micro.behaviour
@@ -335,8 +346,11 @@ def go_backward(trainer: Trainer, objective: Objective, part: Taken, early: Earl
     """Passes of a step's first groups; the weights stay, and the step divides by the whole step's denominator."""
     start = time.monotonic()
     plan = objective.plan(sample_table(part.groups, part.train_step, objective.asks.needs))
+    samples = [s for group in part.groups for s in group.samples]
+    several = parts_of_samples(objective, samples, plan.rows)
     for batch in ready(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
-        samples = [s for group in part.groups for s in group.samples]
+        if several:
+            objective.prepare(batch, trainer.passes.sum_over_dp, several=True)
         loss = partial(micro_loss, objective, compare=True, notes=early.notes, samples=samples)
         trainer.passes.accumulate(batch, loss)
     early.group_ids |= {g.group_id for g in part.groups}

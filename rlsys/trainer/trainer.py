@@ -220,16 +220,22 @@ class Trainer:
         The loss is the sum over all ranks divided by `denominator`, alike on every rank; when none is given, by
         the response tokens of all ranks, counted before the loss masks anything. An update whose gradient is not
         finite is skipped; raises RunError when that happens more than trainer.nonfinite_limit times in a row.
-        `batch` may be empty when something was accumulated.
+        `batch` may be empty when something was accumulated. Without a trained token the weights stay as they are, and
+        `sums` is empty.
         """
         sum_over_dp = self.passes.sum_over_dp
+        trained = float(sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
+        if (
+            not trained and not self.passes.accumulated
+        ):  # the optimizer would move the weights by its momentum alone
+            return Updated(0.0, 0.0, {}, {}, 0.0)
         if denominator is None:
-            denominator = float(sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
+            denominator = trained
         divisor = denominator
         if (
             self.config.trainer.balance_loss
         ):  # megatron weighs it by tokens and expects a division by their number
-            divisor = float(sum_over_dp(torch.tensor(sum(len(m.tokens) for m in batch))))
+            divisor = float(sum_over_dp(torch.tensor(sum(m.real_tokens for m in batch))))
         per_prediction = 1.0
         if self._prediction is not None:  # a mean of what it predicts, whatever the objective is divided by
             tokens = torch.tensor(sum(int(predicted(m).sum()) for m in batch))

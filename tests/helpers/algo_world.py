@@ -69,6 +69,9 @@ class World:
     graded: bool = False  # rewards between 0 and 1: with plain ones few groups have one best sample
     samples: Samples = field(init=False)
     sequences: list[dict[str, Tensor]] = field(init=False)
+    """The tokens of each sample, all its sequences one behind the other."""
+    spans: list[list[int]] = field(init=False)
+    """The lengths of each sample's sequences."""
 
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(self.seed)
@@ -79,6 +82,7 @@ class World:
         count = self.groups * self.size
         lengths = torch.randint(1, 10, (count,), generator=g)
         self.sequences = [self._sequence(int(n), randn, g) for n in lengths]
+        self.spans = [[len(s["mask"])] for s in self.sequences]
         won = torch.rand((count, self.kinds), generator=g, dtype=DOUBLE)
         self.samples = Samples(
             rewards=(won if self.graded else (won > 0.5).to(DOUBLE)).squeeze(1),
@@ -129,11 +133,11 @@ class World:
     def part(self, rows: Sequence[int]) -> Batch:
         picked = [self.sequences[r] for r in rows]
         fields = {k: torch.cat([s[k] for s in picked]) for k in picked[0] if k not in ("logp", "divergence")}
-        lengths = [len(s["mask"]) for s in picked]
+        lengths = [n for r in rows for n in self.spans[r]]
         return Batch(
             tokens=torch.zeros(sum(lengths), dtype=torch.long),
             cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
-            rows=torch.tensor(list(rows)),
+            rows=torch.tensor([r for r in rows for _ in self.spans[r]]),
             version=7,
             **fields,
         )
@@ -176,15 +180,16 @@ def run(
     step = _Step(world, objective, reduce, share, outcome)
     updates = [rows for k in range(algo.minibatches) if (rows := plan.rows[k :: algo.minibatches])]
     every = list(range(len(world.sequences)))
-    step.optimise(plan, updates, [cut(rows) for rows in updates], every, algo.epochs)
+    if plan.rows:
+        step.optimise(plan, updates, [cut(rows) for rows in updates], every, algo.epochs)
     if later := objective.put_off(plan, world.records(), world.samples.step):
         rows = [group.samples[0].sample_id for group, _ in later]
         advantages = torch.tensor([a for _, a in later], dtype=DOUBLE)
         again = objective.plan_again(world.samples.take(torch.tensor(rows)), advantages)
         step.optimise(again, [again.rows], [cut(again.rows)], rows)
         outcome.rows = outcome.rows + rows
-    outcome.denominator = plan.denominator
-    outcome.metrics = loss_metrics(outcome.sums, objective.asks.needs)
+    outcome.denominator = plan.denominator if plan.rows else 1.0
+    outcome.metrics = loss_metrics(outcome.sums, objective.asks.needs) if outcome.sums else {}
     return outcome
 
 
@@ -212,6 +217,8 @@ class _Step:
         for i, (batch, rows) in enumerate(list(zip(batches, updates, strict=True)) * epochs):
             if i:
                 self.rescore(batch, known)
+            if not self.objective.trains(batch, self.reduce):
+                continue
             if self.objective.asks.prepares:
                 self.objective.prepare(batch, self.reduce)
             sums: Sums = {}
@@ -226,7 +233,7 @@ class _Step:
 
     def part(self, rows: list[int], known: list[int]) -> Batch:
         part = self.world.part([known[r] for r in rows])
-        part.rows = torch.tensor(rows)
+        part.rows = torch.tensor([r for r in rows for _ in self.world.spans[known[r]]])
         for name in PASSED:
             setattr(part, name, self.share(part, part.signal(name)))
         return part
@@ -234,12 +241,12 @@ class _Step:
     def rescore(self, batch: list[Batch], known: list[int]) -> None:
         """Other weights than at the start of the step."""
         for part in batch:
-            moved = [self.world.sequences[known[r]]["logp"] + 0.1 for r in part.rows.tolist()]
+            moved = [self.world.sequences[known[r]]["logp"] + 0.1 for r in _once(part)]
             part.now = self.share(part, torch.cat(moved))
 
     def backward(self, part: Batch, denominator: float, known: list[int]) -> Sums:
         device = torch.device(self.world.device)
-        leaves = {known[r]: _leaves(self.world.sequences[known[r]]) for r in part.rows.tolist()}
+        leaves = {known[r]: _leaves(self.world.sequences[known[r]]) for r in _once(part)}
         current = {
             k: self.share(part, torch.cat([leaf[k] for leaf in leaves.values()])).to(device) for k in LEAVES
         }
@@ -252,6 +259,11 @@ class _Step:
             row: torch.stack([_gradient(leaf[k]) for k in LEAVES]) for row, leaf in leaves.items()
         }
         return {k: v.cpu() for k, v in {**sums, "loss": total.detach() / denominator}.items()}
+
+
+def _once(part: Batch) -> list[int]:
+    """The rows of a part, each once."""
+    return list(dict.fromkeys(part.rows.tolist()))
 
 
 def _leaves(sequence: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -178,9 +178,6 @@ def expert_biases(trainer: Trainer) -> dict[str, Tensor]:
     return {n: t.clone() for n, t in trainer.named_hf_tensors() if n.endswith("e_score_correction_bias")}
 
 
-COPIES = "trainer_inputs S7: masked copies count as tokens for the balance of experts"
-
-
 def test_trainer_inputs_s7_control_copies_leave_the_objective(
     model: Path, start: Callable[..., Trainer]
 ) -> None:
@@ -189,14 +186,12 @@ def test_trainer_inputs_s7_control_copies_leave_the_objective(
     assert filled.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=COPIES)
 def test_trainer_inputs_s7_copies_leave_the_load_figures(model: Path, start: Callable[..., Trainer]) -> None:
     alone, filled = (update_of_three(start(model), bins) for bins in (1, 8))
     names = ("expert_load_max", "expert_idle_share")
     assert [filled.routing[n] for n in names] == pytest.approx([alone.routing[n] for n in names], abs=1e-9)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=COPIES)
 def test_trainer_inputs_s7_copies_leave_the_gradient_of_the_balance_loss(
     model: Path, start: Callable[..., Trainer]
 ) -> None:
@@ -206,7 +201,6 @@ def test_trainer_inputs_s7_copies_leave_the_gradient_of_the_balance_loss(
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=COPIES)
 def test_trainer_inputs_s7_copies_move_no_experts_bias(tmp_path: Path, start: Callable[..., Trainer]) -> None:
     folder = cases.write_model(tmp_path / "ds", "DeepseekV3ForCausalLM")
     moved = []
@@ -238,11 +232,6 @@ def test_trainer_inputs_m2_a_folder_with_a_nan_is_bit_equal_to_itself(model: Pat
     assert said == ""
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs M6: an update without one trained token divides by 0 where no denominator is given",
-)
 def test_trainer_inputs_m6_an_update_without_a_trained_token_moves_nothing(
     model: Path, start: Callable[..., Trainer]
 ) -> None:

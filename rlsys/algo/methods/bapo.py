@@ -80,7 +80,8 @@ class Bapo(Loss):
         lows, highs = (torch.tensor(side, dtype=torch.float64) for side in zip(*path, strict=True))
         sums = torch.zeros(2, len(path), dtype=torch.float64, device=parts[0].mu.device)
         for part, delta in zip(parts, log_ratios(parts, anchors), strict=True):
-            ratio, advantages = delta.double().exp()[part.keep], part.signal("advantages").double()[part.keep]
+            counted = part.counted_tokens
+            ratio, advantages = delta.double().exp()[counted], part.signal("advantages").double()[counted]
             good, bad = advantages >= 0, advantages < 0
             under, over, weight = split_sums(ratio[good], advantages[good], highs)
             sums[0] += under + highs.to(weight) * (weight.sum() - over)

@@ -6,6 +6,7 @@ that have it share it. A node's depth is the number of forks before it on the wa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -51,6 +52,13 @@ def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
     return [path(place, float("inf")) for place in range(len(stems))]
 
 
+def sharers(stems: Sequence[int], forks: Sequence[int]) -> list[list[int]]:
+    """How many samples of a group have each of a sample's nodes, in order."""
+    found = paths(stems, forks)
+    count = Counter(node for nodes in found for node in nodes)
+    return [[count[node] for node in nodes] for nodes in found]
+
+
 def by_depth(
     rewards: Tensor, stems: Sequence[int], forks: Sequence[int], eps: float = 1e-8
 ) -> list[list[tuple[int, float]]]:
@@ -82,10 +90,14 @@ class BranchGrpo(Advantage):
 
     A stretch has the mean reward of the samples that share it. BranchGRPO is a method for images, where a depth is a
     denoising step; that a depth is a number of forks is our reading for text. Without forks it is GRPO.
+
+    A stretch that k samples share is trained once, as by the authors (collect_all_transitions): it is in the batch k
+    times, each with 1 / k of its advantage.
     """
 
     paper: ClassVar[str] = "BranchGRPO (arXiv 2509.06040), depth-wise advantage"
     evidence: ClassVar[str] = "R"
+    of_samples: ClassVar[bool] = False
     compares: ClassVar[bool] = True
     eps: Eps = 1e-8
     """Added to the standard deviation."""
@@ -106,7 +118,8 @@ class BranchGrpo(Advantage):
             stems = [place.get(int(s), -1) for s in samples.column("stem")[rows]]
             forks = [int(f) for f in samples.column("fork_at")[rows]]
             found = by_depth(advantages[rows], stems, forks, self.eps)
-            nodes |= dict(zip(rows.tolist(), found, strict=True))
+            for row, of_nodes, counts in zip(rows.tolist(), found, sharers(stems, forks), strict=True):
+                nodes[row] = [(at, a / k) for (at, a), k in zip(of_nodes, counts, strict=True)]
         return [part.masked(self._spread(part, nodes)) for part in parts]
 
     def _spread(self, part: Batch, nodes: dict[int, list[tuple[int, float]]]) -> Tensor:

@@ -10,27 +10,39 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.reduction import Reduce, threshold
+from rlsys.algo.draws import ordered, sample_draws
+from rlsys.algo.reduction import Reduce, table_sum, threshold
+from rlsys.algo.segments import sum_by
 from rlsys.algo.selectors import Selector
 from rlsys.config.section import Fraction
 
+TIE = 2.0**-20
+"""Advantages that differ by less, as a share of the largest, are equal: rounding differs between groups."""
 
-def widest_subset(values: Tensor, count: int) -> Tensor:
+
+def widest_subset(values: Tensor, count: int, draws: Tensor) -> Tensor:
     """The `count` of N values with the largest variance, `[N]` bool: some of the smallest and some of the largest.
 
-    Sorted, it is always a prefix and a suffix, so all `count` + 1 candidates are compared in O(N log N).
+    Sorted, it is always a prefix and a suffix, so all `count` + 1 candidates are compared in O(N log N). `draws`
+    `[N]` order equal values: with rewards of 0 and 1 most are.
     """
     n = len(values)
     if count >= n:
         return torch.ones(n, dtype=torch.bool, device=values.device)
-    ordered, order = values.double().sort(stable=True)
-    zero = ordered.new_zeros(1)
-    sums, squares = torch.cat([zero, ordered.cumsum(0)]), torch.cat([zero, (ordered**2).cumsum(0)])
-    head = torch.arange(count + 1, device=values.device)
+    values = values.double().cpu()
+    scale = values.abs().max().clamp(min=1e-30)
+    order = ordered((values / scale / TIE).round(), draws.cpu())
+    sorted_values = values[order]
+    zero = sorted_values.new_zeros(1)
+    sums, squares = (
+        torch.cat([zero, sorted_values.cumsum(0)]),
+        torch.cat([zero, (sorted_values**2).cumsum(0)]),
+    )
+    head = torch.arange(count + 1)
     tail = n - (count - head)
     total, total2 = sums[head] + sums[n] - sums[tail], squares[head] + squares[n] - squares[tail]
     best = int((total2 / count - (total / count) ** 2).argmax())
-    keep = torch.zeros(n, dtype=torch.bool, device=values.device)
+    keep = torch.zeros(n, dtype=torch.bool)
     keep[order[:best]] = True
     keep[order[n - (count - best) :]] = True
     return keep
@@ -73,13 +85,25 @@ class D3S(Selector):
         if advantages is None:
             raise ValueError("d3s needs the advantages of samples; it cannot be used with this estimator")
         count = max(1, round(self._share(self.samples_start, self.samples_end, samples.step) * len(samples)))
-        return widest_subset(advantages, count).to(advantages)
+        return widest_subset(advantages, count, sample_draws(samples)).to(advantages)
 
     def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
         if self.denominator == "all" or not mass.any():
             return 1.0
         kept = float(mass[(weight != 0).to(mass.device)].sum() / mass.sum())
         return kept * self._share(self.tokens_start, self.tokens_end, step)
+
+    @staticmethod
+    def _tokens(parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> float:
+        """Counted tokens of the kept samples, with those that have no gradient and are not packed."""
+        rows, kept = [part.rows for part in parts], samples.column("kept").cpu()
+
+        def of_rows(tokens: list[Tensor]) -> Tensor:
+            sums = [sum_by(t.double(), p.ids, p.sequences) for t, p in zip(tokens, parts, strict=True)]
+            return table_sum(sums, rows, len(samples), reduce).cpu()
+
+        packed, counted = of_rows([p.keep for p in parts]), of_rows([p.counted_tokens for p in parts])
+        return float(torch.where(packed > 0, counted, samples.lengths.cpu().double())[kept].sum())
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
         share = self._share(self.tokens_start, self.tokens_end, samples.step)
@@ -88,10 +112,10 @@ class D3S(Selector):
         scores = [
             part.masked(part.signal("advantages").abs() * part.signal("entropy").detach()) for part in parts
         ]
-        positive = [s[(s > 0) & (p.signal("weight") != 0)] for s, p in zip(scores, parts, strict=True)]
+        positive = [s[(s > 0) & p.counted_tokens] for s, p in zip(scores, parts, strict=True)]
         device = positive[0].device if positive else torch.device("cpu")
         found = torch.tensor([float(sum(len(v) for v in positive)), 0.0], dtype=torch.float64, device=device)
-        wanted = share * float(samples.lengths[samples.column("kept")].sum())
+        wanted = share * self._tokens(parts, samples, reduce)
         dropped = max(0.0, float(reduce(found)[0]) - wanted)
         largest = _largest(positive, reduce)
 

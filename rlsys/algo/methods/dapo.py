@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from rlsys.algo.planners import Accept, Decision, Drop, Planner, PositiveInt, rewards_of
+from rlsys.algo.planners import Accept, Decision, Drop, Planner, PositiveInt, equal, rewards_of
 from rlsys.core.types import SampleGroup
 
 
@@ -28,7 +28,7 @@ class Dapo(Planner):
 
     def decide(self, group: SampleGroup) -> Decision:
         rewards = rewards_of(group)
-        if (len(rewards) > 1 and stdev(rewards) > self.spread) or self._row >= self.drops:
+        if (not equal(rewards) and stdev(rewards) > self.spread) or self._row >= self.drops:
             self._row = 0
             return Accept()
         self._row += 1

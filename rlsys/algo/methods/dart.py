@@ -23,14 +23,15 @@ MOST_TURNS = 256
 
 
 def turn_entropies(parts: Sequence[Batch], samples: int, reduce: Reduce) -> Tensor:
-    """Mean entropy of each turn's trained tokens over all ranks, `[N, K]` float64; NaN where there is no turn."""
+    """Mean entropy of each turn's counted tokens over all ranks, `[N, K]` float64; NaN where there is no turn."""
     device = parts[0].mu.device
     sums = torch.zeros(2, samples * MOST_TURNS, dtype=torch.float64, device=device)
     for part in parts:
+        counted = part.counted_tokens
         place = part.rows.to(device)[part.ids] * MOST_TURNS + _turn(part)
         entropy = part.signal("entropy").detach().double()
         for k, values in enumerate((entropy, torch.ones_like(entropy))):
-            sums[k].index_add_(0, place[part.keep], values[part.keep])
+            sums[k].index_add_(0, place[counted], values[counted])
     total, count = reduce(sums)
     return (total / count).view(samples, MOST_TURNS)
 

@@ -18,6 +18,7 @@ class DecoupledPPO(CorrectionPlugin):
     paper: ClassVar[str] = "AReaL, eq. 5; Batch size-invariance for policy optimisation (Hilton et al. 2022)"
     evidence: ClassVar[str] = "R"
     of_anchor: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
     cap: PositiveFloat = 5.0
     """Largest weight."""
     above: Literal["clamp", "mask"] = "mask"

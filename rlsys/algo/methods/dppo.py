@@ -5,10 +5,10 @@ The ratio is taken against `algo.anchor`, whose default, mu, is the policy that 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlsys.algo.losses import Figures, Loss, View
@@ -29,7 +29,7 @@ class Dppo(Loss):
     -sg(min(r, cap)) A logp; without gradient where A > 0 and the token's probability rose by more than `high`, or
     A <= 0 and it fell by more than `low`. `tv` measures |p - p_anchor|; `kl` the KL between this token and any other,
     for which 0.05 is usual. Unlike a clip of ratios it leaves unlikely tokens free and holds likely ones. prime-rl's
-    default loss is `loss: [dppo, {name: kimi, tau: 0.002}]` with low = high = 0.2 and anchor mu.
+    default loss is `loss: [dppo, {name: kimi, tau: 0.002}]` with low = high = 0.2, no cap (1e9) and anchor mu.
     """
 
     paper: ClassVar[str] = "DPPO: divergence proximal policy optimisation (arXiv 2602.04879)"
@@ -41,7 +41,15 @@ class Dppo(Loss):
     high: Annotated[float, Field(ge=0)] = 0.15
     """Largest move upwards."""
     cap: Annotated[float, Field(gt=1)] = 20.0
-    """Largest weight; the paper wants it large."""
+    """Largest weight; the paper wants it large: 10 in the authors' code, 20 in verl, none in prime-rl."""
+
+    @model_validator(mode="after")
+    def _cross(self) -> Self:
+        if self.low == self.high == 0:
+            raise ValueError(
+                "low = high = 0: a token loses its gradient as soon as it moves; use some 0.15 (tv)"
+            )
+        return self
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         logp, anchor = view.logp.detach(), view.anchor.detach()

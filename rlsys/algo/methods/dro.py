@@ -16,12 +16,14 @@ from rlsys.algo.losses import Figures, Loss, View
 class Dro(Loss):
     """Direct reward optimisation: -A logp + beta / 2 (logp - anchor)^2, token by token, without ratio or clip.
 
-    The square holds samples of advantage 0, too. Corrections weigh all of it; `loss: [reinforce, kimi]` is the same
-    with the square outside of them.
+    The square holds samples of advantage 0, too. Corrections weigh all of it by exp(logp - mu);
+    `loss: [reinforce, kimi]` is the same with the square outside of them.
     """
 
     paper: ClassVar[str] = "DRO: offline regularised RL (Richemond et al. 2024)"
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
+    ratio: ClassVar[bool] = False
+    reads_anchor: ClassVar[bool] = True
     every_sample: ClassVar[bool] = True
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Weight of the square. verl has no default; this is ROLL's for the same formula (kimi15)."""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
+from rlsys.algo.draws import token_draws
 from rlsys.algo.losses import LOG_RATIO_LIMIT, Clip, Figures, Loss, View, lost_gradient
 from rlsys.algo.reduction import Reduce, threshold
 from rlsys.config.section import Fraction
@@ -17,11 +18,11 @@ from rlsys.config.section import Fraction
 ROUNDING = 1e-3
 """What two layouts or kernels may differ by in a log-ratio, and more: no sign is taken of less."""
 GRID = 2.0**-13
-"""Covariances, squeezed, are told apart to this: tokens of equal responses in a group stay or go together."""
+"""Covariances, squeezed, are told apart to this; a draw decides between those that are equal."""
 
 
 class Means(NamedTuple):
-    """Of the trained tokens of an update, over all ranks."""
+    """Of the counted tokens of an update, over all ranks."""
 
     tokens: float
     advantage: float
@@ -33,7 +34,7 @@ def means(parts: Sequence[Batch], reduce: Reduce) -> Means:
     sums = torch.zeros(3, dtype=torch.float64, device=parts[0].mu.device)
     for part in parts:
         columns = (torch.ones_like(part.mu), part.signal("advantages"), part.signal("now"))
-        sums += torch.stack([part.masked(c).double().sum() for c in columns])
+        sums += torch.stack([c[part.counted_tokens].double().sum() for c in columns])
     tokens, advantage, logp = reduce(sums).tolist()
     return Means(tokens, advantage / max(tokens, 1.0), logp / max(tokens, 1.0))
 
@@ -42,22 +43,6 @@ def covariance(batch: Batch, of: Means) -> Tensor:
     """(A - mean A)(logp - mean logp) of each token, `[T]` float64; 0 where masked."""
     advantages, now = batch.signal("advantages").double(), batch.signal("now").double()
     return batch.masked((advantages - of.advantage) * (now - of.logp))
-
-
-def draws(batch: Batch) -> Tensor:
-    """A number in [0, 1) for each token, `[T]` float64, of the step's version, its row and its place alone: so a draw
-    is the same in every layout."""
-    place = torch.arange(len(batch.tokens), device=batch.tokens.device) - batch.cu_seqlens.long()[batch.ids]
-    mixed = _mix(_mix(batch.rows.long()[batch.ids] + _mix(torch.full_like(place, batch.version))) + place)
-    return mixed.double() / 2**32
-
-
-def _mix(values: Tensor) -> Tensor:
-    """Integers `[n]` to well-mixed ones below 2^32: xor-shifts and products that stay within 63 bits."""
-    values = values & 0xFFFFFFFF
-    for _ in range(2):
-        values = ((values >> 16) ^ values) * 0x45D9F3B & 0xFFFFFFFF
-    return (values >> 16) ^ values
 
 
 class ClipCov(Clip):
@@ -92,18 +77,18 @@ class ClipCov(Clip):
         bounds = (1 - self.clip_low, 1 + self.clip_high, self.dual)
         covary = covariance(batch, of)
         inside = (covary > self.cov_low) & (covary < self.cov_high)
-        return batch.keep & inside & ~lost_gradient(gap.exp(), batch.signal("advantages"), *bounds)
+        return batch.counted_tokens & inside & ~lost_gradient(gap.exp(), batch.signal("advantages"), *bounds)
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
         """The means, and up to which draw a token is dropped."""
         of = means(parts, reduce)
         wanted = max(1, int(self.share * of.tokens))
-        drawn = [draws(p)[self._drawn_from(p, a, of)] for p, a in zip(parts, anchors, strict=True)]
+        drawn = [token_draws(p)[self._drawn_from(p, a, of)] for p, a in zip(parts, anchors, strict=True)]
         return of, threshold(drawn, lambda edges, counts, sums: counts <= wanted, -1.0, 1.0, reduce)
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         of, cut = prepared
-        dropped = self._drawn_from(view.batch, view.anchor, of) & (draws(view.batch) <= cut)
+        dropped = self._drawn_from(view.batch, view.anchor, of) & (token_draws(view.batch) <= cut)
         loss, figures = super().__call__(view, None)
         return loss * ~dropped, {"clipped": figures["clipped"] | dropped}
 
@@ -112,7 +97,8 @@ class KlCov(Loss):
     """The plain ratio, and a penalty for moving the few tokens that lower the entropy most.
 
     -r A, and coefficient * |logp - anchor| more on the share of all tokens, at least one, with the largest
-    c = (A - mean A)(logp - mean logp); log-probs at the start of the update, means over all its tokens.
+    c = (A - mean A)(logp - mean logp); log-probs at the start of the update, means over all its tokens. Among
+    tokens of the same c a draw decides.
     """
 
     paper: ClassVar[str] = "The entropy mechanism of RL for reasoning models (Cui et al. 2025): KL-Cov"
@@ -127,21 +113,23 @@ class KlCov(Loss):
         return frozenset({"now"})
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """The means, and above which covariance, squeezed into (-1, 1), a token is held."""
+        """The means, and above which rank a token is held."""
         of = means(parts, reduce)
         others = of.tokens - max(1, int(self.share * of.tokens))
-        found = [_squeezed(covariance(part, of))[part.keep] for part in parts]
-        return of, threshold(found, lambda edges, counts, sums: counts <= others, -1.0, 1.0, reduce)
+        found = [_rank(part, of)[part.counted_tokens] for part in parts]
+        return of, threshold(found, lambda edges, counts, sums: counts <= others, -1.0, 1.0 + GRID, reduce)
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         of, cut = prepared
-        held = view.keep & (_squeezed(covariance(view.batch, of)) > cut)
+        held = view.batch.counted_tokens & (_rank(view.batch, of) > cut)
         gap = view.log_ratio
         slope = (gap / gap.abs().clamp(min=ROUNDING)).detach()  # its sign, but for what may be rounding
         penalty = self.coefficient * gap * slope * held
         return penalty - view.ratio * view.advantages, {"held_share": held.to(penalty)}
 
 
-def _squeezed(values: Tensor) -> Tensor:
-    """x / (1 + |x|) on a grid: the same order within (-1, 1), which a threshold can be searched in."""
-    return (values / (1 + values.abs()) / GRID).round() * GRID
+def _rank(batch: Batch, of: Means) -> Tensor:
+    """Within (-1, 1 + GRID), in the order of the covariance c, `[T]`: c / (1 + |c|) on a grid, and a draw between its
+    lines. Tokens that differ by rounding are equal on the grid, and the draw is the same in every layout."""
+    values = covariance(batch, of)
+    return ((values / (1 + values.abs()) / GRID).round() + token_draws(batch)) * GRID

@@ -55,18 +55,24 @@ class Gae(Advantage):
     value is the one at its first token, and all its tokens have its advantage and its return. `alpha` (VAPO) makes
     lambda grow with the response: 1 - 1 / (alpha l), at least 0, where l counts the response's timesteps.
     `critic_lam` (VAPO, VC-PPO) gives the critic's targets a lambda of their own; 1 makes them plain returns.
+
+    The value after the last token is 0, as in verl, of a response that was cut off, too; AReaL takes the value of its
+    last token there. Of a sample of several sequences each is an episode of its own: its reward, the sample's, is on
+    its last token.
     """
 
     paper: ClassVar[str] = (
         "High-dimensional continuous control using GAE (Schulman et al. 2016), eq. 16; VAPO (arXiv 2504.05118)"
     )
     evidence: ClassVar[str] = "R"
+    of_samples: ClassVar[bool] = False
     gamma: Unit = 1.0
     """Discount per timestep."""
     lam: Unit = 0.95
     """Share of the longer-sighted estimate."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Lambda is 1 - 1 / (alpha l) instead of `lam` (VAPO: 0.05 for responses of thousands of tokens)."""
+    """Lambda is 1 - 1 / (alpha l) instead of `lam` (VAPO: 0.05 for responses of thousands of tokens; it is 0, so that
+    an advantage looks one token ahead, for responses of up to 1 / alpha)."""
     critic_lam: Unit | None = None
     """Lambda of the critic's targets; that of the advantages when not given."""
     timestep: Literal["token", "turn"] = "token"

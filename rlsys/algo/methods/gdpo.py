@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Advantage, Eps, deviation, grpo
 from rlsys.algo.batch import Samples
+from rlsys.algo.plugin import REWARD_TOLERANCE
 from rlsys.core.errors import UserError
 
 
@@ -28,7 +29,9 @@ def gdpo(
     weights = [1.0] * kinds if weights is None else list(weights)
     if len(weights) != kinds:
         raise ValueError(f"gdpo got {len(weights)} weights for {kinds} rewards")
-    total = torch.stack([w * grpo(rewards[:, k], group_ids, eps) for k, w in enumerate(weights)]).sum(0)
+    parts = torch.stack([w * grpo(rewards[:, k], group_ids, eps) for k, w in enumerate(weights)])
+    total = parts.sum(0)  # of parts that cancel, rounding is left
+    total = torch.where(total.abs() > REWARD_TOLERANCE * parts.abs().sum(0), total, 0.0)
     return total if kinds == 1 else total / (deviation(total) + eps)
 
 

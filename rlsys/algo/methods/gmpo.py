@@ -27,12 +27,19 @@ class Gmpo(Loss):
     clip_high: Annotated[float, Field(ge=0)] = 0.4
     """Upper width."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        batch, gap = view.batch, view.log_ratio
+    def sample_values(self, view: View) -> Tensor:
+        return self._clipped(view)[0].detach()
+
+    def _clipped(self, view: View) -> tuple[Tensor, Tensor]:
+        """Log-ratios, and which of them the clip takes the gradient of."""
+        gap = view.log_ratio
         lost = ((view.advantages > 0) & (gap > self.clip_high)) | (
             (view.advantages < 0) & (gap < -self.clip_low)
         )
-        clipped = torch.where(lost, gap.detach().clamp(-self.clip_low, self.clip_high), gap)
-        ratio = (batch.per_sequence(clipped.detach()) / batch.lengths).exp()[batch.ids]
+        return torch.where(lost, gap.detach().clamp(-self.clip_low, self.clip_high), gap), lost
+
+    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+        clipped, lost = self._clipped(view)
+        ratio = (view.over_sample(clipped.detach()) / view.sample_lengths).exp()
         own = (clipped - clipped.detach()).exp()  # 1, with the token's own gradient
         return -ratio * own * view.advantages, {"clipped": lost}

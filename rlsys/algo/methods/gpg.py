@@ -13,19 +13,21 @@ from rlsys.algo.segments import group_std
 
 
 class Gpg(Advantage):
-    """alpha (R - mean) / f_norm, where alpha makes up for samples that give no gradient: use `loss: [reinforce]`.
+    """alpha (R - mean) / f_norm, where alpha makes up for groups that give no gradient: use `loss: [reinforce]`.
 
-    alpha = N / (samples that count), over the step. `rewarded` counts samples whose reward is not 0, as verl does;
-    `mixed` those of groups whose rewards differ, which is what second-hand accounts of the paper say (the authors'
-    code was not found). With rewards of 0 and 1, `rewarded` is 1 / (mean reward).
+    `mixed`, the authors': alpha = B / (B - M), M of the step's B samples being in groups of equal rewards. They
+    also sample further groups until B - M reaches beta_th B, beta_th from 0.4 to 0.6; here `planners: [dapo]` refills
+    a step, up to groups that are all mixed. `rewarded` is verl's: the step's samples over those whose reward is not
+    0. With rewards of 0 and 1 that is 1 / (mean reward): large while a task is hard, small once it is learned, the
+    reverse of what alpha is for.
     """
 
-    paper: ClassVar[str] = "Group policy gradient (GPG, arXiv 2504.02546); verl core_algos.py"
+    paper: ClassVar[str] = "Group policy gradient (GPG, arXiv 2504.02546), the authors' AMAP-ML/GPG"
     evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
-    counts: Literal["rewarded", "mixed"] = "rewarded"
-    """Which samples count."""
+    counts: Literal["mixed", "rewarded"] = "mixed"
+    """What alpha counts: samples of groups whose rewards differ, or samples whose reward is not 0 (verl)."""
     f_norm: Annotated[float, Field(gt=0)] = 1.0
     """Divides the advantages."""
 

@@ -21,7 +21,7 @@ class GrpoPassK(Advantage):
     paper: ClassVar[str] = (
         "Language models for inference time objectives (arXiv 2503.19595); verl core_algos.py"
     )
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
     compares: ClassVar[bool] = True
     scale: bool = True
     """Divide by the group's standard deviation."""

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
+from rlsys.algo.draws import ordered, sample_draws
 from rlsys.algo.segments import groups_of
 from rlsys.algo.selectors import Seed, Selector
 from rlsys.config.section import Fraction
@@ -35,7 +36,7 @@ class GrpoRoc(Selector):
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
     seed: Seed = 0
-    """Of the draw among failures."""
+    """Of the draws: among failures, and among successes of the same penalty."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"tool_penalty"}) if self.penalty == "tools" else frozenset()
@@ -48,8 +49,7 @@ class GrpoRoc(Selector):
             samples.lengths.double() if self.penalty == "length" else samples.column("tool_penalty").double()
         )
         success = (samples.reward > self.correct).cpu()
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)
-        draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
+        draw = sample_draws(samples, self.seed)
         rank = torch.where(success, penalty.cpu(), draw)
         out = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
@@ -57,7 +57,7 @@ class GrpoRoc(Selector):
             total = self.size_of(len(members))
             good = self._successes(len(won), len(lost), total)
             for chosen, count in ((won, good), (lost, total - good)):
-                out[chosen[torch.argsort(rank[chosen], stable=True)[:count]]] = 1.0
+                out[chosen[ordered(rank[chosen], draw[chosen])[:count]]] = 1.0
         return out.to(samples.rewards.device)
 
     def _successes(self, won: int, lost: int, total: int) -> int:

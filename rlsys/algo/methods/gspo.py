@@ -11,7 +11,7 @@ from rlsys.algo.losses import Figures, Loss, View, Width, clipped_surrogate, los
 
 
 class Gspo(Loss):
-    """One ratio per sequence, the geometric mean of its tokens' ratios, clipped very tightly.
+    """One ratio per response, the geometric mean of its tokens' ratios, clipped very tightly.
 
     s = exp(mean_t (logp - anchor)); each token has ratio sg(s) exp(logp - sg(logp)), so its gradient is s A / |y|
     with `reducer: sequence_mean`. The default widths are the paper's, from memory.
@@ -25,10 +25,13 @@ class Gspo(Loss):
     clip_high: Annotated[float, Field(ge=0)] = 4e-4
     """Upper width."""
 
+    def sample_values(self, view: View) -> Tensor:
+        return view.log_ratio.detach()
+
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         batch = view.batch
-        mean = (batch.per_sequence(view.log_ratio) / batch.lengths).detach()
-        ratio = mean.exp()[batch.ids] * batch.masked(view.logp - view.logp.detach()).exp()
+        mean = view.over_sample(self.sample_values(view)) / view.sample_lengths
+        ratio = mean.exp() * batch.masked(view.logp - view.logp.detach()).exp()
         bounds = (1 - self.clip_low, 1 + self.clip_high)
         lost = lost_gradient(ratio.detach(), view.advantages, *bounds)
         return clipped_surrogate(ratio, view.advantages, *bounds), {"clipped": lost}

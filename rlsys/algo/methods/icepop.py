@@ -33,6 +33,10 @@ class IcePop(Normalised):
     veto: Annotated[float, Field(ge=0)] = 0.0
     """Reject the whole sequence when a token's ratio is below this (1e-4 is usual); 0 turns it off."""
 
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        return self.weighted
+
     @model_validator(mode="after")
     def _cross(self) -> Self:
         if self.low >= self.high:

@@ -18,8 +18,10 @@ class Kimi(Loss):
     """
 
     paper: ClassVar[str] = "Kimi k1.5, eq. 3 (arXiv 2501.12599); Kimi K2.5 (arXiv 2602.02276)"
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
     policy: ClassVar[bool] = False
+    ratio: ClassVar[bool] = False
+    reads_anchor: ClassVar[bool] = True
     tau: Annotated[float, Field(ge=0)] = 0.1
     """Weight."""
 

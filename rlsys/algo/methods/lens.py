@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import Correction, CorrectionPlugin
+from rlsys.algo.draws import sample_draws
 from rlsys.algo.losses import View
 from rlsys.algo.segments import group_index, groups_of, sum_by
 from rlsys.algo.selectors import Selector
@@ -77,11 +78,12 @@ class Lens(Selector):
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         success = (samples.reward > self.correct).cpu()
         transferred = samples.column("transferred").bool().cpu()
-        out = (~transferred).float()
+        out, draws = (~transferred).float(), sample_draws(samples)
         for members in groups_of(samples.group_ids.cpu()):
             own, drawn = members[~transferred[members]], members[transferred[members]]
             won, lost = drawn[success[drawn]], own[~success[own]]
             if len(won) * len(own) > (len(own) - len(lost)) * len(drawn):
                 k = min(len(won), len(lost))
-                out[won[:k]], out[lost[:k]] = 1.0, 0.0
+                out[won[draws[won].argsort()[:k]]] = 1.0
+                out[lost[draws[lost].argsort()[:k]]] = 0.0
         return out.to(samples.rewards.device)

@@ -20,7 +20,7 @@ class LitePPO(Advantage):
     paper: ClassVar[str] = (
         "Tricks or traps? A deep dive into RL for LLM reasoning (Lite PPO); TRL grpo_trainer.py"
     )
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
     compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     eps: Eps = 1e-4

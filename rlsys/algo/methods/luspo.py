@@ -27,4 +27,4 @@ class Luspo(Gspo):
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         loss, figures = super().__call__(view, prepared)
-        return loss * view.batch.lengths[view.batch.ids], figures
+        return loss * view.sample_lengths, figures

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from rlsys.algo.batch import Batch
 from rlsys.algo.corrections import Correction, CorrectionPlugin, PositiveFloat
 from rlsys.algo.losses import View
+from rlsys.algo.reduction import Reduce, alone
 from rlsys.algo.segments import running_min
+from rlsys.algo.sequences import at_sequences, least_before, sequence_table
+
+
+def least_by(part: Batch, values: Tensor) -> Tensor:
+    """The smallest of `values` `[T]` of each sequence's trained tokens, `[S]`; 0 where there are none."""
+    least = torch.full((part.sequences,), torch.inf, dtype=values.dtype, device=values.device)
+    least = least.scatter_reduce(0, part.ids[part.keep], values[part.keep], "amin")
+    return torch.where(least.isinf(), torch.zeros_like(least), least)
 
 
 class MinPro(CorrectionPlugin):
     """Weight each token by the smallest ratio among the tokens before it, instead of by their product.
 
-    w_t = min_{j < t} exp(logp_j - mu_j), 1 for the first token; the token's own ratio is in the loss. A reading of
+    w_t = min_{j < t} exp(logp_j - mu_j) over the sample, also over its earlier sequences; 1 for its first token; the
+    token's own ratio is in the loss. A reading of
     the abstract: whether the authors include j = t, and what they clip, was not found: see
     `inclusive` and `cap`.
     """
@@ -26,9 +39,34 @@ class MinPro(CorrectionPlugin):
     cap: PositiveFloat | None = 1.0
     """Largest weight; none when null."""
 
+    @property
+    def whole_samples(self) -> bool:
+        return True
+
+    def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        """Of each sequence of a sample, the smallest log-ratio in the sample before it, `[N, K]`. None where `now`
+        was not scored: samples have one sequence."""
+        if parts[0].now is None:
+            return None
+        groups = parts[0].groups
+        assert groups is not None, "Objective.finish sets it"
+        views = [View(p, p.masked(p.signal("now")), a) for p, a in zip(parts, anchors, strict=True)]
+        return self._before(views, len(groups), reduce)
+
+    @property
+    def prepares(self) -> bool:
+        return False
+
+    @staticmethod
+    def _before(views: Sequence[View], samples: int, reduce: Reduce) -> Tensor:
+        least = [least_by(v.batch, v.log_total_ratio) for v in views]
+        return least_before(sequence_table([v.batch for v in views], least, samples, reduce))
+
     def __call__(self, view: View, prepared: Any) -> Correction:
         batch, keep = view.batch, view.keep
+        before = self._before([view], int(batch.rows.max()) + 1, alone) if prepared is None else prepared
         lowest = running_min(view.log_total_ratio[keep], batch.ids[keep], inclusive=self.inclusive)
+        lowest = torch.minimum(lowest, at_sequences(batch, before).to(lowest)[batch.ids[keep]])
         log_weight = torch.zeros_like(view.anchor).masked_scatter(
             keep, torch.where(lowest.isinf(), 0.0, lowest)
         )

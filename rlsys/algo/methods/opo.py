@@ -21,7 +21,7 @@ class Opo(Advantage):
     paper: ClassVar[str] = (
         "On-policy RL with optimal reward baseline (OPO, arXiv 2505.23585); verl core_algos.py"
     )
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
     compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:

@@ -16,6 +16,7 @@ from rlsys.algo.advantages import Advantage
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import group_index
+from rlsys.algo.sequences import at_sequences, sequence_table, sums_before
 
 CHUNK = 2**20
 """Cells that are summed over ranks at a time: what is held at once, however many groups a step has."""
@@ -38,14 +39,15 @@ class OptimalTokenBaseline(Advantage):
     """R minus the baseline of least variance for each token: B_t = sum W_t R / sum W_t over the group's responses.
 
     W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_jv^2) is the squared norm of the gradient of the response's log-prob so
-    far, by the logits; t counts the policy's own tokens. Where one response alone is still going, its advantage is R,
-    as in verl; with `lone: false` it is 0.
+    far, by the logits; t counts the policy's own tokens, through all sequences of the sample. Where one response
+    alone is still going, its advantage is R, as in verl; with `lone: false` it is 0.
     """
 
     paper: ClassVar[str] = (
         "Optimal token baseline; verl core_algos.py compute_optimal_token_baseline_advantage"
     )
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
+    of_samples: ClassVar[bool] = False
     lone: bool = True
     """Whether tokens at a place that no other response of the group reaches have an advantage."""
     cap: Annotated[float, Field(gt=0)] | None = None
@@ -64,8 +66,10 @@ class OptimalTokenBaseline(Advantage):
     ) -> list[Tensor]:
         start, cells = _cells(samples)
         rewards = [part.expand(advantages).double() for part in parts]
-        weights = [running_sum(part, self._energy(part)) for part in parts]
-        places = [_place(part, start.to(part.mu.device)) for part in parts]
+        n = len(samples)
+        weights = _running(parts, [self._energy(part) for part in parts], n, reduce)
+        own = _running(parts, [part.keep.double() for part in parts], n, reduce)
+        places = [_place(part, start.to(part.mu.device), at) for part, at in zip(parts, own, strict=True)]
         out = [torch.zeros_like(reward) for reward in rewards]
         for low in range(0, cells, CHUNK):
             size = min(CHUNK, cells - low)
@@ -99,7 +103,16 @@ def _cells(samples: Samples) -> tuple[Tensor, int]:
     return (ends - longest)[index], int(ends[-1])
 
 
-def _place(part: Batch, start: Tensor) -> Tensor:
-    """The cell of each token, `[T]`; any where masked."""
-    own = running_sum(part, part.keep.long()) - 1
-    return start[part.rows.to(start.device)][part.ids] + own
+def _running(parts: Sequence[Batch], values: Sequence[Tensor], samples: int, reduce: Reduce) -> list[Tensor]:
+    """Of each sample, in all its sequences, up to and with the token itself, `[T]` float64."""
+    sums = [part.per_sequence(v) for part, v in zip(parts, values, strict=True)]
+    before = sums_before(sequence_table(parts, sums, samples, reduce))
+    return [
+        running_sum(part, v) + at_sequences(part, before)[part.ids]
+        for part, v in zip(parts, values, strict=True)
+    ]
+
+
+def _place(part: Batch, start: Tensor, own: Tensor) -> Tensor:
+    """The cell of each token, `[T]`; any where masked. `own`: which token of its sample it is, from 1."""
+    return start[part.rows.to(start.device)][part.ids] + own.round().long() - 1

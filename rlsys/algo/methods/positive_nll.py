@@ -22,7 +22,7 @@ class PositiveNll(Loss):
     """
 
     paper: ClassVar[str] = "VAPO (arXiv 2504.05118), eq. 10; NeMo-RL positive_example_nll_weight"
-    evidence: ClassVar[str] = "R"
+    evidence: ClassVar[str] = "F"
     policy: ClassVar[bool] = False
     ratio: ClassVar[bool] = False
     coefficient: Annotated[float, Field(ge=0)] = 0.1

@@ -12,18 +12,20 @@ from rlsys.algo.advantages import Advantage, Eps, dr_grpo
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import discounted_suffix_sum
+from rlsys.algo.sequences import at_sequences, sequence_table, sums_after
 from rlsys.algo.token_advantages import on_trained, whiten_tokens
 
 
 class ReinforcePP(Advantage):
     """R minus the KL still to come, whitened over all tokens of the step.
 
-    A_t = R - beta * sum_{j >= t} (old_j - ref_j); then (A - mean) / std over every trained token. No critic, no
-    group baseline.
+    A_t = R - beta * sum_{j >= t} (old_j - ref_j), to the end of the sample, through its later sequences, too; then
+    (A - mean) / std over every trained token. No critic, no group baseline.
     """
 
     paper: ClassVar[str] = "REINFORCE++ (Hu 2025), section 3"
     evidence: ClassVar[str] = "R"
+    of_samples: ClassVar[bool] = False
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference inside the reward."""
     eps: Eps = 1e-6
@@ -40,19 +42,28 @@ class ReinforcePP(Advantage):
     ) -> list[Tensor]:
         values = [part.masked(part.expand(advantages)) for part in parts]
         if self.beta:
-            values = [v - self.beta * self._kl_to_come(part) for v, part in zip(values, parts, strict=True)]
+            to_come = self._kl_to_come(parts, len(samples), reduce)
+            values = [v - self.beta * kl for v, kl in zip(values, to_come, strict=True)]
         return whiten_tokens(values, parts, reduce, self.eps)
 
     @staticmethod
-    def _kl_to_come(part: Batch) -> Tensor:
-        kl = part.masked(part.signal("old") - part.signal("ref"))
-        return on_trained(part, kl, lambda x, ids: discounted_suffix_sum(x, ids, 1.0))
+    def _kl_to_come(parts: Sequence[Batch], samples: int, reduce: Reduce) -> list[Tensor]:
+        """Of each token, from it to the end of its sample, `[T]`."""
+        kls = [part.masked(part.signal("old") - part.signal("ref")) for part in parts]
+        sums = [part.per_sequence(kl) for part, kl in zip(parts, kls, strict=True)]
+        after = sums_after(sequence_table(parts, sums, samples, reduce))
+        out = []
+        for part, kl in zip(parts, kls, strict=True):
+            own = on_trained(part, kl, lambda x, ids: discounted_suffix_sum(x, ids, 1.0))
+            out.append(part.masked(own + at_sequences(part, after).to(own)[part.ids]))
+        return out
 
 
 class ReinforcePPBaseline(ReinforcePP):
     """REINFORCE++ after taking the group's mean off the reward."""
 
     evidence: ClassVar[str] = "R"
+    of_samples: ClassVar[bool] = True
     compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:

@@ -15,6 +15,7 @@ from rlsys.algo.kl import KlKind
 from rlsys.algo.losses import View
 from rlsys.algo.reduction import Reduce, table_sum
 from rlsys.algo.segments import group_index, max_by, sum_by
+from rlsys.algo.sequences import sequence_table
 
 Of = Literal["token", "sequence_mean", "sequence_sum", "sequence_max", "group_mean", "group_sum", "group_max"]
 
@@ -82,11 +83,13 @@ class Rejection(CorrectionPlugin):
         rows = [part.rows for part in parts]
         over = [self.over_sequences(v, tokens) for v, tokens in zip(views, active, strict=True)]
         counts = [sum_by(t.double(), p.ids, p.sequences) for t, p in zip(active, parts, strict=True)]
-        found, tokens = (table_sum(column, rows, len(groups), reduce) for column in (over, counts))
+        found = sequence_table(parts, over, len(groups), reduce)
+        of_rows = found.amax(1) if self.level == "group_max" else found.sum(1)
         index, sizes = group_index(groups.to(found.device))
         by = max_by if self.level == "group_max" else sum_by
-        statistic = by(found, index, len(sizes))
+        statistic = by(of_rows, index, len(sizes))
         if self.level == "group_mean":
+            tokens = table_sum(counts, rows, len(groups), reduce)
             statistic = statistic / sum_by(tokens, index, len(sizes)).clamp(min=1)
         return statistic[index]
 

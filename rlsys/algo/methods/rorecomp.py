@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
+from rlsys.algo.draws import ordered, sample_draws
 from rlsys.algo.methods.deferred_samples import PutOff
 from rlsys.algo.segments import groups_of
 from rlsys.algo.selectors import Selector
@@ -40,10 +41,10 @@ class RoRecomp(Selector):
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         success, lengths = (samples.reward > self.correct).cpu(), samples.lengths.double().cpu()
-        rank = torch.where(success, lengths, -lengths)
+        rank, draws = torch.where(success, lengths, -lengths), sample_draws(samples)
         out = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
             for chosen in (members[success[members]], members[~success[members]]):
                 count = -int(-self.alpha * len(chosen) // 1)
-                out[chosen[torch.argsort(rank[chosen], stable=True)[:count]]] = 1.0
+                out[chosen[ordered(rank[chosen], draws[chosen])[:count]]] = 1.0
         return out.to(samples.rewards.device)

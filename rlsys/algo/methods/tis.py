@@ -21,6 +21,7 @@ class Tis(Normalised):
         "Your efficient RL framework secretly brings you off-policy training (Yao et al. 2025)"
     )
     evidence: ClassVar[str] = "R"
+    weighs: ClassVar[bool] = True
     cap: PositiveFloat = 2.0
     """Largest weight (8 at sequence level)."""
     floor: Annotated[float, Field(ge=0)] = 0.0

@@ -40,7 +40,7 @@ class TopEntropy(Selector):
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
         entropies = [(part.masked(part.signal("entropy").detach()) / GRID).round() * GRID for part in parts]
-        trained = [e[p.keep & (p.signal("weight") != 0)] for e, p in zip(entropies, parts, strict=True)]
+        trained = [e[p.counted_tokens] for e, p in zip(entropies, parts, strict=True)]
         count = torch.tensor(
             float(sum(len(t) for t in trained)), dtype=torch.float64, device=parts[0].mu.device
         )

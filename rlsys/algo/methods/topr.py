@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rlsys.algo.corrections import Level, at_level
-from rlsys.algo.losses import Figures, Loss, View
+from rlsys.algo.corrections import Level
+from rlsys.algo.losses import LOG_RATIO_LIMIT, Figures, Loss, View
 
 ROUNDING = 1e-3
 """A ratio above 1 by less may be rounding: it is not counted as capped."""
@@ -21,16 +21,37 @@ class Topr(Loss):
     """Tapered off-policy REINFORCE: good samples count in full, bad ones by at most their ratio.
 
     -A logp where A > 0, else -sg(min(r, 1)) A logp. r is the product over the response, as in the paper; ROLL takes
-    each token's (`level: token`), and tells good from bad by the reward where we take the advantage.
+    each token's (`level: token`), and tells good from bad by the reward where we take the advantage. Corrections
+    weigh good samples, which have no ratio, by exp(logp - mu), and bad ones by exp(anchor - mu).
     """
 
     paper: ClassVar[str] = "TOPR: tapered off-policy REINFORCE (arXiv 2503.14286), eq. 8"
     evidence: ClassVar[str] = "R"
+    ratio: ClassVar[bool] = False
+    reads_anchor: ClassVar[bool] = True
     level: Level = "sequence"
     """What the ratio is taken over."""
 
+    def sample_values(self, view: View) -> Tensor:
+        return view.log_ratio.detach()
+
+    @property
+    def whole_samples(self) -> bool:
+        return self.level != "token"
+
+    def _ratio(self, view: View) -> Tensor:
+        if self.level == "token":
+            return view.log_ratio.detach().exp()
+        total = view.over_sample(self.sample_values(view))
+        if self.level == "geometric":
+            total = total / view.sample_lengths
+        return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+    def has_ratio(self, view: View) -> Tensor:
+        return view.advantages <= 0
+
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        ratio = at_level(view.log_ratio.detach(), view.batch, self.level)
+        ratio = self._ratio(view)
         bad = view.advantages <= 0
         weight = torch.where(bad, ratio.clamp(max=1.0), torch.ones_like(ratio))
         figures = {"capped_share": (bad & (ratio > 1 + ROUNDING)).to(ratio)}

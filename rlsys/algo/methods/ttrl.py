@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
+from rlsys.algo.draws import sample_draws
 from rlsys.algo.segments import groups_of
 from rlsys.algo.selectors import Seed, Selector
 from rlsys.config.section import Fraction
@@ -28,8 +29,7 @@ class Thin(Selector):
         return max(1, round(self.keep * group))
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + samples.step)
-        draw = torch.rand(len(samples), generator=generator, dtype=torch.float64)
+        draw = sample_draws(samples, self.seed)
         out = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
             out[members[torch.argsort(draw[members])[: self.size_of(len(members))]]] = 1.0

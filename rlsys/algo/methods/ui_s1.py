@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Eps
 from rlsys.algo.batch import Samples
-from rlsys.algo.segments import group_index, group_mean, group_std
+from rlsys.algo.plugin import REWARD_TOLERANCE
+from rlsys.algo.segments import group_index, group_mean, group_std, merge_close
 from rlsys.algo.token_advantages import Unit
 from rlsys.algo.turn_advantages import TurnAdvantage, _same_turn, turn_returns, turns_there
 
@@ -41,6 +42,7 @@ def ui_s1(
 
     def normed(values: Tensor, ids: Tensor, lone: Tensor) -> Tensor:
         index, sizes = group_index(ids)
+        values = merge_close(values, ids, values.abs(), REWARD_TOLERANCE)
         alone = (sizes == 1)[index]
         centred = torch.where(alone, lone, values - group_mean(values, ids))
         spread = torch.where(alone, torch.ones_like(values), group_std(values, ids))

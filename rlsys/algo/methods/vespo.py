@@ -30,9 +30,11 @@ class Vespo(Loss):
     lam_negative: Annotated[float, Field(gt=0)] = 2.0
     """Decay where A < 0."""
 
+    def sample_values(self, view: View) -> Tensor:
+        return view.log_ratio.detach()
+
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        batch = view.batch
-        log_w = batch.per_sequence(view.log_ratio.detach()).clamp(math.log(1e-8), LOG_RATIO_LIMIT)[batch.ids]
+        log_w = view.over_sample(self.sample_values(view)).clamp(math.log(1e-8), LOG_RATIO_LIMIT)
         good = view.advantages >= 0
         k = torch.where(good, self.k_positive, self.k_negative).to(log_w)
         lam = torch.where(good, self.lam_positive, self.lam_negative).to(log_w)

@@ -22,6 +22,7 @@ from rlsys.algo.planners import (
     rewards_of,
     success_rate,
 )
+from rlsys.algo.prompts import stream
 from rlsys.core.types import SampleGroup, Status
 
 
@@ -182,7 +183,10 @@ class Xrpo(Planner):
         open_ones = [
             g for g, m in members.items() if m.room > 0 and min(m.rewards, default=1) <= self.correct
         ]
-        open_ones.sort(key=lambda g: -self.score(members[g].rewards, drawn))
+        # Groups of the same rewards have the same score: which of them come first is drawn, not who finished first.
+        open_ones.sort(
+            key=lambda g: (-round(self.score(members[g].rewards, drawn), 9), stream("xrpo", g).random())
+        )
         chosen = set(open_ones[:whole])
         self._grown = (self._grown - members.keys()) | chosen
         self._released |= {g: More(m.room) if g in chosen else Accept() for g, m in members.items()}

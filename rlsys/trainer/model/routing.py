@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +60,13 @@ def decode(
     return torch.from_numpy(out)
 
 
+class Sequences(NamedTuple):
+    """ids `[P]`: the sequence of each token, any at padding; number: of sequences in the micro-batch."""
+
+    ids: Tensor
+    number: int
+
+
 class LayerReplay:
     """Takes the place of megatron's RouterReplay in one router, and calls its tokens' choice.
 
@@ -74,9 +82,13 @@ class LayerReplay:
         self.layer: int = router.layer_number - 1
         self.target: Tensor | None = None
         self.counted: Tensor | None = None  # [P] bool
+        self.sequences: Sequences | None = None  # for the auxiliary loss
+        self._of_pass: Sequences | None = None  # those of the pass that is under way
         self.chosen: Tensor | None = None  # [P, k], of the last forward pass
         self._sums: Tensor | None = None
-        self._waiting: deque[Tensor | None] = deque()
+        self._waiting: deque[tuple[Tensor | None, Sequences | None]] = deque()
+        if router.get_aux_loss_coeff("aux_loss"):
+            router._apply_aux_loss = self._balance
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
@@ -87,15 +99,40 @@ class LayerReplay:
         else:
             _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         again = self.router.training and torch.is_grad_enabled() and bool(self._waiting)
-        target = self._waiting.popleft() if again else self.target
+        target, self._of_pass = self._waiting.popleft() if again else (self.target, self.sequences)
         if self.router.training and not torch.is_grad_enabled():
-            self._waiting.append(target)
+            self._waiting.append((target, self._of_pass))
         chosen = own if target is None else torch.where(target == ABSENT, own, target)
         if not again:
             self.chosen = chosen
             if self.router.training:
                 self._count(own, chosen, target)
         return scores.gather(1, chosen), chosen
+
+    def _balance(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """In the place of the router's own: the auxiliary loss of each sequence, in the mean over tokens.
+
+        Megatron's is of a micro-batch, and so another one for each way to cut an update into micro-batches. Of
+        sequence s with T_s tokens: coefficient * E * sum_e f_se P_se, f_se = the share of its choices that expert e
+        has, P_se = the mean of its tokens' scores (DeepSeek-V3, eq. 17 to 20). `scores`, `routing_map` `[P, E]`, 0
+        at padding.
+        """
+        router = self.router
+        coefficient, group = router.get_aux_loss_coeff("aux_loss"), router.tp_cp_group
+        assert self._of_pass is not None, "Routing.begin sets it"
+        ids, number = self._of_pass
+        counts = scores.new_zeros(number, scores.shape[1]).index_add_(0, ids, routing_map.to(scores))
+        if group.size() > 1:
+            dist.all_reduce(counts, group=group)
+        choices = counts.sum(1, keepdim=True)
+        shares = counts / choices.clamp(min=1)
+        total = coefficient * scores.shape[1] * (scores * shares[ids]).sum()
+        tokens = (choices.sum() / router.topk).clamp(min=1)
+        return router.attach_and_log_load_balancing_loss(
+            probs, coefficient, total / tokens, "load_balancing_loss", group, valid_token_count=tokens
+        )
 
     def _count(self, own: Tensor, chosen: Tensor, target: Tensor | None) -> None:
         """Add to the sums, on the device: reading a number here would wait for all that is queued there."""
@@ -160,21 +197,29 @@ class Routing:
         """Tell this chunk's routers what to replay for the micro-batch."""
         if not self._replays[chunk]:
             return
-        counted = _of_this_rank(share.predicts)
+        counted = _of_this_rank(share.predicts & (not micro.copy))
+        sequences = self._sequences(micro, share)
         targets = self._targets(chunk, micro, share)
         for i, replay in enumerate(self._replays[chunk]):
-            replay.counted = counted
+            replay.counted, replay.sequences = counted, sequences
             replay.target = None if targets is None else targets[:, i]
 
-    def padding_mask(self, chunk: int, share: Share) -> Tensor | None:
-        """`[1, tokens]` bool, so that megatron does not balance padding; None where nothing is balanced.
+    def _sequences(self, micro: MicroBatch, share: Share) -> Sequences | None:
+        """None where nothing is balanced."""
+        if not self._balanced:
+            return None
+        ids = micro.ids.to(share.source.device)
+        return Sequences(_of_this_rank(ids[share.source.clamp(min=0)]), micro.sequences)
+
+    def padding_mask(self, chunk: int, micro: MicroBatch, share: Share) -> Tensor | None:
+        """`[1, tokens]` bool, so that megatron balances neither padding nor copies; None where nothing is balanced.
 
         Megatron cuts it over tensor-parallel ranks on the first stage only.
         """
         replays = self._replays[chunk]
         if not replays or not self._balanced:
             return None
-        padding = share.source < 0
+        padding = torch.ones_like(share.source, dtype=torch.bool) if micro.copy else share.source < 0
         first = self._modules[chunk].pre_process
         return (padding if first else _of_this_rank(padding))[None]
 

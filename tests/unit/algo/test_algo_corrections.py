@@ -217,7 +217,7 @@ def test_widest_subset_equals_trying_all() -> None:
         best = max(
             float(values[list(c)].var(unbiased=False)) for c in itertools.combinations(range(8), count)
         )
-        keep = widest_subset(values, count)
+        keep = widest_subset(values, count, torch.rand(8))
         assert keep.sum() == count
         assert float(values[keep].var(unbiased=False)) == pytest.approx(best)
 

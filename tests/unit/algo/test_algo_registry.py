@@ -184,7 +184,7 @@ def test_evidence_has_no_default_and_is_not_inherited() -> None:
     assert evidence_of(Changed) == "own"
     assert evidence_of(type(build("advantage", f"{__name__}:Changed"))) == "own"
     assert evidence_of(type(build("advantage", f"{__name__}:halves"))) == "own"
-    with pytest.raises(UserError, match=r"Mistaken\.evidence = 'read': expected one of R, P, N, A, own"):
+    with pytest.raises(UserError, match=r"Mistaken\.evidence = 'read': expected one of R, F, P, N, A, own"):
         build("advantage", f"{__name__}:Mistaken")
 
 

@@ -156,7 +156,8 @@ def test_xrpo_prefers_uncertain_groups() -> None:
     half, rare = (lambda i: 0.5 if i % 4 == 0 else 1.0), (lambda i: 0.5 if i % 4 == 0 else 0.0)
     for success in (half, rare):
         done = grown(build("planner", "xrpo", exemplars=0, largest=12, share=0.2), success, 400)
-        assert {len(g.samples) for i, g in done.items() if i % 4} == {8}
+        # But for the few that tie with one whose samples happen to agree: a draw decides.
+        assert sum(len(g.samples) > 8 for i, g in done.items() if i % 4) <= 3
         assert sum(len(done[i].samples) for i in range(0, 400, 4)) == pytest.approx(100 * 8 + 80 * 4, abs=40)
 
 
@@ -166,17 +167,20 @@ def test_xrpo_holds_groups_until_their_round_closes() -> None:
     assert xrpo.waiting() == {0, 1}
     assert isinstance(xrpo.decide(group([1, 1], 2, 2)), Accept)  # the third closes it: one and a half groups
     assert (xrpo.waiting(), xrpo.released()) == (frozenset(), {0, 1})
-    assert [xrpo.decide(group([0, 1], i, i)) for i in range(2)] == [More(2), Accept()]
-    assert xrpo.decide(group([0, 1, 1, 0], 0, 0)) == Hold()  # in the next one, but not new
+    assert [xrpo.decide(group([0, 1], i, i)) for i in range(2)] == [
+        Accept(),
+        More(2),
+    ]  # of equal scores, by a draw
+    assert xrpo.decide(group([0, 1, 1, 0], 1, 1)) == Hold()  # in the next one, but not new
     again = build("planner", "xrpo", groups=3, samples=2, share=0.5, exemplars=0)
     again.load_state_dict(json.loads(json.dumps(xrpo.state_dict())))
     for planner in (xrpo, again):
         planner.restart()
-        assert planner.decide(group([0, 1, 1, 0], 0, 0)) == Hold()
+        assert planner.decide(group([0, 1, 1, 0], 1, 1)) == Hold()
         assert planner.decide(group([1, 0], 5, 5)) == Hold()
         planner.close_round()  # nothing else can come; the half that was left and the new half make one group
-        decisions = {i: planner.decide(group(r, i, i)) for i, r in ((0, [0, 1, 1, 0]), (5, [1, 0]))}
-        assert decisions == {0: Accept(), 5: More(2)}
+        decisions = {i: planner.decide(group(r, i, i)) for i, r in ((1, [0, 1, 1, 0]), (5, [1, 0]))}
+        assert decisions == {1: Accept(), 5: More(2)}
         planner.decide(group([1, 0], 7, 7))
         planner.forget(7)
         assert not planner.waiting()

@@ -154,11 +154,6 @@ def test_numbers_n1_control_early_advantages_skip_a_step_that_was_all_cut_off(
     assert (trainer.updates, metrics["effective_groups"]) == ([], 0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N1: with late advantages and every response cut off, an update divides by 0 or by all tokens",
-)
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 @pytest.mark.parametrize("overrides", LATE.values(), ids=LATE)
 def test_numbers_n1_a_step_whose_responses_were_all_cut_off_makes_no_update(
@@ -172,11 +167,6 @@ def test_numbers_n1_a_step_whose_responses_were_all_cut_off_makes_no_update(
 # -- N2: GPG ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N2: the recipe gpg scales by verl's count, not by B / (B - M)",
-)
 @pytest.mark.parametrize(
     "rewards",
     [
@@ -200,11 +190,6 @@ def test_numbers_n2_the_recipe_gpg_scales_as_its_authors_do(rewards: list[list[f
 # -- N3: a term reads a property off the whole list -----------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N3: a term with a ratio switches the anchor of the corrections of all terms",
-)
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_numbers_n3_a_term_of_weight_0_changes_nothing(minibatches: int) -> None:
     world, algo = World(seed=1), {"anchor": "old", "corrections": ["tis"], "minibatches": minibatches}
@@ -221,11 +206,6 @@ def test_numbers_n3_control_a_kl_of_weight_0_changes_nothing() -> None:
     assert largest_change(one, other) == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N3: terms whose policy part has no ratio are refused with corrections at anchor mu",
-)
 @pytest.mark.parametrize("loss", ["[reinforce, kimi]", "[dro]", "[topr]"])
 def test_numbers_n3_a_correction_of_a_term_without_ratio_is_accepted_at_mu(loss: str) -> None:
     refusal = accepted("algo.anchor=mu", "algo.corrections=[tis]", f"algo.loss={loss}")
@@ -254,11 +234,6 @@ def test_numbers_n4_control_clip_has_no_statistic_to_move() -> None:
     assert largest_change(early, late) == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N4: dropped responses are in an update's statistics when something makes advantages late",
-)
 @pytest.mark.parametrize("algo", POOLS.values(), ids=POOLS)
 def test_numbers_n4_late_advantages_leave_the_statistics_of_an_update(algo: dict[str, Any]) -> None:
     """A KL inside the reward of weight 0 moves no number: dropped responses are packed, and train nothing."""
@@ -268,11 +243,6 @@ def test_numbers_n4_late_advantages_leave_the_statistics_of_an_update(algo: dict
     assert largest_change(early, late) == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N4: REINFORCE++ whitens over dropped responses once its KL weight is not 0",
-)
 def test_numbers_n4_a_kl_weight_of_nearly_0_leaves_the_whitening_of_reinforce_pp() -> None:
     def trained(beta: float) -> Outcome:
         advantage = {"name": "reinforce_pp", "beta": beta}
@@ -281,11 +251,6 @@ def test_numbers_n4_a_kl_weight_of_nearly_0_leaves_the_whitening_of_reinforce_pp
     assert largest_change(trained(0.0), trained(1e-12)) == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N4: GAE whitens over responses that a selector dropped",
-)
 def test_numbers_n4_gae_whitens_over_the_trained_tokens() -> None:
     """Mean 0 and standard deviation 1 (with n - 1) over the tokens that are trained."""
     world = cut_world()
@@ -301,11 +266,6 @@ def test_numbers_n4_gae_whitens_over_the_trained_tokens() -> None:
 TOKEN_POOLS = {name: algo for name, algo in POOLS.items() if name != "icepop normalise"}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N4: tokens that a selector dropped are in the statistics of those that are trained",
-)
 @pytest.mark.parametrize("algo", TOKEN_POOLS.values(), ids=TOKEN_POOLS)
 def test_numbers_n4_dropped_tokens_do_not_move_the_gradient_of_trained_ones(algo: dict[str, Any]) -> None:
     """top_entropy takes the tokens of largest entropy; the engine's log-probs of all others move by 0.7."""
@@ -335,11 +295,6 @@ def d3s_keeps(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     return kept
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N5: ties of D3S follow the order in which groups finished",
-)
 def test_numbers_n5_d3s_trains_successes_and_failures_of_early_and_late_groups_alike() -> None:
     """16 groups with 4 successes of 8: a fair draw of half leaves both kinds in nearly every group."""
     kept = d3s_keeps([[1, 0] * 4] * 16)
@@ -404,11 +359,6 @@ def test_numbers_n6_control_a_cut_into_sequences_changes_no_gradient(algo: dict[
         torch.testing.assert_close(token_gradients(sequences, **algo), one, atol=1e-9, rtol=0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N6: what belongs to the sample is taken of each of its sequences",
-)
 @pytest.mark.parametrize("algo", PER_SEQUENCE.values(), ids=PER_SEQUENCE)
 def test_numbers_n6_a_sample_cut_into_sequences_has_the_same_gradient(algo: dict[str, Any]) -> None:
     """docs/agents.md: the same tokens before each token give the same gradient."""
@@ -420,11 +370,6 @@ def test_numbers_n6_a_sample_cut_into_sequences_has_the_same_gradient(algo: dict
 # -- N7: what a mean is over -----------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N7: two selectors multiply the shares of overlapping sets",
-)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_numbers_n7_the_denominator_of_two_selectors_is_what_is_kept(seed: int) -> None:
     """Both take the mean over what they keep; without a selection of tokens that is each kept token once."""
@@ -437,11 +382,6 @@ def test_numbers_n7_the_denominator_of_two_selectors_is_what_is_kept(seed: int) 
     assert plan.denominator == pytest.approx(kept, rel=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N7: after a selector that acts before the baselines, D3S counts samples that are gone",
-)
 def test_numbers_n7_d3s_keeps_its_share_of_what_an_earlier_selector_left() -> None:
     world = World(seed=1, graded=True)
     plan = Objective(section(selectors=["ttrl", {"name": "d3s", "samples_start": 0.5}])).plan(
@@ -454,9 +394,6 @@ def test_numbers_n7_d3s_keeps_its_share_of_what_an_earlier_selector_left() -> No
 # -- N8: KL ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="numbers N8: k2 with gradient ratio is not the gradient of KL"
-)
 @pytest.mark.parametrize("kind", ["k2"])
 def test_numbers_n8_gradient_ratio_is_refused_or_right_for_samples_of_any_policy(kind: str) -> None:
     """The exact expectation over a categorical policy's samples, against the gradient of KL(pi || ref)."""
@@ -503,11 +440,6 @@ def test_numbers_control_the_quickstart_has_no_note() -> None:
     assert told() == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N8: the gradient of k1 is 0 on average, and nothing says so",
-)
 @pytest.mark.parametrize("term", ["kl", "adaptive_kl"])
 def test_numbers_n8_k1_without_a_ratio_is_refused_or_noted(term: str) -> None:
     assert told(f"algo.loss=[clip, {{name: {term}, kind: k1}}]"), "accepted without a word"
@@ -516,11 +448,6 @@ def test_numbers_n8_k1_without_a_ratio_is_refused_or_noted(term: str) -> None:
 # -- N9: Tinker ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N9: the protocol's dro has a square at every position, also where the advantage is 0",
-)
 @pytest.mark.parametrize("advantages", [[0.0, 0.0, 0.0], [1.0, 0.0, -1.0]])
 def test_numbers_n9_dro_of_the_tinker_protocol_holds_positions_of_advantage_0(
     advantages: list[float],
@@ -536,11 +463,6 @@ def test_numbers_n9_dro_of_the_tinker_protocol_holds_positions_of_advantage_0(
 # -- N10: recipes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N10: the recipe dppo says that it is prime-rl's default loss, which caps no ratio",
-)
 def test_numbers_n10_the_recipe_dppo_has_prime_rls_gradient_or_names_its_cap() -> None:
     """A token that rises from 0.001 to 0.1, inside the trust region of 0.2: gradient -ratio = -100."""
     if "cap" in (CONFIGS / "algorithms/dppo.yaml").read_text():
@@ -553,22 +475,12 @@ def test_numbers_n10_the_recipe_dppo_has_prime_rls_gradient_or_names_its_cap() -
     assert float(gradient) == pytest.approx(-100.0, rel=1e-6)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N10: alpha 0.05 makes lambda 0 for the short answers of the shipped task",
-)
 def test_numbers_n10_the_recipe_vapo_looks_further_than_one_token_ahead() -> None:
     """lambda = 1 - 1 / (alpha l), at least 0; an answer of the shipped task has some 20 tokens."""
     advantage: Any = Objective(recipe("vapo")).advantage
     assert max(0.0, 1 - 1 / (advantage.alpha * 20)) > 0.5
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N10: branch_grpo trains a shared stretch once for each branch, and its page does not say so",
-)
 def test_numbers_n10_branch_grpo_trains_a_shared_stretch_once_or_says_so() -> None:
     """The authors (BranchGRPO, collect_all_transitions) train each edge of the tree once."""
     advantage = build("advantage", "branch_grpo")
@@ -618,21 +530,11 @@ SENSELESS = {
 }  # fmt: skip
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N11: a combination without sense is accepted in silence",
-)
 @pytest.mark.parametrize("overrides", SENSELESS.values(), ids=SENSELESS)
 def test_numbers_n11_a_combination_without_sense_is_refused_or_noted(overrides: list[str]) -> None:
     assert told(*overrides), "accepted without a word"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N12: distillation alone reads no advantage, and is refused with one response a prompt",
-)
 def test_numbers_n12_distillation_alone_takes_one_response_a_prompt() -> None:
     teacher = "algo.teacher={path: configs/models/quickstart-moe}"
     assert accepted("algo.loss=[distill]", "rollout.group_size=1", teacher) == ""
@@ -641,11 +543,6 @@ def test_numbers_n12_distillation_alone_takes_one_response_a_prompt() -> None:
 # -- N13, N14 ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N13: beside top_entropy the bonus is steered by tokens that are not trained",
-)
 def test_numbers_n13_adaptive_entropy_is_steered_by_the_trained_tokens() -> None:
     """TRL: the mean entropy over its `effective_mask`. It is above the target over the trained tokens, so the second
     update has no bonus; over all tokens it is below."""
@@ -659,11 +556,6 @@ def test_numbers_n13_adaptive_entropy_is_steered_by_the_trained_tokens() -> None
     assert applied < 0.08, f"the second of two updates had the bonus, too: mean coefficient {applied}"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="numbers N14: the last bit of a float32 reward becomes an advantage",
-)
 @pytest.mark.parametrize("name", ["grpo", "gapo", "gdpo"])
 def test_numbers_n14_the_last_bit_of_a_reward_is_no_advantage(name: str) -> None:
     """NVIDIA-NeMo/RL#4158."""
@@ -674,3 +566,63 @@ def test_numbers_n14_the_last_bit_of_a_reward_is_no_advantage(name: str) -> None
     )
     advantage: Advantage = build("advantage", name)
     assert float(advantage(samples).abs().max()) < 0.01
+
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    **PER_SEQUENCE,
+    "gspo": {"loss": "gspo", "reducer": "sequence_mean"},
+    "gmpo": {"loss": "gmpo", "reducer": "sequence_mean"},
+    "vespo": {"loss": "vespo"},
+    "topr": {"loss": "topr"},
+    "topr geometric": {"loss": {"name": "topr", "level": "geometric"}},
+}
+
+
+@pytest.mark.parametrize("algo", SEVERAL.values(), ids=SEVERAL)
+def test_numbers_n6_the_sequences_of_a_sample_may_be_in_different_micro_batches(algo: dict[str, Any]) -> None:
+    """As the trainer does it: `now` of all of them is scored, and `prepare` sees them together."""
+    fields = dict(algo)
+    loss, advantage = fields.pop("loss", "clip"), fields.pop("advantage", "grpo")
+    objective = Objective(section(loss=[loss], advantage=advantage, **fields))
+    g = torch.Generator().manual_seed(0)
+    mu = -torch.rand(8, generator=g, dtype=DOUBLE) - 0.1
+    now = mu + torch.linspace(0.2, -0.3, 8, dtype=DOUBLE)
+    samples = table([1.0, 0.0], [0, 0], [8, 8])
+
+    def gradient(cuts: Sequence[Sequence[int]]) -> Tensor:
+        """Of the first sample, whose sequences are those of all parts; the second is in the last part."""
+        parts, tokens = [], 0
+        for number, lengths in enumerate(cuts):
+            n, last = sum(lengths), number == len(cuts) - 1
+            own = slice(tokens, tokens + n)
+            values = {
+                "old": mu[own] + 0.02, "now": now[own], "ref": mu[own] - 0.05,
+                "sum_pi_squared": torch.full((n,), 0.4, dtype=DOUBLE),
+            }  # fmt: skip
+            other = {"old": mu + 0.02, "now": now, "ref": mu - 0.05, "sum_pi_squared": values["old"][:0]}
+            other["sum_pi_squared"] = torch.full((8,), 0.4, dtype=DOUBLE)
+            joined = {k: torch.cat([v, other[k]]) if last else v for k, v in values.items()}
+            part = packed(
+                [*lengths, 8] if last else lengths, torch.cat([mu[own], mu]).tolist() if last else mu[own].tolist(),
+                **{k: v.tolist() for k, v in joined.items()},
+            )  # fmt: skip
+            before = sum(len(c) for c in cuts[:number])
+            part.places = [*range(before, before + len(lengths)), *([0] if last else [])]
+            part.rows = torch.tensor([*[0] * len(lengths), *([1] if last else [])])
+            parts.append(part)
+            tokens += n
+        plan = objective.plan(samples)
+        objective.finish(plan, parts)
+        objective.prepare(parts, several=objective.asks.whole_samples)
+        found = []
+        for part in parts:
+            leaf = part.signal("now").clone().requires_grad_()
+            (objective(leaf, part)[0] / plan.denominator).backward()
+            assert leaf.grad is not None
+            found.append(leaf.grad[part.rows[part.ids] == 0])
+        return torch.cat(found)
+
+    one = gradient([[8]])
+    assert one.any()
+    for cuts in ([[4], [4]], [[2, 2], [4]], [[1], [3], [2, 2]]):
+        torch.testing.assert_close(gradient(cuts), one, atol=1e-9, rtol=0)

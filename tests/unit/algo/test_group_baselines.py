@@ -52,7 +52,8 @@ def test_gpg_by_hand() -> None:
     """Three of eight are rewarded: alpha = 8/3; four are of the one mixed group, of mean 1/4: alpha = 2."""
     samples = table([1, 0, 0, 0, 0.5, 0.5, 0, 0], [0, 0, 0, 0, 1, 1, 2, 2])
     centred = vector(0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0)
-    close(build("advantage", "gpg")(samples), centred * 8 / 3)
+    close(build("advantage", "gpg", counts="rewarded")(samples), centred * 8 / 3)
+    close(build("advantage", "gpg")(samples), centred * 8 / 4)
     close(build("advantage", "gpg", counts="mixed", f_norm=4.0)(samples), centred * 2 / 4)
 
 

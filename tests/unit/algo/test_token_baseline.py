@@ -83,10 +83,10 @@ def test_many_groups_are_summed_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatc
     )
     rewards, groups = torch.rand(24, generator=generator, dtype=DOUBLE).tolist(), [i % 6 for i in range(24)]
     whole = advantages(part, rewards, groups)
-    sizes = []
+    sizes: list[int] = []
 
     def summed(values: torch.Tensor) -> torch.Tensor:
-        sizes.append(values.shape[1])
+        sizes.extend(values.shape[1:])
         return values
 
     monkeypatch.setattr(optimal_token_baseline, "CHUNK", 7)

@@ -69,7 +69,8 @@ def brute_force(rewards: list[float], texts: list[list[str]]) -> list[list[float
             means = torch.tensor([sum(rewards[m] for m in peer) / len(peer) for peer in peers], dtype=DOUBLE)
             mine = sum(rewards[m] for m in groups[i][t]) / len(groups[i][t])
             flat = len(means) < 2 or float(means.std()) < 1e-6
-            own.append(0.0 if flat else float((mine - means.mean()) / (means.std() + 1e-8)))
+            advantage = 0.0 if flat else float((mine - means.mean()) / (means.std() + 1e-8))
+            own.append(advantage / len(groups[i][t]))  # all that share it together train it once
         out.append(own)
     return out
 

@@ -1,0 +1,61 @@
+"""Samples of several sequences: sums over what comes before or after a sequence in its sample, on whatever rank.
+
+Shapes: N samples of the step, K sequences of the one with most, S sequences and T tokens of one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlsys.algo.batch import Batch
+from rlsys.algo.reduction import Reduce
+
+
+def sequence_places(part: Batch) -> Tensor:
+    """The number of each sequence within its sample, `[S]`, from 0."""
+    if part.places:
+        return torch.tensor(part.places, device=part.rows.device)
+    same = (part.rows[:, None] == part.rows[None, :]).long()
+    return same.tril(-1).sum(1)
+
+
+def sequence_table(parts: Sequence[Batch], values: Sequence[Tensor], samples: int, reduce: Reduce) -> Tensor:
+    """`[N, K]` float64: a value `[S]` of each sequence of all parts and ranks, 0 where there is none."""
+    device = values[0].device
+    places = [sequence_places(part).to(device) for part in parts]
+    longest = max([int(p.max()) + 1 for p in places if len(p)], default=1)
+    powers = torch.zeros(
+        32, dtype=torch.float64, device=device
+    )  # ranks can only add: the largest power has one
+    powers[(longest - 1).bit_length()] = 1
+    most = 2 ** int(reduce(powers).nonzero().max())
+    table = torch.zeros(samples * most, dtype=torch.float64, device=device)
+    for part, place, value in zip(parts, places, values, strict=True):
+        trained = part.lengths_or_zero > 0  # a copy that fills a bin has none
+        at = part.rows.to(device)[trained] * most + place[trained]
+        table.index_add_(0, at, value.double()[trained])
+    return reduce(table).view(samples, most)
+
+
+def at_sequences(part: Batch, table: Tensor) -> Tensor:
+    """`[S]`: the entries of `table` `[N, K]` of this part's sequences."""
+    return table[part.rows.to(table.device), sequence_places(part).to(table.device)]
+
+
+def sums_before(table: Tensor) -> Tensor:
+    """`[N, K]`: the sum over the earlier sequences of the sample."""
+    return table.cumsum(1) - table
+
+
+def sums_after(table: Tensor) -> Tensor:
+    """`[N, K]`: the sum over the later sequences of the sample."""
+    return table.flip(1).cumsum(1).flip(1) - table
+
+
+def least_before(table: Tensor) -> Tensor:
+    """`[N, K]`: the smallest entry of the earlier sequences of the sample; inf for the first."""
+    least = table.cummin(1).values
+    return torch.cat([torch.full_like(least[:, :1], torch.inf), least[:, :-1]], 1)

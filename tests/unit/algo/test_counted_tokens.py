@@ -1,0 +1,134 @@
+"""A token counts in a statistic if and only if its weight is not 0; ties are drawn; rounding is no reward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.algo import build
+from rlsys.algo.objective import Objective
+from rlsys.algo.planners import Accept, Drop
+from rlsys.algo.reduction import alone
+from rlsys.core.types import Sample, SampleGroup
+from tests.helpers.algo_world import DOUBLE, World, packed, run, section, table
+
+
+def whole(rows: list[int]) -> list[list[int]]:
+    return [rows]
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_a_dropped_token_is_in_no_mean_of_the_covariance(name: str) -> None:
+    """Advantages 3, 1, -1 and log-probs -0.5, -1.5, -1 of the counted tokens: means 1 and -1."""
+    values = {"advantages": [3.0, 1.0, -1.0, 9.0], "now": [-0.5, -1.5, -1.0, -7.0]}
+    batch = packed([4], mu=values["now"], weight=[1.0, 1.0, 0.5, 0.0], **values)
+    of, _ = build("loss", name, share=0.5).prepare([batch], [batch.mu], alone)
+    assert (of.tokens, of.advantage, of.logp) == (3, 1, -1)
+
+
+def test_metrics_are_of_counted_tokens() -> None:
+    objective = Objective(section(loss=["clip"]))
+    batch = packed([3], mu=[-1.0] * 3, advantages=[1.0] * 3, weight=[1.0, 1.0, 0.0])
+    _, sums = objective(batch.mu + torch.tensor([0.0, 0.0, 5.0], dtype=DOUBLE), batch)
+    assert float(sums["tokens"]) == 2
+    assert float(sums["mismatch_abs"].sum()) == 0
+    assert float(sums["mismatch_clipped"].sum()) == 0
+
+
+def test_the_effective_sample_size_leaves_dropped_samples_out_whatever_made_them_packed() -> None:
+    algo: dict[str, Any] = {"selectors": ["overlong_filter"], "hooks": ["vcpo"], "anchor": "old"}
+    world = World(seed=5, scale=0.5)
+    early = run(world, section(**algo), whole)
+    late = run(world, section(**algo, shaping=[{"name": "kl_reward", "beta": 0.0}]), whole)
+    assert early.lr_factor < 1
+    assert late.lr_factor == pytest.approx(early.lr_factor, abs=1e-12)
+
+
+def test_a_mini_batch_without_a_trained_token_has_no_update() -> None:
+    """Late advantages: all rows are packed, and those of the second mini-batch were cut off."""
+    objective = Objective(
+        section(advantage="optimal_token_baseline", selectors=["overlong_filter"], minibatches=2)
+    )
+    samples = table(
+        [1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [2] * 4, truncated=torch.tensor([False, False, True, True])
+    )
+    plan = objective.plan(samples)
+    parts = []
+    for rows in ([0, 1], [2, 3]):
+        part = packed([2, 2], [-1.0] * 4, old=[-1.0] * 4, sum_pi_squared=[0.4] * 4)
+        part.rows = torch.tensor(rows)
+        parts.append(part)
+    objective.finish(plan, parts)
+    assert [objective.trains([part]) for part in parts] == [True, False]
+    assert plan.trained == (0, 1)
+
+
+def test_over_active_divides_by_all_where_no_sample_is_active() -> None:
+    """A KL term trains them all the same; divided by 1, its gradient would be six times as large."""
+    for name, expected in (("token_mean", 6.0), ("sequence_mean", 2.0)):
+        reducer = build("reducer", name, over="active")
+        assert reducer(torch.tensor([2, 4]), torch.tensor([False, False])).denominator == expected
+        assert reducer(torch.tensor([2, 4]), torch.tensor([False, True])).denominator == (
+            4 if expected == 6 else 1
+        )
+
+
+def test_the_largest_value_of_a_group_is_that_of_one_of_its_sequences() -> None:
+    """Gaps 0.1 and 0.2 in two sequences of a sample: k2 is 0.005 and 0.02, and 0.02 is not above 0.022."""
+    plugin = build("correction", "rejection", kind="k2", level="group_max", high=0.022)
+    part = packed([1, 1], [-1.0, -1.0], advantages=[1.0, 1.0], weight=[1.0, 1.0])
+    part.rows, part.groups = torch.tensor([0, 0]), torch.tensor([0])
+    anchor = part.mu + torch.tensor([0.1, 0.2], dtype=DOUBLE)
+    assert plugin.prepare([part], [anchor], alone).tolist() == pytest.approx([0.02])
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [
+        {"name": "d3s", "tokens_start": 1.0}, {"name": "rorecomp", "alpha": 0.5}, "ttrl",
+        {"name": "grpo_roc", "penalty": "length"},
+    ],
+    ids=["d3s", "rorecomp", "ttrl", "grpo_roc"],
+)  # fmt: skip
+def test_the_order_in_which_groups_finished_chooses_no_sample(selector: Any) -> None:
+    """All lengths and all groups' rewards are alike: ties everywhere."""
+    ids = torch.arange(32) * 7 + 1
+    samples = replace(table([1.0, 0.0] * 16, [i // 8 for i in range(32)], [5] * 32), sample_ids=ids)
+    order = torch.tensor([*range(16, 32), *range(16)])
+
+    def chosen(of: Any) -> set[int]:
+        plan = Objective(section(advantage="dr_grpo", selectors=[selector])).plan(of)
+        return {int(of.sample_ids[row]) for row in plan.rows}
+
+    assert chosen(samples) == chosen(samples.take(order))
+    assert 0 < len(chosen(samples)) < 32
+
+
+def test_selectors_that_act_before_see_what_those_before_them_leave() -> None:
+    """ttrl leaves 4 of 8, grpo_roc half of these."""
+    selectors = ["ttrl", {"name": "grpo_roc", "penalty": "length", "least": 0}]
+    plan = Objective(section(selectors=selectors)).plan(table([1.0, 0.0] * 4, [0] * 8, [3] * 8))
+    assert int(plan.counted.sum()) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "rloo", "opo", "vcpo", "gapo", "mc_grpo", "maxrl", "lite_ppo", "mssr", "gpg"]
+)
+def test_rounding_of_equal_rewards_is_no_advantage(name: str) -> None:
+    rewards = torch.full((5,), 10.0)
+    rewards[0] = torch.nextafter(rewards[0], torch.tensor(11.0))
+    columns = {"log_weight": torch.zeros(5, dtype=DOUBLE), "score_norm": torch.ones(5, dtype=DOUBLE)}
+    samples = table([10.0] * 5, [0] * 5, [3, 1, 4, 1, 5], prompt_index=torch.zeros(5).long(), **columns)
+    samples = replace(samples, rewards=rewards)
+    assert not build("advantage", name)(samples).any()
+
+
+def test_dapo_drops_a_group_whose_rewards_differ_by_rounding() -> None:
+    def group(rewards: list[float]) -> SampleGroup:
+        return SampleGroup(0, 0, [Sample(i, 0, i, [1], 0, reward=r) for i, r in enumerate(rewards)])
+
+    assert isinstance(build("planner", "dapo").decide(group([0.7, 0.7 + 1e-8])), Drop)
+    assert isinstance(build("planner", "dapo").decide(group([0.7, 0.71])), Accept)
