@@ -97,6 +97,41 @@ def test_trainer_inputs_s3_control_both_forms_may_say_the_same() -> None:
     assert rope_of(raw) == rope_of(raw_of("deepseek-v3"))
 
 
+TWICE = {
+    "two names of a number of experts": ("deepseek-v3", {"n_routed_experts": 8, "num_experts": 16}, "num_experts"),
+    "kinds of layers and the first dense ones": (
+        "glm-4.7-flash", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}, "first_k_dense_replace",
+    ),
+    "kinds of layers and their interval": (
+        "qwen3-next", {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, "full_attention_interval",
+    ),
+    "rope_scaling without the other base": (
+        "llama",
+        {"rope_scaling": {**ADDED["llama3"][1]}, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        "rope_theta",
+    ),
+    "rope by kind of layer": (
+        "gpt-oss",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}},
+        "full_attention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changes", "named"), TWICE.values(), ids=TWICE)
+def test_trainer_inputs_s3_fields_that_contradict_each_other_are_refused(
+    family: str, changes: dict[str, Any], named: str
+) -> None:
+    """transformers, SGLang and the trainer read different ones of them."""
+    assert named in refusal_of(raw_of(family, **changes)), "read without a word"
+
+
+def test_trainer_inputs_s3_the_language_parts_own_sizes_are_the_models() -> None:
+    """transformers and SGLang build the language part of a model with a tower from text_config alone."""
+    raw = raw_of("qwen3-vl-moe", num_hidden_layers=9, rope_theta=3.0, quantization_config=None)
+    assert HFConfig.of(raw, "config.json").layers == tiny.BASE["num_hidden_layers"]
+
+
 # -- S6: what an engine says is stored unread --------------------------------------------------------------------
 
 
