@@ -76,11 +76,6 @@ def rope_of(raw: dict[str, Any]) -> object:
     return "refused" if refusal_of(raw) else HFConfig.of(raw, "config.json").rope
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs S3: rope_scaling beside rope_parameters is ignored; transformers and SGLang take it",
-)
 @pytest.mark.parametrize(("family", "scaling"), ADDED.values(), ids=ADDED)
 def test_trainer_inputs_s3_rope_scaling_beside_rope_parameters_is_obeyed_or_refused(
     family: str, scaling: dict[str, Any]
