@@ -204,7 +204,9 @@ class HFConfig:
         like = min(layer, self.layers - 1)
         kind: Feature = "moe" if self.moe_layers[like] else "dense"
         attention: Feature = "linear" if self.linear_layers and self.linear_layers[like] else "full"
-        have = {*self.features, kind, attention, None}
+        have: set[Feature | None] = {*self.features, kind, attention, None}
+        if kind == "moe" and self.shared_ffn_size:
+            have.add("shared")
         return [r for r in self.family.rules if r.per_layer and r.only in have]
 
     def shape(self, letters: str) -> tuple[int, ...]:
@@ -254,10 +256,15 @@ _EXPERT_COUNTS = ("num_experts", "num_experts_per_tok", "n_shared_experts")
 """Fields that transformers reads under several names, whatever the family."""
 
 
+_SHARED_EXPERTS = {"n_shared_experts", "num_shared_experts", "moe_num_shared_experts"}
+
+
 def _in_our_words(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """What the file says, under our names for the family's fields. Raises UserError where two names of one field have
     different values: transformers and SGLang each take another one."""
     given = {name: value for name, value in raw.items() if value is not None}
+    for name in _SHARED_EXPERTS & raw.keys() - given.keys():
+        given[name] = 0  # null: SGLang builds none
     for ours, theirs in (*family.fields.items(), ("num_experts", "num_local_experts")):
         if theirs not in given:
             continue

@@ -110,12 +110,12 @@ def experts(hf: str = "mlp.experts.{e}", names: str = "gate_proj up_proj down_pr
 
 
 def shared_experts(hf: str = "mlp.shared_experts") -> tuple[Rule, ...]:
-    return mlp("mlp.shared_experts", hf, "s", "moe")
+    return mlp("mlp.shared_experts", hf, "s", "shared")
 
 
 SHARED_GATED = (
     *shared_experts("mlp.shared_expert"),
-    Rule(M + "mlp.shared_experts.gate_weight", {H + "mlp.shared_expert_gate.weight": "1h"}, only="moe"),
+    Rule(M + "mlp.shared_experts.gate_weight", {H + "mlp.shared_expert_gate.weight": "1h"}, only="shared"),
 )
 DENSE = mlp("mlp", "mlp", "f", "dense")
 

@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 Layout = Literal["same", "qkv", "gated_qkv", "by_key_head", "gate_up"]
 TABLE_PREFIX = "model."
-Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full", "full", "linear"]
+Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full", "full", "linear", "shared"]
 
 
 @dataclass(frozen=True)

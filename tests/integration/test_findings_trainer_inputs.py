@@ -104,6 +104,28 @@ def test_trainer_inputs_s5_control_plain_softmax_of_one_expert_is_right(
     assert float((found - reference(folder)).abs().max()) < LOGPS
 
 
+# -- M1: parts of size 0 -------------------------------------------------------------------------------------
+
+NO_SHARED_EXPERTS = {
+    "ernie-4.5": ("Ernie4_5_MoeForCausalLM", "moe_num_shared_experts"),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", "n_shared_experts"),
+    "glm-4.5": ("Glm4MoeForCausalLM", "n_shared_experts"),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", "shared_expert_intermediate_size"),
+    "qwen3-next": ("Qwen3NextForCausalLM", "shared_expert_intermediate_size"),
+}
+
+
+@pytest.mark.parametrize(("architecture", "field"), NO_SHARED_EXPERTS.values(), ids=NO_SHARED_EXPERTS)
+def test_trainer_inputs_m1_a_model_without_shared_experts_is_transformers(
+    architecture: str, field: str, tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
+    """transformers writes tensors of size 0, and a gate for them where the family has one. Its HY-V3 has one shared
+    expert, whatever the file says."""
+    folder = cases.write_model(tmp_path / "model", architecture, **{field: 0})
+    found = torch.tensor([x for c in start(folder).canaries(SEQUENCES) for x in c.logp])
+    assert float((found - reference(folder)).abs().max()) < LOGPS
+
+
 # -- S6: routes that no router can have chosen ---------------------------------------------------------------
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2

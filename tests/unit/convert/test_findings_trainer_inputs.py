@@ -169,11 +169,6 @@ async def test_trainer_inputs_s6_control_the_largest_id_of_the_vocabulary_is_a_t
 # -- M1, M3: folders of listed families ---------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs M1: a model without shared experts is refused, for tensors of size 0 are missing",
-)
 @pytest.mark.parametrize(
     ("family", "field"),
     [
@@ -181,15 +176,17 @@ async def test_trainer_inputs_s6_control_the_largest_id_of_the_vocabulary_is_a_t
         ("deepseek-v3", "n_shared_experts"),
         ("glm-4.5", "n_shared_experts"),
         ("hy-v3", "num_shared_experts"),
+        ("qwen2-moe", "shared_expert_intermediate_size"),
+        ("qwen3-next", "shared_expert_intermediate_size"),
     ],
 )
 def test_trainer_inputs_m1_a_model_without_shared_experts_has_no_tensors_of_them(
     family: str, field: str
 ) -> None:
     """ERNIE-4.5-300B-A47B is published so."""
-    config = HFConfig.of(raw_of(family, **{field: 0}), "config.json")
-    shared = [n for entry in entries(config) for n in entry.hf if "shared" in n and "gate.weight" not in n]
-    assert shared == []
+    for none in (0, None) if field != "shared_expert_intermediate_size" else (0,):
+        config = HFConfig.of(raw_of(family, **{field: none}), "config.json")
+        assert [n for entry in entries(config) for n in entry.hf if "shared" in n] == []
 
 
 def test_trainer_inputs_m3_buffers_of_rotary_embedding_are_left_alone(tmp_path: Path) -> None:
