@@ -355,6 +355,14 @@ def _check_divisions(
     experts, chosen = raw.get("num_experts", 0), raw.get("num_experts_per_tok", 0)
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"at most num_experts = {experts}")
+    if chosen == 1 and (family.sigmoid or raw["norm_topk_prob"]):
+        field = family.fields.get("num_experts_per_tok", "num_experts_per_tok")
+        refuse(
+            field,
+            1,
+            "2 experts and more, or norm_topk_prob = false: the normalised weight of one expert is 1, whatever its "
+            "score, which megatron-core does not compute, and by which no router would learn",
+        )
     groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
     if experts % groups:
         refuse("n_group", groups, f"a divisor of num_experts = {experts}")

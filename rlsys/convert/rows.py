@@ -153,7 +153,7 @@ SIGMOID: dict[str, Any] = {
 }
 SIGMOID_ALLOWED: dict[str, tuple[Any, ...]] = {
     **PLAIN,
-    "norm_topk_prob": (True,),  # megatron always normalises sigmoid scores
+    "norm_topk_prob": (True,),  # megatron always normalises sigmoid scores of several experts
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),

@@ -67,11 +67,6 @@ SOFTMAX = {
 """They end in a traceback of megatron-core."""
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs S5: with one expert a token a model is another one than transformers', or a traceback",
-)
 @pytest.mark.parametrize(
     ("architecture", "changes"), [*SIGMOID.values(), *SOFTMAX.values()], ids=SIGMOID | SOFTMAX
 )
