@@ -101,7 +101,7 @@ async def test_a_bad_answer_is_the_engines_fault(
     made, _ = await answer(monkeypatch, change, truncated=truncated, ask=Tops(1))
     assert made.censor_reason is not None, "stored without a look"
     assert reason in made.censor_reason
-    assert not made.status.name == "FINISHED"
+    assert made.status.name != "FINISHED"
 
 
 GOOD = {
