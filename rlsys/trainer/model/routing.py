@@ -231,8 +231,8 @@ class Routing:
 
         replay_share: of the choices, how many were replayed; route_agreement: of the replayed ones, how many the
         router would have made itself; replay_missing: tokens that had no route, or one that no router chooses, though
-        replay is on; expert_load_max: the busiest expert's tokens over the mean, in the worst layer; expert_idle_share: the share
-        of experts without a token, in the worst layer.
+        replay is on; expert_load_max: the busiest expert's tokens over the mean, in the worst layer;
+        expert_idle_share: the share of experts without a token, in the worst layer.
         """
         figures = torch.zeros(3, dtype=torch.int64)
         experts = max((r.router.num_experts for r in self._all), default=0)
