@@ -16,6 +16,9 @@ from rlsys.convert.rules import TABLE_PREFIX, Family, Feature, Rule
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import language_part
 
+VOCABULARY_STEP = 8
+"""Tensor-parallel ranks, the most for which a vocabulary of any size can be cut."""
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -181,6 +184,12 @@ class HFConfig:
             )
         except KeyError as e:
             raise UserError(f"{where}: field {e} is missing") from None
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of Megatron's embedding and head: of the model's vocabulary alone, so that checkpoints have one shape
+        in all layouts. The rows behind the vocabulary are 0, and no token is ever one of them."""
+        return -(-self.vocab_size // VOCABULARY_STEP) * VOCABULARY_STEP
 
     def in_folder(self, name: str) -> str:
         """What the family's folders call a tensor of the name table."""

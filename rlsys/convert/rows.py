@@ -12,10 +12,12 @@ P = "mtp.layers.{l}."
 """How those of a layer for multi-token prediction begin in Megatron. Folders count it as the layer after the last."""
 
 _QKV = tuple(H + f"self_attn.{x}_proj." for x in "qkv")
-EMBEDDING = (Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vh"}, cut=0),)
+EMBEDDING = (
+    Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vh"}, "vocabulary", cut=0),
+)
 HEAD = (
     Rule("decoder.final_layernorm.weight", {"model.norm.weight": "h"}),
-    Rule("output_layer.weight", {"lm_head.weight": "vh"}, cut=0),
+    Rule("output_layer.weight", {"lm_head.weight": "vh"}, "vocabulary", cut=0),
 )
 NORMS = (
     Rule(M + "input_layernorm.weight", {H + "input_layernorm.weight": "h"}),

@@ -239,6 +239,18 @@ def tried(raw: dict[str, Any], work: Path) -> list[str]:
     return found
 
 
+def convertible(raw: dict[str, Any]) -> bool:
+    """Read, but for how its weights are stored."""
+    from rlsys.convert.config import HFConfig
+    from rlsys.core.errors import UserError
+
+    try:
+        HFConfig.of(shrink(raw), "config.json")
+    except (UserError, KeyError):
+        return False
+    return True
+
+
 def checked(raw: dict[str, Any], work: Path) -> list[str]:
     from rlsys.core.errors import RlsysError
 
@@ -279,9 +291,9 @@ def main() -> None:
         counts[kind] += 1
         row = [name, kind, words]
         if args.shrunk is not None:
-            key = json.dumps(shrink(raw), sort_keys=True) if kind == "read" else ""
+            key = json.dumps(shrink(raw), sort_keys=True) if convertible(raw) else ""
             more = [f"as {seen[key]}", "", "", ""] if key in seen else ["", "", "", ""]
-            if kind == "read" and key not in seen:
+            if key and key not in seen:
                 more, seen[key] = checked(raw, args.shrunk / "model"), name
             row += more
         rows.append(row)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.spans import RouteSpan
 from rlsys.trainer import setup
-from rlsys.trainer.checkpoints.conversion import verify
+from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, Packer, TrainSample
 from rlsys.trainer.trainer import Trainer, Updated
@@ -232,6 +232,33 @@ def test_trainer_inputs_s7_copies_move_no_experts_bias(tmp_path: Path, start: Ca
     other = sum(int((moved[1][n].sign() != t.sign()).sum()) for n, t in moved[0].items())
     count = sum(t.numel() for t in moved[0].values())
     assert other == 0, f"{other} of {count} expert biases move another way"
+
+
+# -- M8 ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["with a head", "tied"])
+def test_trainer_inputs_m8_a_vocabulary_with_one_added_token_is_transformers(
+    tied: bool, tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
+    """Log-probs of all tokens, and a folder that comes back bit for bit through a checkpoint of two ranks."""
+    folder = cases.write_model(
+        tmp_path / "model", "Qwen3ForCausalLM", vocab_size=97, tie_word_embeddings=tied
+    )
+    trainer = start(folder)
+    found = torch.tensor([x for c in trainer.canaries(SEQUENCES) for x in c.logp])
+    assert float((found - reference(folder)).abs().max()) < LOGPS
+    trainer.update(trainer.passes.pack(cases.samples(97)), cases.policy_loss, cases.LR)
+    trainer.export_hf(tmp_path / "exported")
+    found = torch.tensor([x for c in trainer.canaries(SEQUENCES) for x in c.logp])
+    assert float((found - reference(tmp_path / "exported")).abs().max()) < LOGPS
+    trainer.close()
+    setup.leave_layout()
+    hf_to_megatron(folder, tmp_path / "megatron", {"tp": 2}, lambda *_: None)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", lambda *_: None)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 # -- M2, M6 --------------------------------------------------------------------------------------------------

@@ -263,11 +263,6 @@ def store_in_fp8(folder: Path) -> tuple[int, int]:
     return 2 * sum(t.numel() for t in tensors.values()), (folder / "model.safetensors").stat().st_size
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="trainer_inputs M8: a vocabulary that tp does not divide is refused, peers pad it",
-)
 def test_trainer_inputs_m8_a_vocabulary_with_one_added_token_can_be_cut_over_tp(tmp_path: Path) -> None:
     hf = HFConfig.of(raw_of("llama", vocab_size=97), "config.json")
     config = Config.model_validate({"model": {"path": tmp_path}, "parallel": {"tp": 2}})
