@@ -1,7 +1,9 @@
 """What becomes of every published config.json of a folder: a table of what `rlsys explain` says of each, and, shrunk
 to a tiny random model, whether conversions, log-probs, a training step and an export are right:
 
-    python -m tests.helpers.published_configs CONFIGS TABLE.md [--shrunk WORKPLACE] [--only WORD ...]
+    python -m tests.helpers.published_configs CONFIGS TABLE.md [--shrunk WORKPLACE] [--only WORD ...] [--no-layers]
+
+Without --no-layers, explain builds the layers of every model that it reads: 20 seconds each.
 
 CONFIGS holds NAME.json files, or folders NAME with a config.json.
 """
@@ -19,9 +21,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 120)] for i in range(1, 4)]
@@ -106,9 +109,11 @@ def _shrunk(raw: dict[str, Any]) -> dict[str, Any]:
 # -- what explain says ---------------------------------------------------------------------------------------------
 
 
-def verdict(raw: dict[str, Any]) -> tuple[str, str]:
-    """(read, refused or FAULT, in words) by the whole command, of a folder with this config.json and nothing else."""
+def verdict(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
+    """(read, refused or FAULT, in words), of a folder with this config.json and nothing else. `layers`: the trainer's
+    layers are built, as the command does."""
     from rlsys.cli import main as cli
+    from rlsys.cli import preflight
     from rlsys.convert.config import HFConfig
 
     said = io.StringIO()
@@ -121,7 +126,11 @@ def verdict(raw: dict[str, Any]) -> tuple[str, str]:
             f"run.dir={folder}/run",
         ]
         try:
-            with redirect_stdout(io.StringIO()), redirect_stderr(said):
+            with ExitStack() as stack:
+                stack.enter_context(redirect_stdout(io.StringIO()))
+                stack.enter_context(redirect_stderr(said))
+                if not layers:
+                    stack.enter_context(patch.object(preflight.trial, "check_build", lambda config: None))
                 code = cli.main(words)
         except SystemExit as e:
             code = int(e.code or 0)
@@ -276,6 +285,7 @@ def main() -> None:
     parser.add_argument(
         "--shrunk", type=Path, help="workplace: also try each one that is read, as a tiny model"
     )
+    parser.add_argument("--no-layers", action="store_true", help="explain builds no layers")
     parser.add_argument("--only", nargs="*", default=[], help="words, one of which a name has to contain")
     args = parser.parse_args()
     if args.shrunk is not None:
@@ -287,7 +297,7 @@ def main() -> None:
         if args.only and not any(word in name for word in args.only):
             continue
         begun = time.monotonic()
-        kind, words = verdict(raw)
+        kind, words = verdict(raw, not args.no_layers)
         counts[kind] += 1
         row = [name, kind, words]
         if args.shrunk is not None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.helpers import tiny
 from tests.helpers.published_tokenizers import byte_level, write_ernie, write_kimi, write_llama
@@ -105,6 +105,8 @@ class Published:
 
     `tiny`: its entry in tests/helpers/tiny.py. `form` of the tokenizer: fast (tokenizer.json), kimi (tiktoken.model
     and code), llama (tokenizer.model of sentencepiece), ernie (that and code). `eos`: of tokenizer_config.json.
+    `qwen_words`: a fast one splits text as transformers' class for Qwen2 does, whatever tokenizer.json
+    says, and has vocab.json and merges.txt beside it.
     `config`, `generation`: tokens whose ids the two files name as eos_token_id; empty: the field is left out.
     `special`: further special tokens. `turn_end`: what the template writes behind an answer; None: nothing of its
     own. `inline`: the template stands in tokenizer_config.json instead of a file. `text_arguments`: the template
@@ -122,6 +124,7 @@ class Published:
     generation: tuple[str, ...]
     turn_end: str | None
     form: str = "fast"
+    qwen_words: bool = False
     special: tuple[str, ...] = ()
     bos: str | None = None
     inline: bool = False
@@ -150,7 +153,7 @@ class Published:
         return made
 
 
-_VOCAB_FILES = ("README.md", "LICENSE", "vocab.json", "merges.txt")
+_VOCAB_FILES = ("README.md", "LICENSE")
 _QWEN: dict[str, Any] = {
     "template": CHATML,
     "eos": "<|im_end|>",
@@ -160,6 +163,7 @@ _QWEN: dict[str, Any] = {
     "special": ("<|im_start|>",),
     "inline": True,
     "files": _VOCAB_FILES,
+    "qwen_words": True,
 }
 _GLM: dict[str, Any] = {
     "template": ROLE_MARKS,
@@ -299,7 +303,8 @@ def write(folder: Path, one: Published) -> Path:
     folder.mkdir(parents=True)
     size = _write_tokenizer(folder, one)
     architecture = tiny.TINY[one.tiny].architecture
-    tiny.write(folder, tiny.TINY[one.tiny], vocab_size=-(-size // 8) * 8)
+    made = tiny.TINY[one.tiny]
+    tiny.write(folder, made, **{**made.served, "vocab_size": -(-size // 8) * 8})
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")) if one.form == "fast" else None
     _write_config(folder, one, architecture, ids)
     for name in one.files:
@@ -337,7 +342,12 @@ def _write_fast(folder: Path, one: Published) -> int:
     vocab, merges = byte_level()
     pairs = [(first, second) for first, _, second in (m.partition(" ") for m in merges)]
     fast = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.pre_tokenizer = _qwen_words() if one.qwen_words else plain
+    if one.qwen_words:
+        fast.normalizer = normalizers.NFC()  # type: ignore[assignment]
+        (folder / "vocab.json").write_text(json.dumps(vocab))
+        (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     fast.decoder = decoders.ByteLevel()
     bos = () if one.bos is None else (one.bos,)
     marks = dict.fromkeys((*bos, *one.stops, *one.special))
@@ -349,10 +359,19 @@ def _write_fast(folder: Path, one: Published) -> int:
     return len(vocab) + len(marks)
 
 
+def _qwen_words() -> Any:
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")
+    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
 def _write_config(folder: Path, one: Published, architecture: str, fast: Tokenizer | None) -> None:
     """config.json and generation_config.json as they are published."""
     raw = json.loads((folder / "config.json").read_text())
-    raw.pop("eos_token_id", None)
+    language = raw.get("text_config", raw)
+    for part in (raw, language):
+        part.pop("eos_token_id", None)
     if not one.new_form:
         raw["torch_dtype"] = raw.pop("dtype", "float32")
         rope = raw.pop("rope_parameters", None) or {}
@@ -362,11 +381,11 @@ def _write_config(folder: Path, one: Published, architecture: str, fast: Tokeniz
         kind = rope.pop("rope_type", "default")
         raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
         raw["transformers_version"] = "4.46.0"
-    raw |= {**tiny.TINY[one.tiny].served, **one.quirks} if "text_config" not in raw else {}
+    language |= one.quirks
     if one.code:
         raw["auto_map"] = {"AutoConfig": "configuration_published.PublishedConfig"}
     generation: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
-    for fields, tokens in ((raw, one.config), (generation, one.generation)):
+    for fields, tokens in ((language, one.config), (generation, one.generation)):
         found = [_id_of(folder, fast, token) for token in tokens]
         if found:
             fields["eos_token_id"] = found if len(found) > 1 else found[0]

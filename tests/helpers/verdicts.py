@@ -70,11 +70,15 @@ def judged(
     ids: list[int],
     status: Status,
     tokenizer: Tokenizer | None = None,
+    trusted: bool = False,
     **rollout: Any,
 ) -> Verdict:
-    """Of the response `ids` to a sum whose answer is 7. `tokenizer`: None: the folder's."""
+    """Of the response `ids` to a sum whose answer is 7. `tokenizer`: None: the folder's. `trusted`: it may run the
+    folder's code."""
     data = {"reward": reward, "judge": f"{Path(__file__)}:agrees"}
-    config = Config.model_validate({"model": {"path": folder}, "data": data, "rollout": rollout})
+    config = Config.model_validate(
+        {"model": {"path": folder, "trust_remote_code": trusted}, "data": data, "rollout": rollout}
+    )
     scorer = build_scorer(config, cast(Rewards, Direct(config)), tokenizer or Tokenizer(folder))
     entry = ENTRY if "code" not in str(reward) else {"answer": [{"input": "", "output": "7"}]}
     prompt = Prompt(0, "3+4=", [1], entry, "3+4=")

@@ -20,13 +20,14 @@ from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.published_families import FAMILIES, TOOLS, Published, write
+from tests.helpers.published_tokenizers import CODE_FORMS
 from tests.helpers.verdicts import REWARDS, judged
 
 pytestmark = pytest.mark.integration
 
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 60)] for i in range(1, 4)]
 LOGPS = 5e-5
-TEXTS = ["3+4=7 <answer>42</answer>", "naïve café 世界 мир", " \n\n\tdef f(x):", "\U0001f600"]
+TEXTS = ["It's 3+4=7 <answer>42</answer>", "naïve café 世界 мир", " \n\n\tdef f(x):", "\U0001f600"]
 NOT_WEIGHTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -53,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
 
 def tokenizer_of(one: Published, folder: Path) -> Tokenizer:
-    model = {"path": folder, "trust_remote_code": one.form in ("kimi", "ernie")}
+    model = {"path": folder, "trust_remote_code": one.form in CODE_FORMS}
     return Tokenizer.of(Config.model_validate({"model": model}))
 
 
@@ -105,7 +106,8 @@ def test_a_right_answer_has_its_reward(family: tuple[Published, Path]) -> None:
         full = 2.0 if reward == "answer_and_format" else 1.0
         for end in one.stops:
             ids = [*tokenizer.encode(text), *tokenizer.encode(end)]
-            if judged(folder, reward, ids, Status.FINISHED, tokenizer).reward != full:
+            trusted = one.form in CODE_FORMS
+            if judged(folder, reward, ids, Status.FINISHED, tokenizer, trusted).reward != full:
                 missed.append((reward, end))
     assert not missed
 

@@ -348,7 +348,7 @@ def _without_padding(head: torch.nn.Module, vocab_size: int) -> None:
             logits[..., own:].fill_(NEVER)
         return logits, bias
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward
 
 
 def _with_plain_strides(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

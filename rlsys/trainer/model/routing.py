@@ -82,7 +82,9 @@ def decode(
 def _possible(chosen: NDArray[np.unsignedinteger], experts: int) -> NDArray[np.bool_]:
     """`[n]`, of rows `[n, layers, k]`: whether routers of so many experts can have chosen them in all layers."""
     ordered = np.sort(chosen.astype(np.int32), axis=2)
-    return (ordered < experts).all(axis=(1, 2)) & (np.diff(ordered, axis=2) > 0).all(axis=(1, 2))
+    apart = np.diff(ordered, axis=2, prepend=-1) > 0
+    possible: NDArray[np.bool_] = np.all((ordered < experts) & apart, axis=(1, 2))
+    return possible
 
 
 class LayerReplay:
