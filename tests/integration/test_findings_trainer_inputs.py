@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,6 +234,30 @@ def test_trainer_inputs_s7_copies_move_no_experts_bias(tmp_path: Path, start: Ca
     other = sum(int((moved[1][n].sign() != t.sign()).sum()) for n, t in moved[0].items())
     count = sum(t.numel() for t in moved[0].values())
     assert other == 0, f"{other} of {count} expert biases move another way"
+
+
+# -- M7: the way back ----------------------------------------------------------------------------------------
+
+
+def test_trainer_inputs_m7_a_folder_asks_for_the_room_that_its_weights_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else a checkpoint holds, an optimizer's state above all, is not written."""
+    folder = cases.write_model(tmp_path / "model", "Qwen3ForCausalLM")
+    weights = (folder / "model.safetensors").stat().st_size
+    hf_to_megatron(folder, tmp_path / "megatron", {}, lambda *_: None)
+    (tmp_path / "megatron/__1_0.distcp").write_bytes(bytes(8 * weights))
+    room = SimpleNamespace(total=weights, used=0, free=2 * weights)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
+    said = ""
+    try:
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back", lambda *_: None)
+    except UserError as refusal:
+        said = str(refusal)
+    assert said == ""
+    room.free = weights // 2
+    with pytest.raises(UserError, match="the disk has"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "again", lambda *_: None)
 
 
 # -- M8 ------------------------------------------------------------------------------------------------------
