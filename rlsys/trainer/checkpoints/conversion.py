@@ -138,6 +138,7 @@ def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
         source: MegatronTensors | AdaptedTensors
         if lora is not None:
             source = AdaptedTensors(found, _source(model, hf, alone), hf, lora)
+            base: HFTensors | MegatronTensors
             base = HFTensors(model, hf) if is_hf(model) else MegatronTensors(model, alone, hf)
             needed = base.bytes
         else:
