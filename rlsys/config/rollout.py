@@ -66,7 +66,7 @@ class RolloutConfig(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Of these, draw only from those whose probability is at least this share of the largest one. Needs top_k, and
     engine.deterministic = false."""
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list)
     """Texts that end a response or a turn, beside the model's own end. They stay in the response."""
     generator: str = "single_turn"
     """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them),

@@ -11,10 +11,13 @@ from typing import Any, Literal, NoReturn
 
 from rlsys.config.precision import BLOCK
 from rlsys.convert.families import family_of
-from rlsys.convert.rope import ROPES, Rope, read_rope
+from rlsys.convert.rope import Rope, read_rope, rope_fields
 from rlsys.convert.rules import TABLE_PREFIX, Family, Feature, Rule
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import language_part
+
+VOCABULARY_STEP = 8
+"""Tensor-parallel ranks, the most for which a vocabulary of any size can be cut."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,11 @@ class HFConfig:
         if not isinstance(named, list) or not isinstance(named[0], str):
             raise UserError(f"{where}: architectures = {named!r:.80}: expected a list with one name")
         family = family_of(named[0])
-        raw = _in_our_words(language_part(raw, where) if family.part_of_more else raw, family)
+        given = _in_our_words(language_part(raw, where) if family.part_of_more else raw, family, where)
+        raw = {**family.defaults, **given}
         _check_numbers(raw, family, where)
         _check_supported(raw, family, where)
+        _check_layer_kinds(raw, given, family, where)
         try:
             heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
             experts = {
@@ -180,6 +185,12 @@ class HFConfig:
         except KeyError as e:
             raise UserError(f"{where}: field {e} is missing") from None
 
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of Megatron's embedding and head: of the model's vocabulary alone, so that checkpoints have one shape
+        in all layouts. The rows behind the vocabulary are 0, and no token is ever one of them."""
+        return -(-self.vocab_size // VOCABULARY_STEP) * VOCABULARY_STEP
+
     def in_folder(self, name: str) -> str:
         """What the family's folders call a tensor of the name table."""
         prefix = self.family.prefix
@@ -202,7 +213,9 @@ class HFConfig:
         like = min(layer, self.layers - 1)
         kind: Feature = "moe" if self.moe_layers[like] else "dense"
         attention: Feature = "linear" if self.linear_layers and self.linear_layers[like] else "full"
-        have = {*self.features, kind, attention, None}
+        have: set[Feature | None] = {*self.features, kind, attention, None}
+        if kind == "moe" and self.shared_ffn_size:
+            have.add("shared")
         return [r for r in self.family.rules if r.per_layer and r.only in have]
 
     def shape(self, letters: str) -> tuple[int, ...]:
@@ -248,16 +261,29 @@ class HFConfig:
         return sizes
 
 
-def _in_our_words(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The family's defaults, under what the file says, under our names for its fields."""
-    found = {name: value for name, value in raw.items() if value is not None}
-    merged = {**family.defaults, **found}
-    for ours, theirs in family.fields.items():
-        if theirs in found:
-            merged[ours] = found[theirs]
-    if "num_local_experts" in merged:
-        merged.setdefault("num_experts", merged["num_local_experts"])
-    return merged
+_EXPERT_COUNTS = ("num_experts", "num_experts_per_tok", "n_shared_experts")
+"""Fields that transformers reads under several names, whatever the family."""
+
+
+_SHARED_EXPERTS = {"n_shared_experts", "num_shared_experts", "moe_num_shared_experts"}
+
+
+def _in_our_words(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """What the file says, under our names for the family's fields. Raises UserError where two names of one field have
+    different values: transformers and SGLang each take another one."""
+    given = {name: value for name, value in raw.items() if value is not None}
+    for name in _SHARED_EXPERTS & raw.keys() - given.keys():
+        given[name] = 0  # null: SGLang builds none
+    for ours, theirs in (*family.fields.items(), ("num_experts", "num_local_experts")):
+        if theirs not in given:
+            continue
+        if ours in _EXPERT_COUNTS and family.moe and given.get(ours, given[theirs]) != given[theirs]:
+            raise UserError(
+                f"{where}: {theirs} = {given[theirs]!r:.80} and {ours} = {given[ours]!r:.80}: expected the same, or "
+                "one of them"
+            )
+        given[ours] = given[theirs]
+    return given
 
 
 LARGEST = 2**31 - 1
@@ -309,7 +335,7 @@ def _check_numbers(raw: dict[str, Any], family: Family, where: str) -> None:
             refuse(field, raw[field], "true or false")
     if not _whole_numbers(layers := raw.get("mlp_only_layers", [])):
         refuse("mlp_only_layers", layers, "a list of layers")
-    rope = _rope_objects(raw, refuse)
+    rope = rope_fields(raw, where)
     for field, value in {**raw, **rope}.items():
         if isinstance(value, float) and not math.isfinite(value):
             refuse(field, value, "a finite number")
@@ -338,22 +364,19 @@ def _check_divisions(
     experts, chosen = raw.get("num_experts", 0), raw.get("num_experts_per_tok", 0)
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"at most num_experts = {experts}")
+    if chosen == 1 and (family.sigmoid or raw["norm_topk_prob"]):
+        field = family.fields.get("num_experts_per_tok", "num_experts_per_tok")
+        refuse(
+            field,
+            1,
+            "2 experts and more, or norm_topk_prob = false: the normalised weight of one expert is 1, whatever its "
+            "score, which megatron-core does not compute, and by which no router would learn",
+        )
     groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
     if experts % groups:
         refuse("n_group", groups, f"a divisor of num_experts = {experts}")
     if top > groups:
         refuse("topk_group", top, f"at most n_group = {groups}")
-
-
-def _rope_objects(raw: dict[str, Any], refuse: Callable[[str, object, str], NoReturn]) -> dict[str, Any]:
-    """What `rope_scaling` (older) and `rope_parameters` say together."""
-    given: dict[str, Any] = {}
-    for name in ROPES:
-        value = raw.get(name)
-        if value is not None and not isinstance(value, dict):
-            refuse(name, value, "an object")
-        given |= value or {}
-    return given
 
 
 def _is_number(value: object) -> bool:
@@ -405,6 +428,29 @@ def _quantiser(file: Path) -> str:
     return " ".join(str(told).split())[:40]
 
 
+_DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_end_index", "mlp_only_layers", "decoder_sparse_step")
+"""Fields that say which layers have experts without naming each layer."""
+
+
+def _check_layer_kinds(raw: dict[str, Any], given: dict[str, Any], family: Family, where: str) -> None:
+    """Raises UserError where a list of the layers' kinds contradicts a field that SGLang reads in its place."""
+    dense = [field for field in _DENSE_LAYERS if field in given]
+    if family.moe and "mlp_layer_types" in given and dense:
+        unnamed = {name: value for name, value in raw.items() if name != "mlp_layer_types"}
+        if _moe_layers(raw, family, where) != _moe_layers(unnamed, family, where):
+            raise UserError(
+                f"{where}: mlp_layer_types = {raw['mlp_layer_types']!r:.80} and {dense[0]} = {raw[dense[0]]!r:.80}: "
+                "expected the same layers, or one of them"
+            )
+    if family.delta_net and "layer_types" in given and "full_attention_interval" in given:
+        unnamed = {name: value for name, value in raw.items() if name != "layer_types"}
+        if _linear_layers(raw, where) != _linear_layers(unnamed, where):
+            raise UserError(
+                f"{where}: layer_types = {raw['layer_types']!r:.80} and full_attention_interval = "
+                f"{raw['full_attention_interval']!r:.80}: expected the same layers, or one of them"
+            )
+
+
 def _moe_layers(raw: dict[str, Any], family: Family, where: str) -> tuple[bool, ...]:
     """DeepSeek and GLM begin with dense layers; Qwen names dense ones, or has experts in every n-th layer. Ernie may
     end with dense ones. Newer folders name the kind of every layer."""
@@ -437,18 +483,23 @@ def _windows(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
 
 
 def _delta_net(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    layers, every = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
-    kinds = _kinds(raw, "layer_types", kinds, ("full_attention", "linear_attention"), where)
     delta = DeltaSizes(*(raw[name] for name in _DELTA_SIZES))
     if delta.value_heads % delta.key_heads:
         raise UserError(
             f"{where}: linear_num_value_heads = {delta.value_heads}: expected a multiple of linear_num_key_heads = "
             f"{delta.key_heads}"
         )
-    return {"delta": delta, "linear_layers": tuple(kind == "linear_attention" for kind in kinds)}
+    return {"delta": delta, "linear_layers": _linear_layers(raw, where)}
+
+
+def _linear_layers(raw: dict[str, Any], where: str) -> tuple[bool, ...]:
+    """For each layer whether it has a gated delta net."""
+    layers, every = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+    kinds = _kinds(raw, "layer_types", kinds, ("full_attention", "linear_attention"), where)
+    return tuple(kind == "linear_attention" for kind in kinds)
 
 
 def _kinds(raw: dict[str, Any], field: str, value: object, known: tuple[str, ...], where: str) -> list[str]:

@@ -62,7 +62,7 @@ def check_layout(config: Config, hf: HFConfig) -> None:
         ("parallel.tp", p.tp, "key-value heads", hf.kv_heads),
         ("parallel.tp", p.tp, "attention heads", hf.heads),
         ("parallel.tp", p.tp, "key heads of the gated delta net", hf.delta.key_heads if hf.delta else 0),
-        ("parallel.tp", p.tp, "vocab_size", hf.vocab_size),
+        ("parallel.tp", p.tp, "vocab_size", hf.padded_vocab_size),
         ("parallel.tp", p.tp, "the feed-forward size", 0 if all(hf.moe_layers) else hf.ffn_size),
         ("parallel.tp", p.tp, "the shared experts' feed-forward size", hf.shared_ffn_size),
         ("parallel.ep", p.ep, "experts", hf.experts),

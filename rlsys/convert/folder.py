@@ -36,6 +36,8 @@ _BITS = {
 }  # fmt: skip
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """How names of tensors end that old folders hold and that are no weights; SGLang and transformers skip them, too."""
+_SHARED_GATE = "shared_expert_gate.weight"
+"""How the name of a gate ends that transformers keeps where it gates shared experts of size 0; SGLang skips it."""
 _ORIGINAL, _WHOLE = "consolidated.safetensors", "model.safetensors"
 """Mistral's folders hold the weights a second time, in a format of their own."""
 _PREDICTIONS, _PREDICTING = "mtp.safetensors", ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
@@ -122,9 +124,10 @@ def _read_headers(folder: Path, hf: HFConfig) -> dict[str, Stored]:
     nothing decides, or engines would decide otherwise."""
     index = _read_index(folder)
     copies: dict[str, list[Stored]] = defaultdict(list)
+    skipped = _BUFFERS if hf.shared_ffn_size else (*_BUFFERS, _SHARED_GATE)
     for file in _files(folder, index, hf):
         for stored in read_header(file):
-            if not stored.name.endswith(_BUFFERS):
+            if 0 not in stored.shape and not stored.name.endswith(skipped):
                 copies[stored.name].append(stored)
     for name, stored_ones in copies.items():
         if len(stored_ones) == 1:

@@ -76,6 +76,12 @@ def _part_by_key_head(tensor: Tensor, config: HFConfig) -> list[Tensor]:
     return [torch.cat([x.reshape(-1, *tensor.shape[1:]) for x in by_head])]
 
 
+def _join_vocabulary(parts: list[Tensor], config: HFConfig) -> Tensor:
+    (rows,) = parts
+    missing = config.padded_vocab_size - len(rows)
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
 LAYOUTS: dict[Layout, Combination] = {
     "same": Combination(lambda parts, _: parts[0], lambda tensor, _: [tensor]),
     "qkv": Combination(_join_qkv, _part_qkv),
@@ -84,6 +90,7 @@ LAYOUTS: dict[Layout, Combination] = {
     "gate_up": Combination(
         lambda parts, _: torch.cat(parts, dim=0), lambda tensor, _: list(tensor.chunk(2, dim=0)), sections=2
     ),
+    "vocabulary": Combination(_join_vocabulary, lambda tensor, config: [tensor[: config.vocab_size]]),
 }
 
 

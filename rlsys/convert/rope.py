@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlsys.convert.rules import Family
 from rlsys.core.errors import UserError
 
-ROPES = ("rope_scaling", "rope_parameters")
-"""The fields that tell of it, the older one first."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's llama3 scaling of rotary frequencies is written for."""
 
@@ -33,17 +32,48 @@ class Rope:
     truncate: bool = True
 
 
-_ROPE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+def rope_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What `rope_parameters` (newer) or `rope_scaling` say. Where both are given, `rope_scaling` takes the other's
+    place, as in transformers 5 and SGLang.
+
+    Raises UserError when `rope_parameters` then says something that nothing else does: engines would take a default.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        value = raw.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise UserError(f"{where}: {name} = {value!r:.80}: expected an object")
+    scaling, parameters = (_with_type(raw.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
+    if not scaling:
+        return parameters
+    applied = {"rope_type": "default", **raw, **scaling}
+    for name, value in parameters.items():
+        if name not in scaling and applied.get(name) != value:
+            raise UserError(
+                f"{where}: rope_parameters has {name} = {value!r:.80}, and rope_scaling, which takes its place, has "
+                f"none; expected {name} in rope_scaling, or one of the two fields"
+            )
+    return scaling
+
+
+def _with_type(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Under the newer name of its kind."""
+    named = {name: value for name, value in rope.items() if name != "type" and value is not None}
+    return named | ({"rope_type": rope["type"]} if rope.get("type") and not rope.get("rope_type") else {})
+
+
+_ROPE_FIELDS = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
 _YARN = {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 
 
 def read_rope(raw: dict[str, Any], family: Family, where: str) -> Rope:
-    """From `rope_parameters` (newer) or `rope_theta` and `rope_scaling`, of config.json in our words.
+    """From `rope_parameters`, or `rope_theta` and `rope_scaling`, of config.json in our words.
 
     Raises UserError that names the field when something would not be computed faithfully.
     """
-    given = {k: v for name in ROPES for k, v in (raw.get(name) or {}).items()}
-    kind = given.get("rope_type") or given.get("type") or "default"
+    given = rope_fields(raw, where)
+    if nested := sorted(name for name, value in given.items() if isinstance(value, dict)):
+        raise UserError(f"{where}: rope of {nested[0]} apart from other layers is not supported")
+    kind = given.get("rope_type") or "default"
     share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if raw.get("rotary_dim") and raw.get("head_dim"):
         share = raw["rotary_dim"] / raw["head_dim"]

@@ -12,10 +12,12 @@ P = "mtp.layers.{l}."
 """How those of a layer for multi-token prediction begin in Megatron. Folders count it as the layer after the last."""
 
 _QKV = tuple(H + f"self_attn.{x}_proj." for x in "qkv")
-EMBEDDING = (Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vh"}, cut=0),)
+EMBEDDING = (
+    Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vh"}, "vocabulary", cut=0),
+)
 HEAD = (
     Rule("decoder.final_layernorm.weight", {"model.norm.weight": "h"}),
-    Rule("output_layer.weight", {"lm_head.weight": "vh"}, cut=0),
+    Rule("output_layer.weight", {"lm_head.weight": "vh"}, "vocabulary", cut=0),
 )
 NORMS = (
     Rule(M + "input_layernorm.weight", {H + "input_layernorm.weight": "h"}),
@@ -110,12 +112,12 @@ def experts(hf: str = "mlp.experts.{e}", names: str = "gate_proj up_proj down_pr
 
 
 def shared_experts(hf: str = "mlp.shared_experts") -> tuple[Rule, ...]:
-    return mlp("mlp.shared_experts", hf, "s", "moe")
+    return mlp("mlp.shared_experts", hf, "s", "shared")
 
 
 SHARED_GATED = (
     *shared_experts("mlp.shared_expert"),
-    Rule(M + "mlp.shared_experts.gate_weight", {H + "mlp.shared_expert_gate.weight": "1h"}, only="moe"),
+    Rule(M + "mlp.shared_experts.gate_weight", {H + "mlp.shared_expert_gate.weight": "1h"}, only="shared"),
 )
 DENSE = mlp("mlp", "mlp", "f", "dense")
 
@@ -153,7 +155,7 @@ SIGMOID: dict[str, Any] = {
 }
 SIGMOID_ALLOWED: dict[str, tuple[Any, ...]] = {
     **PLAIN,
-    "norm_topk_prob": (True,),  # megatron always normalises sigmoid scores
+    "norm_topk_prob": (True,),  # megatron always normalises sigmoid scores of several experts
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),

@@ -26,6 +26,7 @@ How the HF tensors combine is one of the layouts of rlsys/convert/layout.py:
     gated_qkv the same of queries with a gate beside each head: [group][queries, their gates, key, value][head size]
     by_key_head  channels of queries, keys and values: [key head][query, key, its values][size]
     gate_up   gate over up
+    vocabulary  one HF tensor, with rows of zeros behind it for ids that are not there
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Layout = Literal["same", "qkv", "gated_qkv", "by_key_head", "gate_up"]
+Layout = Literal["same", "qkv", "gated_qkv", "by_key_head", "gate_up", "vocabulary"]
 TABLE_PREFIX = "model."
-Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full", "full", "linear"]
+Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full", "full", "linear", "shared"]
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,11 @@ class DistReader:
                     f"{self._folder}: {key} has type {names[0]}; expected {', '.join(names[1:-1])} or {names[-1]}"
                 )
 
+    def bytes_of(self, key: str) -> int:
+        """Of the tensor's values."""
+        stored = self._tensors[key]
+        return math.prod(stored.size) * stored.properties.dtype.itemsize
+
     def read(self, key: str, box: Box) -> Tensor:
         """The values of `box`, `[box.size]`. Raises UserError when some are missing or a file is damaged."""
         stored = self._tensors[key]

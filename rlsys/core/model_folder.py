@@ -25,7 +25,7 @@ _OF_A_CHECKPOINT = frozenset({"manifest.json", "metadata.json"})
 
 
 def language_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of `text_config`, under those of the whole model; `raw` is config.json as read from `where`.
+    """The fields of `text_config` over those of the whole model; `raw` is config.json as read from `where`.
 
     Whether embeddings are tied is the whole model's to say: transformers' class for the text part says yes where the
     file says nothing. Raises UserError when there is no such part.
@@ -33,7 +33,8 @@ def language_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     text = raw.get(_TEXT)
     if not isinstance(text, dict):
         raise UserError(f"{where}: {_TEXT} = {text!r:.80}: expected an object")
-    return {name: value for name, value in text.items() if name != "tie_word_embeddings"} | dict(raw)
+    own = {name: value for name, value in text.items() if name != "tie_word_embeddings" and value is not None}
+    return dict(raw) | own
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def of_language_alone(folder: Path) -> dict[str, Any]:
     if not raw.get(_VISION):
         return {}
     text = language_part(raw, str(file))
-    rope = {"rope_type": "default", **(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    rope = {"rope_type": "default", **(text.get("rope_parameters") or {}), **(text.get("rope_scaling") or {})}
     if "rope_theta" in text:
         rope.setdefault("rope_theta", text["rope_theta"])
     plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}

@@ -96,6 +96,8 @@ class Segment:
     tops: list[list[tuple[float, int]]] | None = (
         None  # of each token, the most probable ids with their log-probs
     )
+    named: tuple[int, int] | None = None  # the least and the largest id of `support` and `tops`
+    rounded: int = 0  # tokens whose log-prob a rounding had put above 0
     checks: int = 0  # passes in which the engine checked drafts, and tokens of the call that they gave
     checked: int = 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -13,6 +15,9 @@ from rlsys.core.spans import RouteSpan, VersionSpan
 from rlsys.core.types import Segment
 from rlsys.segments import support
 from rlsys.segments.route_records import read_pointer
+
+ROUNDING = 1e-4
+"""By how much a rounding may put a log-prob above 0: those among kept ids are quotients of sums."""
 
 VersionOf = Callable[[str], int]
 """The version that a label stands for."""
@@ -47,7 +52,7 @@ class Meta(msgspec.Struct):
     cached_tokens: int = 0
     completion_tokens: int = 0
     output_token_logprobs: list[LogProb] | None = None
-    output_top_logprobs: list[list[tuple[float, int, Any]]] | None = None
+    output_top_logprobs: list[list[tuple[float | None, int, Any]]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     weight_versions: list[Made] | None = None
@@ -83,7 +88,8 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
     """One chunk of a stream of which `received` tokens have come before. `truncated`: the engine says which ids
     sampling kept, and `mu` is the log-prob among these.
 
-    Raises Refused for an error that the engine tells, ValueError for what is no chunk of SGLang's.
+    Raises Refused for an error that the engine tells, ValueError for what is no chunk of SGLang's, and for numbers
+    that are no log-probs. The caller knows the vocabulary, and checks ids.
     """
     meta = chunk.meta_info
     if meta is None:
@@ -107,12 +113,16 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         ids, mu, kept = ids[:new], mu[:new], kept[:new]
     tops = None
     if meta.output_top_logprobs is not None:
-        tops = [[(value, i) for value, i, _ in place] for place in meta.output_top_logprobs[: len(ids)]]
+        tops = [_alternatives(place) for place in meta.output_top_logprobs[: len(ids)]]
     if len(ids) != len(mu) or meta.weight_version is None or (tops is not None and len(tops) != len(ids)):
         raise ValueError(f"{len(ids)} ids, {len(mu)} log-probs, weight version {meta.weight_version}")
+    mu, rounded = check_log_probs(mu)
+    rows = [row for row in chain(kept, ([i for _, i in place] for place in tops or ())) if row]
     return Segment(
         ids=ids,
         mu=mu,
+        named=(min(map(min, rows)), max(map(max, rows))) if rows else None,
+        rounded=rounded,
         spans=[VersionSpan(version_of(meta.weight_version), 0, len(ids))],
         finish=reason.type if reason else None,
         cached_tokens=meta.cached_tokens,
@@ -125,11 +135,38 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
     )
 
 
+def check_log_probs(values: Iterable[float]) -> tuple[list[float], int]:
+    """The values, those that a rounding has put above 0 as 0, and how many these are. Raises ValueError for one that
+    is no log-prob."""
+    found, rounded = list(values), 0
+    for i, value in enumerate(found):
+        if not -math.inf < value <= ROUNDING:
+            raise ValueError(f"log-prob {value!r}, expected a finite one of at most 0")
+        if value > 0:
+            found[i] = 0.0
+            rounded += 1
+    return found, rounded
+
+
+def _alternatives(place: list[tuple[float | None, int, Any]]) -> list[tuple[float, int]]:
+    """Without those of log-prob null, which is -inf: sampling cannot draw them."""
+    found = [(value, i) for value, i, _ in place if value is not None]
+    values, _ = check_log_probs(value for value, _ in found)
+    return [(value, i) for value, (_, i) in zip(values, found, strict=True)]
+
+
 def _call_spans(meta: Meta, tokens: int, version_of: VersionOf) -> list[VersionSpan] | None:
-    """Of all `tokens` of a request that ended, when more than one version made them."""
+    """Of all `tokens` of a request that ended, when more than one version made them. Raises ValueError unless they
+    tile the tokens."""
     spans = meta.weight_versions or []
     if len(spans) < 2 or not tokens:
         return None
+    ends = [0, *(s.end for s in spans)]
+    if (
+        any(s.start != before or s.end < s.start for s, before in zip(spans, ends, strict=False))
+        or ends[-1] < tokens
+    ):
+        raise ValueError(f"versions of weights that do not tile {tokens} tokens: {spans}"[:300])
     return [
         VersionSpan(version_of(s.version), s.start, min(s.end, tokens)) for s in spans if s.start < tokens
     ]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rlsys.config.rollout import Truncation
 from rlsys.core.identity import NOBODY, Identity
 from rlsys.core.types import Segment
-from rlsys.engine.chunks import decode_chunk, read_chunk, read_routes
+from rlsys.engine.chunks import check_log_probs, decode_chunk, read_chunk, read_routes
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.sse import events
 from rlsys.engine.weight_calls import load_by, load_from_disk
@@ -286,7 +286,7 @@ class EngineClient(Wire):
                     )
                 raise Aborted(f"{self.url}/generate: {rid} was aborted")
             self._own(str(meta.get("weight_version")))
-            found = [float(entry[0]) for entry in meta["input_token_logprobs"][1:]]
+            found, _ = check_log_probs(float(entry[0]) for entry in meta["input_token_logprobs"][1:])
             if len(found) != len(ids) - 1:
                 raise ValueError(f"{len(found)} log-probs of {len(ids) - 1} tokens")
             return found
@@ -309,9 +309,10 @@ class EngineClient(Wire):
             rows = answer["meta_info"]["input_top_logprobs"][1:]
             logp = np.array([[entry[0] for entry in row] for row in rows], np.float32)
             ids = np.array([[entry[1] for entry in row] for row in rows], np.int32)
-            if ids.shape != (shape := (len(response_ids), top_k)) or not np.isfinite(logp).all():
-                raise ValueError(f"log-probs {list(ids.shape)}, expected finite ones {list(shape)}")
-            return ids, logp
+            if ids.shape != (shape := (len(response_ids), top_k)):
+                raise ValueError(f"log-probs {list(ids.shape)}, expected {list(shape)}")
+            check_log_probs(logp.ravel().tolist())
+            return ids, np.minimum(logp, 0)
 
     def _version_of(self, label: str) -> int:
         """Of weights that made tokens; of another run's, none that anybody has pushed."""

@@ -3,7 +3,7 @@
 from rlsys.engine_requests.fields import short
 from rlsys.engine_requests.limits import ANY_ENGINE, DEATHS_POISONOUS, RESERVED_TOKENS, Limits, RefusedPrompt
 from rlsys.engine_requests.requests import API_FIELDS, INERT, check_request, prompt_count
-from rlsys.engine_requests.sampling import ALIASES, SAMPLING, check_sampling, check_stop
+from rlsys.engine_requests.sampling import ALIASES, SAMPLING, check_sampling, check_stop, check_turn
 
 __all__ = [
     "ALIASES",
@@ -18,6 +18,7 @@ __all__ = [
     "check_request",
     "check_sampling",
     "check_stop",
+    "check_turn",
     "prompt_count",
     "short",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.engine_requests.fields import (
@@ -17,6 +17,7 @@ from rlsys.engine_requests.fields import (
     check_fields,
     finite,
     flag,
+    most_probable,
     not_served,
     number,
     refuse,
@@ -199,3 +200,29 @@ def check_stop(value: Any, name: str = "stop") -> tuple[str, ...]:
         return ()
     SAMPLING["stop"](Limits(1, 1), name, value)
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+def check_turn(
+    limits: Limits,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    *,
+    temperature: float,
+    seed: int,
+    stop_texts: Sequence[str] = (),
+    alternatives: int = 0,
+) -> None:
+    """A turn that a run itself asks for: of training, evaluation, a probe, a judge or an agent. Raises RefusedPrompt.
+
+    Args:
+        prompt_ids: Of the sample.
+        response_ids: What the model and its environment have said since.
+        stop_texts: Beside those of the run.
+        alternatives: The most probable ids that are to be named in the place of each token.
+    """
+    limits.check_prompt(prompt_ids)
+    limits.check_ids(response_ids)
+    check_fields(limits, {"temperature": temperature, "sampling_seed": seed}, SAMPLING)
+    most_probable(limits, "top_logprobs_num", alternatives)
+    for text in stop_texts:
+        check_stop(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from aiohttp import ClientSession
 
@@ -13,9 +14,10 @@ from rlsys.core.identity import NOBODY, engine_identity
 from rlsys.core.owner import Owner
 from rlsys.core.types import Sample
 from rlsys.engine.client import EngineClient
-from rlsys.engine.wire import DeadEngine, EngineError
+from rlsys.engine.wire import BAD_ANSWER, DeadEngine, EngineError
+from rlsys.engine_requests import ANY_ENGINE, Limits, RefusedPrompt
 from rlsys.segments import teacher_logprobs
-from rlsys.worker.assembly import client_maker, read_model_limits
+from rlsys.worker.assembly import client_maker, limits_of
 
 AWAY = "the teacher is away"
 """Reasons begin with it that say nothing about the sample."""
@@ -31,10 +33,12 @@ log = logging.getLogger("rlsys.rollout")
 class EngineTeacher:
     """Owns how many responses it is asked about at once, and counts."""
 
-    def __init__(self, client: EngineClient, top_k: int, patience: float) -> None:
+    def __init__(
+        self, client: EngineClient, top_k: int, patience: float, limits: Limits = ANY_ENGINE
+    ) -> None:
         """`patience`: seconds for one answer, in which the teacher may be away (the supervisor restarts one that it
-        started)."""
-        self.client, self._top_k, self._patience = client, top_k, patience
+        started). `limits`: of its engine."""
+        self.client, self._top_k, self._patience, self._limits = client, top_k, patience, limits
         self._turn = asyncio.Semaphore(AT_ONCE)
         self._tokens = self._unanswered = 0
         self._away = False
@@ -62,6 +66,10 @@ class EngineTeacher:
         prompt = sequence.trained_prompt or sequence.prompt_ids
         url = self.client.url
         try:
+            self._limits.check_prompt([*prompt, *sequence.response_ids])
+        except RefusedPrompt as e:
+            return f"algo.teacher: with its response, {e}"
+        try:
             async with asyncio.timeout(self._patience):
                 while True:
                     try:
@@ -69,6 +77,7 @@ class EngineTeacher:
                             prompt, sequence.response_ids, self._top_k
                         )
                         self._tell(away=False)
+                        self._check(ids.ravel().tolist())
                         sequence.opinions, sequence.taught = teacher_logprobs.encode(ids, logp), True
                         return None
                     except (*DeadEngine, EngineError) as e:
@@ -78,6 +87,13 @@ class EngineTeacher:
                         await asyncio.sleep(AGAIN_SECONDS)
         except TimeoutError:
             return f"{AWAY}: {url} has not answered for {self._patience:g} s"
+
+    def _check(self, ids: Sequence[int]) -> None:
+        """Raises EngineError for an id that the policy does not have."""
+        try:
+            self._limits.check_ids(ids)
+        except RefusedPrompt as e:
+            raise EngineError(f"{self.client.url}/generate: {e}", BAD_ANSWER) from None
 
     def _tell(self, *, away: bool, why: str = "") -> None:
         """Once an outage: many samples ask."""
@@ -94,7 +110,8 @@ def build_teacher(config: Config, url: str, owner: Owner, session: ClientSession
     section, its = config.algo.teacher, teacher_config(config)
     assert section is not None
     whose = engine_identity(owner, url) if section.engine == "own" else NOBODY
-    vocabulary, _ = read_model_limits(section.path)
+    limits = limits_of(its)
     patience = min(its.start_seconds, config.rollout.stall_timeout / 2)
     client = client_maker(its, session)(url, whose, adapter=None)
-    return EngineTeacher(client, min(section.top_k or vocabulary, vocabulary), patience)
+    top_k = min(section.top_k or limits.vocab_size, limits.vocab_size)
+    return EngineTeacher(client, top_k, patience, limits)

@@ -81,6 +81,7 @@ class Figures:
                 if (checks := stats["draft_checks"])
                 else {}
             ),
+            **({"rounded_log_probs": rounded} if (rounded := stats.get("rounded_log_probs", 0)) else {}),
             "cache_share": stats["cached_tokens"] / max(1, stats["prefilled_tokens"]),
             "resumes_total": stats["resumes"],
             "reward_hung": self._scorer.hung + stats.get("reward_hung", 0),

@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 
 from rlsys.algo.planners import Accept, More
 from rlsys.config import Config
+from rlsys.config.beside import teacher_config
 from rlsys.config.data import EvalSet
 from rlsys.config.plugins import tried
 from rlsys.core.errors import UserError
@@ -154,7 +155,7 @@ def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource)
         heldout = source.heldout(min(config.eval.prompts, HELDOUT))
         longest = source.longest(LONGEST) if isinstance(source, RowSource) else []
         unreadable = source.unreadable if isinstance(source, RowSource) else []
-    lines = []
+    lines = list(_short_teacher(config, limits, [*train, *longest]))
     if isinstance(source, RowSource) and source.unanswered:
         lines.append(f"{len(source.unanswered)} rows have no right answer: {_some(source.unanswered)}")
     if unreadable:
@@ -174,6 +175,20 @@ def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource)
             more = "" if what != "training prompts" else f" of the first {TRAINED} and the longest {LONGEST}"
             lines.append(f"{len(rest)} {what}{more} cannot be used, and {fate}: {_some(rest)}")
     return [*lines, *_unread(tokenizer, [*train, *heldout])]
+
+
+def _short_teacher(config: Config, limits: Limits, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """A line for a teacher whose engine holds less than a sample may have."""
+    if config.algo.teacher is None or config.algo.teacher.engine is None:
+        return
+    its = limits_of(teacher_config(config))
+    fitting = [len(p.ids) for p in prompts if limits.fits(p.ids)]
+    longest = min(max(fitting, default=0) + config.rollout.max_response_tokens, limits.room)
+    if longest >= its.room:
+        yield (
+            f"algo.teacher: its engine holds {its.context_length} tokens, and a prompt with its response may have "
+            f"{longest}; samples of {its.room} and more will be censored"
+        )
 
 
 def why_unused(prompt: Prompt, limits: Limits) -> str | None:

@@ -37,6 +37,7 @@ class Arrivals:
             "prefilled_tokens": 0,
             "draft_checks": 0,
             "checked_tokens": 0,
+            "rounded_log_probs": 0,
         }
         self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # cached, all
 
@@ -49,7 +50,10 @@ class Arrivals:
         assert sample is not None
         try:
             self._limits.check_ids(segment.ids)
-        except RefusedPrompt as e:  # the next engine that is sent it would die of it
+            self._limits.check_ids(segment.named or ())
+        except (
+            RefusedPrompt
+        ) as e:  # the next engine that is sent it would die of it, and so would the trainer
             raise EngineError(f"{engine.url}: {e}", SERVER_FAULT) from None
         versions = {s.version for s in segment.spans}
         if segment.call_spans is not None:
@@ -72,7 +76,11 @@ class Arrivals:
                 segment = shortened(segment, end, flight.dropped)
                 self._counts["discarded_tokens"] += tokens - end
                 tokens = end
-        sample.append(segment)
+        try:
+            sample.append(segment)
+        except ValueError as e:
+            raise EngineError(f"{engine.url}: not an answer of SGLang: {e}", SERVER_FAULT) from None
+        self._counts["rounded_log_probs"] += segment.rounded
         if tokens:
             self._suspects.clear(sample)
         self._dispatcher.works(engine)

@@ -17,7 +17,7 @@ from rlsys.core.spans import Tops
 from rlsys.core.types import Sample, Segment, Status
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import Aborted, EngineClient
-from rlsys.engine_requests import Limits, RefusedPrompt
+from rlsys.engine_requests import Limits, RefusedPrompt, check_turn
 from rlsys.router.arrivals import Arrivals, with_shares
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
@@ -131,7 +131,15 @@ class Router:
         it would lose some.
         """
         try:
-            self.check(sample.prompt_ids)
+            check_turn(
+                self.limits,
+                sample.prompt_ids,
+                sample.response_ids,
+                temperature=temperature,
+                seed=sample.seed,
+                stop_texts=stop_texts,
+                alternatives=0 if tops is None else tops.most,
+            )
         except RefusedPrompt:
             self._refused += 1
             raise

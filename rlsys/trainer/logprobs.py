@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlsys.algo.methods.distill import divergence, with_rest
 from rlsys.trainer.model.entropy import (
+    NEVER,
     logprob_and_candidates,
     logprob_and_entropy,
     logprobs_and_entropy,
@@ -19,9 +20,6 @@ from rlsys.trainer.model.entropy import (
 )
 from rlsys.trainer.model.share import Share
 from rlsys.trainer.model.value_head import ValueHead
-
-NEVER = -1e30
-"""Logit of an id that cannot be drawn. Its probability is exactly 0; minus infinity times that would be no number."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ def _reached_by(path: str) -> str:
     """Empty when one of the folders above a Unix socket lets nobody else in."""
     if not path or path.startswith("@"):
         return "everybody: an abstract socket has no permissions"
-    if not Path(path).parent.exists():  # its process is ending and has removed the folder: no path leads to it
+    if not Path(
+        path
+    ).parent.exists():  # its process is ending and has removed the folder: no path leads to it
         return ""
     modes = [stat.S_IMODE(folder.stat().st_mode) for folder in Path(path).parents]
     return "" if any(mode & 0o077 == 0 for mode in modes) else "everybody: its folders let others in"

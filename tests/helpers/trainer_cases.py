@@ -173,6 +173,9 @@ KINDS = (
     "replay",
     "balance",
     "deepseek",
+    "odd vocabulary",
+    "odd tied",
+    "odd mtp",
     "tied",
     "uneven",
     "support",
@@ -188,6 +191,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent lora": {"architecture": "DeepseekV3ForCausalLM"},
     "mtp": {"architecture": "DeepseekV3ForCausalLM", "mtp": True},
     "mtp trunk": {"architecture": "DeepseekV3ForCausalLM", "mtp": True},
+    "odd vocabulary": {"vocab_size": 97},  # one added token
+    "odd tied": {"architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True, "vocab_size": 101},
+    "odd mtp": {"architecture": "DeepseekV3ForCausalLM", "mtp": True, "vocab_size": 97},
     "uneven": {"num_hidden_layers": 3},  # the second stage has one layer only
 }
 """Models of their own; the other kinds train the one that `write_model` makes."""

@@ -60,6 +60,13 @@ ON_FOUR = (
     "tp=2,ep=2,etp=1,dp=2,save",
     "pp=2,dp=2,resume",
 )
+ODD_VOCABULARY = (
+    "tp=2,odd vocabulary,save",
+    "pp=2,odd vocabulary",
+    "tp=2,odd vocabulary,resume",
+    "tp=2,odd tied",
+    "tp=2,odd mtp",
+)
 MUON_ON_TWO = ("tp=2,muon", "pp=2,vpp=2,muon", "dp=2,muon", "ep=2,muon", "tp=2,ep=2,etp=1,muon,save")
 MUON_ON_FOUR = (
     "tp=2,ep=2,dp=2,muon",
@@ -144,6 +151,7 @@ def near(got: list[Any], expected: list[Any], **tolerance: float) -> bool:
         pytest.param(2, AXES, id="each axis", marks=pytest.mark.gate),
         pytest.param(2, ON_TWO, id="two ranks"),
         pytest.param(2, ("tp=2,support", "cp=2,support"), id="cut distributions"),
+        pytest.param(2, ODD_VOCABULARY, id="vocabularies that two do not divide"),
         pytest.param(4, ON_FOUR, id="four ranks"),
         pytest.param(2, MUON_ON_TWO, id="muon on two ranks", marks=pytest.mark.full),
         pytest.param(4, MUON_ON_FOUR, id="muon on four ranks"),

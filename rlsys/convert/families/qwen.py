@@ -51,7 +51,7 @@ FAMILIES = (
         defaults={**COMMON, "attention_bias": True, "norm_topk_prob": False},
         allowed={**PLAIN, "attention_bias": (True,)},
         other_names=fused(),
-        megatron=lambda _: {"moe_shared_expert_gate": True},
+        megatron=lambda raw: {"moe_shared_expert_gate": bool(raw.get("shared_expert_intermediate_size"))},
     ),
     Family(
         # Text has the same position on the three axes of its rotary embedding, which then is the plain one.

@@ -66,7 +66,11 @@ _DELTA_NET = (
 def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     layers = raw["num_hidden_layers"]
     # A list, so that checkpoints name each layer: they differ.
-    return {"moe_shared_expert_gate": True, "attention_output_gate": True, "moe_layer_freq": [1] * layers}
+    return {
+        "moe_shared_expert_gate": bool(raw.get("shared_expert_intermediate_size")),
+        "attention_output_gate": True,
+        "moe_layer_freq": [1] * layers,
+    }
 
 
 FAMILIES = (

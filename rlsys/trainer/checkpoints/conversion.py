@@ -133,16 +133,17 @@ def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
     hf = _as_held(found, HFConfig.read(model))
     _check_whole(found)
     lora = _lora_of(found)
-    size = sum(f.stat().st_size for f in found.glob("*.distcp"))
     total, done = _elements(hf), Done(0, 0)
     with _one_rank(model) as alone:
         source: MegatronTensors | AdaptedTensors
         if lora is not None:
-            source, needed = AdaptedTensors(found, _source(model, hf, alone), hf, lora), 4 * total
+            source = AdaptedTensors(found, _source(model, hf, alone), hf, lora)
+            base: HFTensors | MegatronTensors
+            base = HFTensors(model, hf) if is_hf(model) else MegatronTensors(model, alone, hf)
+            needed = base.bytes
         else:
             source = MegatronTensors(found, alone, hf)
-            # A run's checkpoint also holds the optimizer's state, at least twice the weights.
-            needed = size // 3 if source.of_a_run else size
+            needed = source.bytes
         with new_folder(out, needed):
 
             def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -240,7 +241,8 @@ class MegatronTensors:
         beside = _NOT_THE_MODEL if hf.mtp else (*_NOT_THE_MODEL, MTP)
         if extra := [key for key in rest if not key.startswith(beside)]:
             raise UserError(f"{folder}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
-        self.of_a_run = bool(rest)
+        self.bytes = sum(self._reader.bytes_of(key) for key in expected)
+        """Of the model; a run's checkpoint also holds the optimizer's state."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for entry, address in self._addresses:

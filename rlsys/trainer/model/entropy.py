@@ -13,6 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+NEVER = -1e30
+"""Logit of an id that cannot be drawn. Its probability is exactly 0; minus infinity times that would be no number."""
+
 ROWS = 256
 """Rows that are worked on at a time: all that is ever held beside the logits."""
 

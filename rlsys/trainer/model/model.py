@@ -37,6 +37,7 @@ from rlsys.trainer.model.attention import PackedAttention
 from rlsys.trainer.model.choices import set_choice
 from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
 from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
+from rlsys.trainer.model.entropy import NEVER
 from rlsys.trainer.model.mtp import PredictingModel, mtp_spec
 from rlsys.trainer.model.norms import set_heads_norms
 from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
@@ -306,7 +307,7 @@ def chunk(
     model = (PredictingModel if hf.mtp else GPTModel)(
         transformer,
         layers,
-        vocab_size=hf.vocab_size,
+        vocab_size=hf.padded_vocab_size,
         max_sequence_length=hf.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
@@ -322,6 +323,8 @@ def chunk(
     )
     if model.pre_process:
         model.embedding.register_forward_hook(_with_plain_strides)
+    if model.post_process and hf.padded_vocab_size > hf.vocab_size:
+        _without_padding(model.output_layer, hf.vocab_size)
     for module in model.modules():
         if isinstance(module, TopKRouter):
             set_choice(module, hf)
@@ -330,6 +333,22 @@ def chunk(
         if name.endswith(EXPERT_BIAS):
             buffer.data = buffer.float()  # it decides between experts: megatron keeps it so, too
     return model
+
+
+def _without_padding(head: torch.nn.Module, vocab_size: int) -> None:
+    """Make the logits `[P, 1, V / tp]` of ids behind the vocabulary those of ids that cannot be drawn. Not by a hook:
+    layers for multi-token prediction call `forward` themselves."""
+    whole = head.forward
+
+    def forward(*args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, bias = whole(*args, **more)
+        columns = logits.shape[-1]
+        own = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns)
+        if own < columns:
+            logits[..., own:].fill_(NEVER)
+        return logits, bias
+
+    head.forward = forward
 
 
 def _with_plain_strides(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

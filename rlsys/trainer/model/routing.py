@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlsys.core.spans import RouteSpan
@@ -40,23 +41,42 @@ def decode(
     layers: int,
     topk: int,
     own: Sequence[int] | None = None,
+    experts: int | None = None,
+    routed: Sequence[int] | None = None,
 ) -> Tensor:
     """Experts `[T, L, k]` int16 of packed positions, ABSENT where no span covers a token.
 
-    `own`: the layers that are wanted, in this order; None: all of the model's `layers`.
+    Args:
+        spans: Routes as engines gave them.
+        tokens: T.
+        layers: Layers of the whole model.
+        topk: k.
+        own: The layers that are wanted, in this order; None: all of the model's `layers`.
+        experts: E. A position is ABSENT where a router of the layers `routed` cannot have chosen its row: an expert
+            that is not there, or the same one twice. None: rows are not looked at.
+        routed: Layers of this rank that have experts, the wanted ones among them; None: `own`.
     """
     wanted = range(layers) if own is None else own
+    looked_at = wanted if routed is None else routed
+    columns = [list(looked_at).index(layer) for layer in wanted]
     out = np.full((tokens, len(wanted), topk), ABSENT, dtype=np.int16)
     for span in spans:
         n = span.end - span.start
         if isinstance(span, LayerRoutes):
             of_layer = {layer: i for i, layer in enumerate(span.layers)}
-            chosen = span.experts[[of_layer[layer] for layer in wanted]].transpose(1, 0, 2)
+            if span.experts.shape != (len(span.layers), n, topk):
+                continue
+            chosen = span.experts[[of_layer[layer] for layer in looked_at]].transpose(1, 0, 2)
         else:
-            width = len(span.experts) // (n * layers * topk)
-            experts = np.frombuffer(span.experts, dtype=f"<u{width}").reshape(n, layers, topk)
-            chosen = experts if own is None else experts[:, list(own)]
-        out[span.start : span.end] = chosen
+            width, rest = divmod(len(span.experts), max(1, n * layers * topk))
+            if rest or width not in (1, 2):
+                continue
+            rows = np.frombuffer(span.experts, dtype=f"<u{width}").reshape(n, layers, topk)
+            chosen = rows[:, list(looked_at)]
+        taken = chosen[:, columns].astype(np.int16)
+        if experts is not None:
+            taken[~_possible(chosen, experts)] = ABSENT
+        out[span.start : span.end] = taken
     return torch.from_numpy(out)
 
 
@@ -65,6 +85,14 @@ class Sequences(NamedTuple):
 
     ids: Tensor
     number: int
+
+
+def _possible(chosen: NDArray[np.unsignedinteger], experts: int) -> NDArray[np.bool_]:
+    """`[n]`, of rows `[n, layers, k]`: whether routers of so many experts can have chosen them in all layers."""
+    ordered = np.sort(chosen.astype(np.int32), axis=2)
+    apart = np.diff(ordered, axis=2, prepend=-1) > 0
+    possible: NDArray[np.bool_] = np.all((ordered < experts) & apart, axis=(1, 2))
+    return possible
 
 
 class LayerReplay:
@@ -230,8 +258,10 @@ class Routing:
         if self._mode == "off" or not micro.routes:
             return None
         replays = self._replays[chunk]
-        own = [r.layer for r in replays]
-        experts = decode(micro.routes, len(micro.tokens), self._layers, replays[0].router.topk, own)
+        own, router = [r.layer for r in replays], replays[0].router
+        experts = decode(
+            micro.routes, len(micro.tokens), self._layers, router.topk, own, router.num_experts, self.layers
+        )
         mine = experts.to(share.source.device)
         there = torch.where(share.source[:, None, None] < 0, ABSENT, mine[share.source])
         return _of_this_rank(there).long()
@@ -247,9 +277,9 @@ class Routing:
         """Since the last call, over all ranks; empty for a dense model. Collective.
 
         replay_share: of the choices, how many were replayed; route_agreement: of the replayed ones, how many the
-        router would have made itself; replay_missing: tokens that had no route though replay is on;
-        expert_load_max: the busiest expert's tokens over the mean, in the worst layer; expert_idle_share: the share
-        of experts without a token, in the worst layer.
+        router would have made itself; replay_missing: tokens that had no route, or one that no router chooses, though
+        replay is on; expert_load_max: the busiest expert's tokens over the mean, in the worst layer;
+        expert_idle_share: the share of experts without a token, in the worst layer.
         """
         figures = torch.zeros(3, dtype=torch.int64)
         experts = max((r.router.num_experts for r in self._all), default=0)

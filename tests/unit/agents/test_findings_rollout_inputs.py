@@ -523,11 +523,6 @@ def chunk_of(mu: str, tops: str = "") -> bytes:
     return f'{{"output_ids":[5],"meta_info":{meta}}}'.encode()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F11: a candidate of probability 0 among the most probable counts as the engine's fault",
-)
 def test_rollout_inputs_f11_a_candidate_of_probability_0_is_no_fault_of_the_engine() -> None:
     """SGLang writes -inf as null."""
     try:
@@ -536,9 +531,6 @@ def test_rollout_inputs_f11_a_candidate_of_probability_0_is_no_fault_of_the_engi
         raise AssertionError(f"ValueError: {fault}") from None
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="rollout_inputs F11: a log-prob above 0 is taken as it is"
-)
 def test_rollout_inputs_f11_a_log_prob_above_0_is_a_fault_of_the_engine() -> None:
     try:
         found = read_chunk(decode_chunk(chunk_of("0.7")), 0, int).mu

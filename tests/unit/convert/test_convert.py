@@ -40,7 +40,7 @@ def raw_config(architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> dic
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 6,
-        "num_experts": 3,
+        **({} if "n_routed_experts" in changes else {"num_experts": 3}),
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 10,
         "norm_topk_prob": True,
@@ -383,6 +383,7 @@ def test_newer_spellings_of_the_config_are_read() -> None:
             {
                 "architectures": ["DeepseekV3ForCausalLM"],
                 **DEEPSEEK,
+                "num_experts": None,
                 "rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 2.0, "zoom": 1},
             },
             "rope attention_factor = 2.0 is not supported with 'yarn'",

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -18,76 +14,13 @@ from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.data.chats import written
-from rlsys.data.quickstart_model import write_model
-from rlsys.evaluation.evaluation import score_all
 from rlsys.generators.tools import ToolTurns, around_answer
 from rlsys.importers import slime
 from rlsys.importers.draft import Draft
-from rlsys.rewards import Rewards, make_scores
-from rlsys.rewards.results import read_mark
 from rlsys.router.request import Turn
 from rlsys.router.turn_ends import turn_ends
-from rlsys.worker.assembly import build_scorer
-from rlsys.worker.scoring import Verdict
 from tests.helpers.stop_families import FAMILIES, edit, write_family
-
-SUM = {"source_dataset": "chain_sum", "difficulty": {}}
-ENTRY = {"answer": "7", "metadata": SUM, "step": 7, "steps": 9, "question": "3 + 4"}
-REWARDS: list[tuple[Any, str]] = [
-    ("exact_answer", "</think><answer>7</answer>"),
-    ("answer_and_format", "</think><answer>7</answer>"),
-    ("reasoning_gym", "</think><answer>7</answer>"),
-    ("reasoning_gym_partial", "</think><answer>7</answer>"),
-    ("math", r"\boxed{7}"),
-    ("math", "Answer: 7"),
-    ("fapo_judge", r"\boxed{7}"),
-    ("format", "</think><answer>7</answer>"),
-    ({"name": "json_schema", "params": {"schema": {"type": "number"}}}, "no: 3<answer>7</answer>"),
-    ({"name": "regex", "params": {"pattern": "7", "whole": True}}, "7"),
-    ({"name": "code"}, "```python\nprint(7)\n```"),
-    ("reasoning_answer_consistency", "3+4=7</think><answer>7</answer>"),
-]
-CUT_SCORES = {"regex": 1.0, "code": 1.0, "json_schema": 0.0, "answer_and_format": 0.0, "fapo_judge": 0.0}
-"""Of a right answer that was cut off; all others give 0."""
-
-
-def agrees(config: Config, ask: Any) -> Any:
-    async def judge(text: str) -> str:
-        return "yes"
-
-    return judge
-
-
-class Direct:
-    """The rewards of a config in this process."""
-
-    def __init__(self, config: Config) -> None:
-        (self._score,) = make_scores(config)
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[Any]:
-        async def reward(prompt: Prompt, text: str) -> Any:
-            found = cast(Any, self._score)(prompt, text)
-            return read_mark(await found if inspect.isawaitable(found) else found)
-
-        yield reward
-
-
-def sample_of(ids: list[int], status: Status) -> Sample:
-    sample = Sample(0, 0, 0, [1], seed=0, status=status)
-    sample.response_ids.extend(ids)
-    return sample
-
-
-def judged(folder: Path, reward: Any, ids: list[int], status: Status, **rollout: Any) -> Verdict:
-    data = {"reward": reward, "judge": f"{Path(__file__)}:agrees"}
-    config = Config.model_validate({"model": {"path": folder}, "data": data, "rollout": rollout})
-    scorer = build_scorer(config, cast(Rewards, Direct(config)), Tokenizer(folder))
-    entry = ENTRY if "code" not in str(reward) else {"answer": [{"input": "", "output": "7"}]}
-    prompt = Prompt(0, "3+4=", [1], entry, "3+4=")
-    (verdict,) = asyncio.run(score_all([(sample_of(ids, status), prompt)], scorer))
-    assert verdict.reason is None
-    return verdict
+from tests.helpers.verdicts import REWARDS, judged, sample_of
 
 
 @pytest.mark.parametrize("name", FAMILIES)

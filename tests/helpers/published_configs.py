@@ -1,0 +1,330 @@
+"""What becomes of every published config.json of a folder: a table of what `rlsys explain` says of each, and, shrunk
+to a tiny random model, whether conversions, log-probs, a training step and an export are right:
+
+    python -m tests.helpers.published_configs CONFIGS TABLE.md [--shrunk WORKPLACE] [--only WORD ...] [--no-layers]
+
+Without --no-layers, explain builds the layers of every model that it reads: 20 seconds each.
+
+CONFIGS holds NAME.json files, or folders NAME with a config.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[2]
+SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 120)] for i in range(1, 4)]
+LAYERS = 4
+EXACT = 1e-5
+"""Largest gap of a log-prob to transformers."""
+_EXPERTS_IN_FFN = ("mixtral", "olmoe", "minimax_m2", "gpt_oss")
+"""Model types whose intermediate_size is an expert's."""
+_SMALL: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "shared_expert_intermediate_size": 64, "rotary_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "max_window_layers": LAYERS, "sliding_window": 16,
+}  # fmt: skip
+_TOWER: dict[str, Any] = {
+    "depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+
+
+def published(folder: Path) -> dict[str, dict[str, Any]]:
+    """config.json by name."""
+    files = {p.stem: p for p in folder.glob("*.json")} | {
+        p.parent.name: p for p in folder.glob("*/config.json")
+    }
+    return {name: json.loads(files[name].read_text()) for name in sorted(files)}
+
+
+def shrink(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same with small sizes and without quantisation; every switch, kind and number of groups stays."""
+    made = copy.deepcopy(raw)
+    made.pop("quantization_config", None)
+    if isinstance(made.get("text_config"), dict):
+        made["text_config"] = _shrunk(made["text_config"])
+        if "vision_config" in made:
+            made["vision_config"] |= _TOWER
+        return made
+    return _shrunk(made)
+
+
+def _shrunk(raw: dict[str, Any]) -> dict[str, Any]:
+    small = {name: size for name, size in _SMALL.items() if raw.get(name)}
+    of_all = raw.get("num_key_value_heads") == raw.get("num_attention_heads")
+    kind, latent = str(raw.get("model_type")), "kv_lora_rank" in raw
+    if raw.get("num_key_value_heads"):
+        small["num_key_value_heads"] = 4 if of_all else 2
+    if raw.get("head_dim"):
+        small["head_dim"] = 8 if latent else 16
+    small["intermediate_size"] = 32 if kind in _EXPERTS_IN_FFN else 96
+    if raw.get("moe_intermediate_size"):  # transformers tells a transposed tensor of Qwen3-VL by its shape
+        small["moe_intermediate_size"] = 128 if kind.startswith("qwen3_vl") else 32
+    groups = raw.get("n_group") or 1
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        if raw.get(name):
+            small[name] = 8 if groups <= 4 else 16
+    for name in ("num_experts_per_tok", "moe_k", "experts_per_token"):
+        if raw.get(name):
+            small[name] = min(raw[name], 2 if groups == 1 else 4)
+    for name in ("first_k_dense_replace", "moe_layer_start_index"):
+        if raw.get(name):
+            small[name] = min(raw[name], 2)
+    if raw.get("moe_layer_end_index", -1) != -1:
+        small["moe_layer_end_index"] = LAYERS - 1
+    for name in ("layer_types", "mlp_layer_types"):
+        if raw.get(name):
+            small[name] = raw[name][:LAYERS]
+    rope = raw.get("rope_scaling") or {}
+    if isinstance(rope.get("mrope_section"), list):
+        small["rope_scaling"] = {**rope, "mrope_section": [2, 3, 3]}
+    spread = 0.1 if kind in ("qwen3_next", "gpt_oss") else 0.2
+    return {
+        **raw,
+        **small,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "initializer_range": spread,
+    }
+
+
+# -- what explain says ---------------------------------------------------------------------------------------------
+
+
+def verdict(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
+    """(read, refused or FAULT, in words), of a folder with this config.json and nothing else. `layers`: the trainer's
+    layers are built, as the command does."""
+    from rlsys.cli import main as cli
+    from rlsys.cli import preflight
+    from rlsys.convert.config import HFConfig
+
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw))
+        words = [
+            "explain",
+            str(ROOT / "configs/quickstart.yaml"),
+            f"model.path={folder}",
+            f"run.dir={folder}/run",
+        ]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(redirect_stdout(io.StringIO()))
+                stack.enter_context(redirect_stderr(said))
+                if not layers:
+                    stack.enter_context(patch.object(preflight.trial, "check_build", lambda config: None))
+                code = cli.main(words)
+        except SystemExit as e:
+            code = int(e.code or 0)
+        except Exception:  # noqa: BLE001 - what the table is about
+            return "FAULT", traceback.format_exc()[-300:]
+        told = said.getvalue().replace(f"{folder}/", "").replace(folder, "MODEL")
+        if code:
+            one_line = code == 2 and told.count("\n") == 1
+            return ("refused" if one_line else "FAULT"), told.removeprefix("rlsys: error: ")
+        hf = HFConfig.read(Path(folder))
+    experts = f", {hf.experts} experts, {hf.experts_per_token} a token" if hf.experts else ""
+    return "read", f"{hf.family.architecture}, {hf.layers} layers of {hf.hidden_size}{experts}"
+
+
+# -- whether what is computed is right -----------------------------------------------------------------------------
+
+
+def build(folder: Path, raw: dict[str, Any]) -> None:
+    """A tiny random model by transformers, beside the config.json as it is published."""
+    import torch
+    import transformers
+
+    from tests.helpers import tiny
+
+    (architecture,) = raw["architectures"]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    kind = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    model = kind(kind.config_class.from_pretrained(folder)).float()
+    for name, weight in model.state_dict().items():
+        if "norm" in name or name.endswith("bias"):
+            weight.add_(torch.randn_like(weight) * 0.1)
+        elif name.endswith("sinks"):
+            weight.copy_(weight.bfloat16())
+        elif not weight.any():
+            weight.normal_(0, 0.2)
+    tiny.save(model, folder)
+    (folder / "config.json").write_text(json.dumps(raw, indent=1))
+
+
+def log_probs(folder: Path) -> Any:
+    """Of SEQUENCES, by transformers in float32."""
+    import torch
+
+    from tests.helpers import tiny
+
+    model, found = tiny.load(folder), []
+    with torch.no_grad():
+        for ids in SEQUENCES:
+            logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            found.append(logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def round_trip(folder: Path, work: Path) -> str:
+    """Through a checkpoint of several ranks."""
+    import torch
+    from safetensors.torch import load_file
+
+    from rlsys.convert.config import HFConfig
+    from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
+
+    layout = {"tp": 2, "ep": 2, "etp": 1} if HFConfig.read(folder).experts else {"tp": 2}
+    hf_to_megatron(folder, work / "megatron", layout, lambda *_: None)
+    megatron_to_hf(work / "megatron", work / "back", lambda *_: None)
+    verify(folder, work / "back", lambda *_: None)
+    before, after = (
+        {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+        for path in (folder, work / "back")
+    )
+    same = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    return "bit-equal" if same else "equal under other names"
+
+
+@contextmanager
+def trainer_of(folder: Path, work: Path) -> Iterator[Any]:
+    from rlsys.trainer import setup
+    from rlsys.trainer.trainer import Trainer
+    from tests.helpers import trainer_cases as cases
+
+    trainer = None
+    try:
+        trainer = Trainer(cases.config_of(folder, work / "run"))
+        yield trainer
+    finally:
+        if trainer is not None:
+            trainer.close()
+        else:
+            setup.leave_layout()
+
+
+def gap_of(trainer: Any, expected: Any) -> float:
+    import torch
+
+    found = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
+    return float((found - expected).abs().max())
+
+
+def _name_type(folder: Path) -> None:
+    """The model type of transformers' own class: it renames experts by the type, and knows no kimi_k2."""
+    import transformers
+
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    own = getattr(transformers, raw["architectures"][0]).config_class.model_type
+    file.write_text(json.dumps({**raw, "model_type": own}))
+
+
+def tried(raw: dict[str, Any], work: Path) -> list[str]:
+    """Round trip; gap to transformers; a training step; gap of its export, which transformers loads."""
+    from tests.helpers import trainer_cases as cases
+
+    shutil.rmtree(work, ignore_errors=True)
+    folder = work / "model"
+    build(folder, shrink(raw))
+    found = [round_trip(folder, work)]
+    with trainer_of(folder, work) as trainer:
+        found.append(f"{gap_of(trainer, log_probs(folder)):.1e}")
+        made = trainer.update(trainer.passes.pack(cases.samples()), cases.policy_loss, cases.LR)
+        found.append(f"{made.grad_norm:.3g}")
+        trainer.export_hf(work / "exported")
+        _name_type(work / "exported")
+        found.append(f"{gap_of(trainer, log_probs(work / 'exported')):.1e}")
+    shutil.rmtree(work, ignore_errors=True)
+    return found
+
+
+def convertible(raw: dict[str, Any]) -> bool:
+    """Read, but for how its weights are stored."""
+    from rlsys.convert.config import HFConfig
+    from rlsys.core.errors import UserError
+
+    try:
+        HFConfig.of(shrink(raw), "config.json")
+    except (UserError, KeyError):
+        return False
+    return True
+
+
+def checked(raw: dict[str, Any], work: Path) -> list[str]:
+    from rlsys.core.errors import RlsysError
+
+    try:
+        return tried(raw, work)
+    except RlsysError as refusal:
+        return [f"refused: {str(refusal).rpartition(f'{work}/')[2]}", "", "", ""]
+    except Exception:  # noqa: BLE001 - what the table is about
+        return [f"FAULT {traceback.format_exc()[-300:]}", "", "", ""]
+
+
+def table(rows: Iterable[Iterable[str]]) -> str:
+    def cell(text: str) -> str:
+        return " ".join(text.replace("|", "\\|").split())
+
+    return "".join(f"| {' | '.join(map(cell, row))} |\n" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A table of published configs.")
+    parser.add_argument("configs", type=Path)
+    parser.add_argument("table", type=Path)
+    parser.add_argument(
+        "--shrunk", type=Path, help="workplace: also try each one that is read, as a tiny model"
+    )
+    parser.add_argument("--no-layers", action="store_true", help="explain builds no layers")
+    parser.add_argument("--only", nargs="*", default=[], help="words, one of which a name has to contain")
+    args = parser.parse_args()
+    if args.shrunk is not None:
+        from rlsys.engine.cpu.platform import declare_torchvision_ops
+
+        declare_torchvision_ops()
+    rows, counts, seen = [], Counter[str](), dict[str, str]()
+    for name, raw in published(args.configs).items():
+        if args.only and not any(word in name for word in args.only):
+            continue
+        begun = time.monotonic()
+        kind, words = verdict(raw, not args.no_layers)
+        counts[kind] += 1
+        row = [name, kind, words]
+        if args.shrunk is not None:
+            key = json.dumps(shrink(raw), sort_keys=True) if convertible(raw) else ""
+            more = [f"as {seen[key]}", "", "", ""] if key in seen else ["", "", "", ""]
+            if key and key not in seen:
+                more, seen[key] = checked(raw, args.shrunk / "model"), name
+            row += more
+        rows.append(row)
+        print(f"{time.monotonic() - begun:5.1f} s  {' | '.join(row)}"[:300], file=sys.stderr, flush=True)
+    head = ["config", "explain", "says"]
+    if args.shrunk is not None:
+        head += ["there and back", "gap to transformers", "gradient norm of a step", "gap of its export"]
+    args.table.write_text(table([head, ["---"] * len(head), *rows]))
+    print(f"{sum(counts.values())} configs: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+
+
+if __name__ == "__main__":
+    main()
