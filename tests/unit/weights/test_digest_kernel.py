@@ -85,7 +85,7 @@ def _delivered(rank: int) -> dict[str, str]:
     trainer: Any = SimpleNamespace(config=config, served=TINY, rank=rank, is_main=rank == 0, control=control)
     trainer.served_tensors = lambda: iter(tensors())
     ticket = PushTicket(weight_version=1, engines=[], canaries=[])
-    return Delivery(cast(Trainer, trainer), PushPlan({})).push(ticket).digests[0]
+    return Delivery(cast(Trainer, trainer), PushPlan({}, group=False)).push(ticket).digests[0]
 
 
 @pytest.mark.parametrize("cuda", [False, True])
