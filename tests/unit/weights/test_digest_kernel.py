@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from rlsys.config import load_config
+from rlsys.convert.config import HFConfig
+from rlsys.convert.hash_shares import hash_shares
 from rlsys.convert.table import entries
 from rlsys.core.weight_updates import PushTicket
 from rlsys.trainer.trainer import Trainer
@@ -60,6 +62,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.gate
 def test_hashing_is_few_operations_a_tensor_and_gives_the_same_digests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,6 +89,18 @@ def _delivered(rank: int) -> dict[str, str]:
     trainer.served_tensors = lambda: iter(tensors())
     ticket = PushTicket(weight_version=1, engines=[], canaries=[])
     return Delivery(cast(Trainer, trainer), PushPlan({}, group=False)).push(ticket).digests[0]
+
+
+def test_shares_of_ranks_are_even_and_neighbours_go_to_different_ranks() -> None:
+    hf = HFConfig.read(ROOT / "configs/models/Qwen3-30B-A3B")
+    shares = hash_shares(hf, 8, experts_together=False)
+    assert sum(shares.elements) == sum(entry.elements for entry in entries(hf))
+    assert max(shares.elements) < 1.01 * sum(shares.elements) / 8
+    experts = [f"model.layers.5.mlp.experts.{e}.down_proj.weight" for e in range(8)]
+    assert len({shares.hasher[name] for name in experts}) == 8
+    together = hash_shares(hf, 8, experts_together=True)
+    assert len({together.hasher[name] for name in experts}) == 1
+    assert max(together.elements) < 1.1 * sum(shares.elements) / 8
 
 
 @pytest.mark.parametrize("cuda", [False, True])
