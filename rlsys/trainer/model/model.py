@@ -37,6 +37,7 @@ from rlsys.trainer.model.attention import PackedAttention
 from rlsys.trainer.model.choices import set_choice
 from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
 from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
+from rlsys.trainer.model.experts import set_experts
 from rlsys.trainer.model.mtp import PredictingModel, mtp_spec
 from rlsys.trainer.model.norms import set_heads_norms
 from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
@@ -224,6 +225,8 @@ def block_spec(
                 # Whole on every rank, as in Transformer Engine's spec. The local spec cuts them, and then loses the
                 # other ranks' part of the gradient of the keys' rotary half, silently.
                 parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
+    for layer in spec.layer_specs:
+        set_experts(layer.submodules)
     if hf.family.head_norms:
         for layer in spec.layer_specs:
             set_heads_norms(layer.submodules, transformer)
