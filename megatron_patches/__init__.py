@@ -36,6 +36,7 @@ from megatron_patches import (
     offload_resume,
     optimizer_own_parts,
     param_sync_once,
+    weight_gradients,
 )
 from megatron_patches.registry import Patch, PatchError
 
@@ -50,6 +51,7 @@ PATCHES: tuple[Patch, ...] = (
     checkpoint_without_output.PATCH,
     gloo_uneven.PATCH,
     gradient_norm.PATCH,
+    weight_gradients.PATCH,
     gloo_device.PATCH,
     mla_te_names.PATCH,
     cpu_rng.PATCH,

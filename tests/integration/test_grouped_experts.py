@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_patches import weight_gradients
 from rlsys.ops import grouped_gemm
+from rlsys.trainer.model import model
 from rlsys.trainer.model.experts import GroupedExperts
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
@@ -46,8 +48,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 def test_a_step_launches_no_kernel_per_expert(tmp_path: Path, start: Callable[..., Trainer]) -> None:
     """Four layers of 128 experts, of which a token takes 8, as in Qwen3-30B-A3B; one micro-batch. Adam, whose kernels
     differ between a CPU and a GPU, is not counted; the gradient norm is."""
-    model = cases.write_model(tmp_path / "moe", num_experts=128, num_experts_per_tok=8)
-    trainer = start(model, trainer={"token_budget": 512})
+    folder = cases.write_model(tmp_path / "moe", num_experts=128, num_experts_per_tok=8)
+    trainer = start(folder, trainer={"token_budget": 512})
     batch = trainer.passes.pack(cases.samples())
     assert len(batch) == 1
     trainer.update(batch, cases.policy_loss, 1e-3)
@@ -76,11 +78,11 @@ def test_numbers_are_those_of_experts_one_by_one(
     start: Callable[..., Trainer],
     one_by_one: Callable[[bool], None],
 ) -> None:
-    model = cases.write_model(tmp_path / "moe", architecture)
+    folder = cases.write_model(tmp_path / "moe", architecture)
     seen = []
     for apart in (True, False):
         one_by_one(apart)
-        trainer = start(model, model={"path": model, "dtype": dtype})
+        trainer = start(folder, model={"path": folder, "dtype": dtype})
         seen.append((cases.canary_logps(trainer), cases.steps(trainer, 3)))
     (logps, steps), (their_logps, their_steps) = seen
     assert torch.equal(torch.tensor(logps), torch.tensor(their_logps))
@@ -111,7 +113,7 @@ def test_checkpoints_load_whichever_way_experts_were_computed(
     saved_apart: bool, tmp_path: Path, start: Callable[..., Trainer], one_by_one: Callable[[bool], None]
 ) -> None:
     """Megatron's own layer wrote one of them: same keys, same optimizer state, same next step."""
-    model = cases.write_model(tmp_path / "moe")
+    folder = cases.write_model(tmp_path / "moe")
     own, upstream = GroupedExperts.__init__, GroupedExperts.__mro__[1].__init__
 
     def write(apart: bool) -> None:
@@ -120,16 +122,38 @@ def test_checkpoints_load_whichever_way_experts_were_computed(
 
     try:
         write(saved_apart)
-        trainer = start(model)
+        trainer = start(folder)
         cases.steps(trainer, 2)
         trainer.save_checkpoint(2)
         trainer.finish_checkpoint()
         expected = cases.steps(trainer, 1)
         write(not saved_apart)
-        trainer = start(model)
+        trainer = start(folder)
         assert trainer.load_checkpoint() == 2
         torch.testing.assert_close(
             torch.tensor(cases.steps(trainer, 1)[0][:2]), torch.tensor(expected[0][:2])
         )
     finally:
         GroupedExperts.__init__ = own  # type: ignore[method-assign]
+
+
+def test_weight_gradients_may_be_accumulated_as_they_are_computed(
+    tmp_path: Path, start: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with Transformer Engine, but without Apex's kernel."""
+    folder, seen = cases.write_model(tmp_path / "moe"), []
+    added: list[torch.Tensor] = []
+    product = weight_gradients.Products.wgrad_gemm_accum_fp32
+    monkeypatch.setattr(
+        weight_gradients.Products,
+        "wgrad_gemm_accum_fp32",
+        lambda x, grad, main: (added.append(main), product(x, grad, main)),
+    )
+    for fused in (False, True):
+        fields = {"gradient_accumulation_fusion": fused, "apply_rope_fusion": False}
+        monkeypatch.setattr(model, "_fusions", lambda *_, fields=fields: fields)
+        trainer = start(folder)
+        assert not added
+        seen.append([step[:2] for step in cases.steps(trainer, 2)])
+    assert len(added) > 0
+    torch.testing.assert_close(torch.tensor(seen[0]), torch.tensor(seen[1]))

@@ -32,10 +32,8 @@ def fields(
     monkeypatch.setattr(model, "have_transformer_engine", lambda: cuda and engine)
     for kind in ("TransformerConfig", "MLATransformerConfig", "YarnConfig"):
         monkeypatch.setattr(model, kind, dict)
-    monkeypatch.setattr(
-        importlib.util, "find_spec",
-        lambda module, *a: apex if module == "fused_weight_gradient_mlp_cuda" else real(module, *a),
-    )  # fmt: skip
+    kernel = {"fused_weight_gradient_mlp_cuda": object() if apex else None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: kernel.get(module) or real(module))
     config = load_config(ROOT / "configs/quickstart.yaml", ["model.dtype=bfloat16", *overrides])
     made: Any = model.transformer_config(config, HFConfig.read(ROOT / "configs/models" / name))
     return {fusion: made.get(fusion, False) for fusion in (*FUSIONS, "moe_grouped_gemm")}
