@@ -20,6 +20,7 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
 from rlsys.core.owner import Owner, of_process
 from rlsys.core.types import Taken
+from rlsys.obs.phases import Phases
 from rlsys.obs.role import run_role
 from rlsys.planner.layout import lay_out, push_plan
 from rlsys.rollout.client import RolloutClient
@@ -113,17 +114,25 @@ class Loop:
         With `weights.rolling` in rounds of some engines; what the others make meanwhile has the version before.
         """
         start, hashing, left = time.monotonic(), 0.0, 1.0
+        phases = Phases("time_sync", ("room", "begin", "send", "canaries", "end"))
         while left:
-            self.trainer.make_room()  # engines that rest take back their weights' memory next
-            ticket = self.on_main(partial(self.rollout.begin_push, mismatch_kept))
-            sent = self.delivery.push(ticket)
-            canaries = self.trainer.canaries(ticket.canaries)
-            self.trainer.make_room()  # and their caches'
+            with phases.add("room"):
+                self.trainer.make_room()  # engines that rest take back their weights' memory next
+            with phases.add("begin"):
+                ticket = self.on_main(partial(self.rollout.begin_push, mismatch_kept))
+            with phases.add("send"):
+                sent = self.delivery.push(ticket)
+            with phases.add("canaries"):
+                canaries = self.trainer.canaries(ticket.canaries)
+            with phases.add("room"):
+                self.trainer.make_room()  # and their caches'
             end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.left_out)
-            found = self.on_main(end)
+            with phases.add("end"):
+                found = self.on_main(end)
             left, hashing = found.pop("push_left"), hashing + sent.hashing
         found["time_checksums"] += hashing
-        return {"time_sync": time.monotonic() - start, **self.delivery.figures, **found}
+        seconds = {"time_sync": time.monotonic() - start, **phases.metrics, "time_sync_hash": hashing}
+        return {**seconds, **self.delivery.figures, **found}
 
     def keep(self) -> None:
         """After a step: evaluate, export and begin a checkpoint when they are due."""
