@@ -184,7 +184,7 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "no_counts", "always", "ours", "there is no count of choices that nobody made",
-        LayerReplay, "_count", ("self.load +=",), _no_counts,
+        LayerReplay, "_count", ("load.scatter_add_(0, chosen.flatten(),",), _no_counts,
     ),
     StandIn(
         "one_by_one", "always", "ours", "a fake tensor lies nowhere; `grouped_gemm` below stands for GPUs' experts",

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -57,8 +59,10 @@ def _grouped_by_torch(config: Config) -> bool:
 
 
 def _fusions(config: Config, hf: HFConfig) -> dict[str, bool]:
-    """Of Transformer Engine and Apex, where there is CUDA."""
+    """Of Transformer Engine and Apex, where there is CUDA and they have the kernels."""
     engine = uses_transformer_engine(config, hf)
+    rope = engine and rope_utils.fused_apply_rotary_pos_emb_thd is not None
+    permutation = engine and getattr(moe_utils, "fused_permute", None) is not None
     apex = (
         torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
@@ -66,9 +70,9 @@ def _fusions(config: Config, hf: HFConfig) -> dict[str, bool]:
         # Layers for multi-token prediction share the head, and clip its gradient apart.
         "gradient_accumulation_fusion": (engine or apex) and not hf.mtp,
         # Its kernel for latent attention is for yarn, and none scales by yarn's factor.
-        "apply_rope_fusion": engine and hf.latent is None and hf.rope.kind != "yarn",
+        "apply_rope_fusion": rope and hf.latent is None and hf.rope.kind != "yarn",
     }
-    return {**fusions, "moe_permute_fusion": engine} if hf.experts else fusions
+    return {**fusions, "moe_permute_fusion": permutation} if hf.experts else fusions
 
 
 def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:

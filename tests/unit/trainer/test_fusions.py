@@ -30,10 +30,13 @@ def fields(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(model, "have_transformer_engine", lambda: cuda and engine)
+    kernels = [(model.rope_utils, "fused_apply_rotary_pos_emb_thd"), (model.moe_utils, "fused_permute")]
+    for module, kernel in kernels:
+        monkeypatch.setattr(module, kernel, object() if engine else None, raising=False)
     for kind in ("TransformerConfig", "MLATransformerConfig", "YarnConfig"):
         monkeypatch.setattr(model, kind, dict)
-    kernel = {"fused_weight_gradient_mlp_cuda": object() if apex else None}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: kernel.get(module) or real(module))
+    of_apex = {"fused_weight_gradient_mlp_cuda": object() if apex else None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: of_apex.get(module) or real(module))
     config = load_config(ROOT / "configs/quickstart.yaml", ["model.dtype=bfloat16", *overrides])
     made: Any = model.transformer_config(config, HFConfig.read(ROOT / "configs/models" / name))
     return {fusion: made.get(fusion, False) for fusion in (*FUSIONS, "moe_grouped_gemm")}
