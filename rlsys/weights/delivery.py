@@ -15,6 +15,7 @@ from rlsys.trainer.trainer import Trainer
 from rlsys.weights.adapters import AdapterPush
 from rlsys.weights.checksums import EngineChecksums, put_together, under_adapter
 from rlsys.weights.fp8 import for_engines
+from rlsys.weights.hashes import PartDigests
 from rlsys.weights.plan import PushPlan
 from rlsys.weights.shard_plan import plan_senders
 from rlsys.weights.sharded import ShardedPush
@@ -62,7 +63,11 @@ class Delivery:
         return {"push_bytes": self.sent_bytes, **relayed}
 
     def prepare(self) -> None:
-        """Import what the first push needs, while engines start, which takes as long."""
+        """Import and compile what the first push needs, while engines start, which takes as long."""
+        if torch.cuda.is_available():
+            digests = PartDigests()
+            digests.add(torch.zeros(1, device="cuda"), 0, 1)
+            digests.results()
         (self._adapters or self._sharded or self._sync).prepare()
 
     def push(self, ticket: PushTicket) -> Delivered:
