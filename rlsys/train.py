@@ -20,7 +20,6 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
 from rlsys.core.owner import Owner, of_process
 from rlsys.core.types import Taken
-from rlsys.obs.phases import Phases
 from rlsys.obs.role import run_role
 from rlsys.planner.layout import lay_out, push_plan
 from rlsys.rollout.client import RolloutClient
@@ -29,7 +28,7 @@ from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.token_log import write_notes
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights.delivery import Delivery
+from rlsys.weights.delivery import Delivery, push_phases
 
 
 class Loop:
@@ -113,26 +112,21 @@ class Loop:
         `mismatch_kept`: what keys and values of older weights cost in the step (rollout.keep_budget).
         With `weights.rolling` in rounds of some engines; what the others make meanwhile has the version before.
         """
-        start, hashing, left = time.monotonic(), 0.0, 1.0
-        phases = Phases("time_sync", ("room", "begin", "send", "canaries", "end"))
+        hashing, left = 0.0, 1.0
+        phases = push_phases()
         while left:
-            with phases.add("room"):
-                self.trainer.make_room()  # engines that rest take back their weights' memory next
-            with phases.add("begin"):
-                ticket = self.on_main(partial(self.rollout.begin_push, mismatch_kept))
-            with phases.add("send"):
-                sent = self.delivery.push(ticket)
-            with phases.add("canaries"):
-                canaries = self.trainer.canaries(ticket.canaries)
-            with phases.add("room"):
-                self.trainer.make_room()  # and their caches'
+            phases.call(
+                "room", self.trainer.make_room
+            )  # engines that rest take back their weights' memory next
+            ticket = phases.call("begin", self.on_main, partial(self.rollout.begin_push, mismatch_kept))
+            sent = phases.call("send", self.delivery.push, ticket)
+            canaries = phases.call("canaries", self.trainer.canaries, ticket.canaries)
+            phases.call("room", self.trainer.make_room)  # and their caches'
             end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.left_out)
-            with phases.add("end"):
-                found = self.on_main(end)
+            found = phases.call("end", self.on_main, end)
             left, hashing = found.pop("push_left"), hashing + sent.hashing
         found["time_checksums"] += hashing
-        seconds = {"time_sync": time.monotonic() - start, **phases.metrics, "time_sync_hash": hashing}
-        return {**seconds, **self.delivery.figures, **found}
+        return {**phases.with_total, "time_sync_hash": hashing, **self.delivery.figures, **found}
 
     def keep(self) -> None:
         """After a step: evaluate, export and begin a checkpoint when they are due."""

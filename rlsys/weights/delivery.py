@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.core.weight_updates import PushTicket
+from rlsys.obs.phases import Phases
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.adapters import AdapterPush
 from rlsys.weights.checksums import EngineChecksums, put_together, under_adapter
@@ -21,6 +22,12 @@ from rlsys.weights.shard_plan import plan_senders
 from rlsys.weights.sharded import ShardedPush
 from rlsys.weights.shards import Shards
 from rlsys.weights.sync import WeightSync
+
+
+def push_phases() -> Phases:
+    """Of a whole weight update: memory given back, engines made ready, tensors sent, canaries scored, engines
+    attested."""
+    return Phases("time_sync", ("room", "begin", "send", "canaries", "end"))
 
 
 @dataclass(frozen=True)
