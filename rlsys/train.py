@@ -115,9 +115,7 @@ class Loop:
         hashing, left = 0.0, 1.0
         phases = push_phases()
         while left:
-            phases.call(
-                "room", self.trainer.make_room
-            )  # engines that rest take back their weights' memory next
+            phases.call("room", self.trainer.make_room)  # resting engines take back their weights' memory
             ticket = phases.call("begin", self.on_main, partial(self.rollout.begin_push, mismatch_kept))
             sent = phases.call("send", self.delivery.push, ticket)
             canaries = phases.call("canaries", self.trainer.canaries, ticket.canaries)
