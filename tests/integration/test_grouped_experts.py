@@ -99,9 +99,8 @@ def test_weights_and_gradients_of_a_layer_are_views_of_megatrons_buffers(
     layers = [m for module in trainer.modules for m in module.modules() if isinstance(m, GroupedExperts)]
     assert len(layers) == 4
     for layer in layers:
-        for weights in zip(
-            *((e.linear_fc1.weight, e.linear_fc2.weight) for e in layer.local_experts), strict=True
-        ):
+        experts: list[Any] = list(layer.local_experts)
+        for weights in ([e.linear_fc1.weight for e in experts], [e.linear_fc2.weight for e in experts]):
             for tensors in (weights, [weight.main_grad for weight in weights]):
                 view = grouped_gemm.stacked(tensors)
                 assert view is not None
@@ -144,11 +143,12 @@ def test_weight_gradients_may_be_accumulated_as_they_are_computed(
     folder, seen = cases.write_model(tmp_path / "moe"), []
     added: list[torch.Tensor] = []
     product = weight_gradients.Products.wgrad_gemm_accum_fp32
-    monkeypatch.setattr(
-        weight_gradients.Products,
-        "wgrad_gemm_accum_fp32",
-        lambda x, grad, main: (added.append(main), product(x, grad, main)),
-    )
+
+    def noted(x: torch.Tensor, grad: torch.Tensor, main: torch.Tensor) -> None:
+        added.append(main)
+        product(x, grad, main)
+
+    monkeypatch.setattr(weight_gradients.Products, "wgrad_gemm_accum_fp32", noted)
     for fused in (False, True):
         fields = {"gradient_accumulation_fusion": fused, "apply_rope_fusion": False}
         monkeypatch.setattr(model, "_fusions", lambda *_, fields=fields: fields)

@@ -22,6 +22,8 @@ class GroupedExperts(SequentialMLP):
     """Has SequentialMLP's parameters and checkpoints. Experts with biases or adapters, and what torch's grouped GEMM
     does not take, are computed one by one, as upstream does."""
 
+    local_experts: torch.nn.ModuleList
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.local_experts = _InMemoryOrder(self.local_experts)
@@ -30,7 +32,8 @@ class GroupedExperts(SequentialMLP):
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """hidden states `[T, H]` sorted by expert, tokens_per_expert `[E]`, probs `[T]` -> `[T, H]`, no bias."""
-        x, layers = permuted_local_hidden_states, [(e.linear_fc1, e.linear_fc2) for e in self.local_experts]
+        x = permuted_local_hidden_states
+        layers: list[tuple[Any, Any]] = [(e.linear_fc1, e.linear_fc2) for e in self.local_experts]
         first, second = ([layer.weight for layer in of_experts] for of_experts in zip(*layers, strict=True))
         apart = self.config.add_bias_linear or self.config.moe_apply_probs_on_input
         adapted = any(layer._forward_hooks for pair in layers for layer in pair)
