@@ -125,7 +125,7 @@ def weight_layout(figures: Figures) -> None:
     from rlsys.trainer.trainer import Trainer
     from rlsys.weights.buckets import Areas, stream
     from rlsys.weights.checksums import EngineChecksums
-    from rlsys.weights.hashes import TileHash
+    from rlsys.weights.hashes import PartDigests
 
     with tempfile.TemporaryDirectory() as run:
         config = layer_config(Path(run), LAYERS)
@@ -151,10 +151,10 @@ def weight_layout(figures: Figures) -> None:
         ]
 
         def digest(tensors: list[torch.Tensor] = tensors) -> None:
+            digests = PartDigests()
             for tensor in tensors:
-                state = TileHash()
-                state.update(tensor)
-                state.digest()
+                digests.add(tensor, 0, tensor.nbytes // 4)
+            digests.results()
 
         digest()
         seconds = seconds_of(digest)

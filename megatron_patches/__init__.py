@@ -27,6 +27,7 @@ from megatron_patches import (
     frozen_weight_products,
     gloo_device,
     gloo_uneven,
+    gradient_norm,
     mla_te_names,
     moe_expert_bias,
     moe_gemm,
@@ -35,6 +36,7 @@ from megatron_patches import (
     offload_resume,
     optimizer_own_parts,
     param_sync_once,
+    weight_gradients,
 )
 from megatron_patches.registry import Patch, PatchError
 
@@ -48,6 +50,8 @@ PATCHES: tuple[Patch, ...] = (
     checkpoint_queue.PATCH,
     checkpoint_without_output.PATCH,
     gloo_uneven.PATCH,
+    gradient_norm.PATCH,
+    weight_gradients.PATCH,
     gloo_device.PATCH,
     mla_te_names.PATCH,
     cpu_rng.PATCH,

@@ -28,7 +28,7 @@ from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.token_log import write_notes
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights.delivery import Delivery
+from rlsys.weights.delivery import Delivery, push_phases
 
 
 class Loop:
@@ -112,18 +112,19 @@ class Loop:
         `mismatch_kept`: what keys and values of older weights cost in the step (rollout.keep_budget).
         With `weights.rolling` in rounds of some engines; what the others make meanwhile has the version before.
         """
-        start, hashing, left = time.monotonic(), 0.0, 1.0
+        hashing, left = 0.0, 1.0
+        phases = push_phases()
         while left:
-            self.trainer.make_room()  # engines that rest take back their weights' memory next
-            ticket = self.on_main(partial(self.rollout.begin_push, mismatch_kept))
-            sent = self.delivery.push(ticket)
-            canaries = self.trainer.canaries(ticket.canaries)
-            self.trainer.make_room()  # and their caches'
+            phases.call("room", self.trainer.make_room)  # resting engines take back their weights' memory
+            ticket = phases.call("begin", self.on_main, partial(self.rollout.begin_push, mismatch_kept))
+            sent = phases.call("send", self.delivery.push, ticket)
+            canaries = phases.call("canaries", self.trainer.canaries, ticket.canaries)
+            phases.call("room", self.trainer.make_room)  # and their caches'
             end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.left_out)
-            found = self.on_main(end)
+            found = phases.call("end", self.on_main, end)
             left, hashing = found.pop("push_left"), hashing + sent.hashing
         found["time_checksums"] += hashing
-        return {"time_sync": time.monotonic() - start, **self.delivery.figures, **found}
+        return {**phases.with_total, "time_sync_hash": hashing, **self.delivery.figures, **found}
 
     def keep(self) -> None:
         """After a step: evaluate, export and begin a checkpoint when they are due."""

@@ -1,1 +1,1 @@
-"""Computations that the trainer and engines on a CPU share."""
+"""Computations of the trainer, some of which engines on a CPU share."""

@@ -11,7 +11,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import crossover_length, forward_flops, visited_parameters
 from rlsys.core.machines import DECODE_SHARE, PASS_SECONDS, PREFILL_SHARE, TRAINED_SHARE, Machine
 from rlsys.planner.memory import model_size, value_bytes
-from rlsys.planner.weight_update_cost import GB, rate
+from rlsys.planner.weight_update_cost import GB, hashing, rate
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Costs:
 def costs_of(config: Config, hf: HFConfig, machine: Machine, tp: int | None = None) -> Costs:
     """Of a config's layout on such GPUs, from config.json alone. `tp`: of the engine; else engine.tp."""
     width, size, tp = value_bytes(config), model_size(hf), tp or config.engine.tp
+    pushed = width * size.total
     read = tp * machine.bandwidth * 1e12 * DECODE_SHARE
     peak = machine.tflops[config.model.dtype] * 1e12
     flops = 2 * visited_parameters(hf)
@@ -80,5 +81,5 @@ def costs_of(config: Config, hf: HFConfig, machine: Machine, tp: int | None = No
         * flops
         / (config.parallel.world_size * peak * TRAINED_SHARE),
         crossover=crossover_length(hf),
-        push=width * size.total / GB / rate(config),
+        push=pushed / GB / rate(config) + hashing(config, pushed)[1],
     )

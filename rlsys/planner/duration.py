@@ -14,7 +14,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import forward_flops
 from rlsys.core.machines import TRAINED_SHARE, machines
 from rlsys.planner.memory import budget, model_size, value_bytes
-from rlsys.planner.weight_update_cost import GB, push_rounds, rate
+from rlsys.planner.weight_update_cost import GB, hashing, push_rounds, rate
 
 RECENT = 10
 
@@ -46,7 +46,8 @@ def estimated(config: Config, hf: HFConfig) -> str:
     train = flops / (config.parallel.world_size * TRAINED_SHARE * gpu.tflops[config.model.dtype] * 1e12)
     waves = -(-config.samples_per_step // (config.engine.count * config.max_running_requests))
     generate = waves * r.max_response_tokens * budget(config, size).engine_weights / (gpu.bandwidth * 1e12)
-    push = push_rounds(config) * value_bytes(config) * size.total / GB / rate(config)
+    pushed = value_bytes(config) * size.total
+    push = push_rounds(config) * (pushed / GB / rate(config) + hashing(config, pushed)[1])
     overlaps = config.launch.placement == "disaggregated" and r.max_staleness > 0
     step = max(train, generate) + push if overlaps else train + generate + push
     return (

@@ -10,6 +10,9 @@ from rlsys.weights.shard_plan import SendersPlan, plan_senders
 GB = 1e9
 RATES = {"tensor": 20.0, "broadcast": 10.0, "sharded": 10.0, "disk": 1.0, "disk_delta": 1.0, "adapter": 20.0}
 """GB/s assumed of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
+HASH_RATES = {True: 1000.0, False: 1.0}
+"""GB/s assumed of hashing. With CUDA, of rlsys/ops/tensor_digest.py: its 28 integer instructions a word allow twice
+as much on an H100, and no card has run it yet. Without, of SHA-256 on one core."""
 LINK = 50.0
 """GB/s of one 400 Gb/s port, of which hosts of H100s have one a GPU (NVIDIA's data sheet of the DGX H100)."""
 
@@ -29,10 +32,23 @@ def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, 
         rounds, go_on = push_rounds(config), config.engine.count - at_once
         told = f"{rounds}, of {at_once} engines each, while {go_on} or more go on; the trainer sends so often"
         facts.append(("its rounds", told))
+    share, seconds_of_share = hashing(config, size)
+    if share:
+        told = f"{_gb(share)} GB by a trainer rank, about {short(seconds_of_share, 2)} s"
+        facts.append(("its hashes", told))
     if method == "sharded":
         plan = senders_of(config, hf)
         facts.append(("its senders", describe_senders(plan, config)))
     return facts
+
+
+def hashing(config: Config, size: float) -> tuple[float, float]:
+    """Bytes that a trainer rank hashes of a push of `size` bytes, and seconds. All ranks share hashing, about evenly
+    (rlsys/convert/hash_shares.py); senders of a sharded push hash what they send."""
+    if config.weights.method == "adapter":
+        return 0.0, 0.0  # the model under the adapters is hashed once
+    hashed = size / config.parallel.world_size * len(config.engine.tps)
+    return hashed, hashed / GB / HASH_RATES[on_cuda(config)]
 
 
 def rate(config: Config) -> float:

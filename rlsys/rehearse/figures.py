@@ -66,6 +66,8 @@ class Figures:
     resident: int
     """Bytes of real memory that the rehearsing process took."""
     notes: list[str] = field(default_factory=list)
+    hashed: int = 0
+    """Bytes that this rank hashes of a weight update."""
 
     @property
     def worst(self) -> Phase:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import megatron_patches
 from rlsys.config import Config, load_config
+from rlsys.convert.config import HFConfig
+from rlsys.convert.hash_shares import hash_shares
 from rlsys.core.errors import RlsysError
 from rlsys.rehearse import world
 from rlsys.rehearse.figures import HOST, Figures
@@ -75,9 +77,17 @@ def figures(
         phases=meter.phases,
         collectives=meter.collectives.calls,
         guessed=guessed,
+        hashed=hashed_bytes(config, trainer.served, request.rank, gpu),
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         notes=notes,
     )
+
+
+def hashed_bytes(config: Config, served: HFConfig, rank: int, gpu: bool) -> int:
+    """Of a weight update that is not sharded: every rank gathers all tensors and hashes its share."""
+    shares = hash_shares(served, config.parallel.world_size, experts_together=not gpu)
+    width = 4 if config.model.dtype == "float32" else 2
+    return shares.elements[rank] * width * len(config.engine.tps)
 
 
 def move_to_host(kinds: dict[str, int], share: float) -> None:

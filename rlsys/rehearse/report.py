@@ -84,6 +84,7 @@ def _table(figures: Sequence[Figures], beside: float) -> list[str]:
     left = [sum(f.held.get(k, 0) for k in ("activations", "communication", "other")) for f in figures]
     rows.append((f"left over after the step, {unit}", [f"{n / u:,.3g}" for n in left]))
     rows += _by_phase(figures, u, unit)
+    rows.append(("hashed of a weight update, GB", [f"{f.hashed / GB:,.4g}" for f in figures]))
     rows.append(("rehearsed in, s", [f"{sum(phase.seconds for phase in f.phases):.0f}" for f in figures]))
     rows.append(("  with memory, GB", [f"{f.resident / GB:.2g}" for f in figures]))
     return _aligned(rows)

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_patches.registry import target
 from rlsys.convert.config import HFConfig
 from rlsys.convert.table import Entry
+from rlsys.ops import grouped_gemm
 from rlsys.rehearse import kernels
 from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.routes import routing_map
@@ -184,6 +185,10 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         "no_counts", "always", "ours", "there is no count of choices that nobody made",
         LayerReplay, "_count", ("load.scatter_add_(0, chosen.flatten(),",), _no_counts,
+    ),
+    StandIn(
+        "one_by_one", "always", "ours", "a fake tensor lies nowhere; `grouped_gemm` below stands for GPUs' experts",
+        grouped_gemm, "supported", ("_grouped_mm",), lambda *_: lambda *_: False,
     ),
     StandIn(
         "place", "fake", "ours", "no other stage is there to tell the names of its parameters",

@@ -16,6 +16,7 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.config.precision import token_multiple
 from rlsys.convert.config import HFConfig
+from rlsys.convert.hash_shares import PENDING_BYTES
 from rlsys.rehearse.figures import HOST
 from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.stand_ins import Setting
@@ -108,10 +109,18 @@ class Rehearsal:
             self._begin("passes")
             t.update(self.batch, stand_in_loss, self.config.trainer.lr)
             self._begin("gather")
-            for _ in t.served_tensors():
-                pass
+            self._gather()
             self.meter.begin("")
         self._name_kinds()
+
+    def _gather(self) -> None:
+        """Whole tensors, some of which wait on a GPU until they are hashed together."""
+        pending: list[Tensor] = []
+        limit = PENDING_BYTES if self.config.launch.gpus_per_node else 0
+        for _, tensor in self.trainer.served_tensors():
+            pending.append(tensor)
+            if sum(each.nbytes for each in pending) >= limit:
+                pending.clear()
 
     def _begin(self, phase: str) -> None:
         self._say(f"rank {self.trainer.rank}: {phase}")

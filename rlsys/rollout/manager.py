@@ -26,6 +26,7 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.commits import Commits
 from rlsys.ledger.ledger import Ledger, check_conservation
 from rlsys.ledger.samples import SampleQuery, Seen
+from rlsys.obs.phases import Phases
 from rlsys.planning.planning import Planning
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.controller import OverProvision
@@ -42,6 +43,9 @@ from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.streams import Streams
 from rlsys.worker.workers import Workers
+
+TAKE_PHASES = ("wait", "interrupt", "sleep", "commit")
+"""Of a take: until its groups are there; samples come back; engines give their memory; the ledger is on the disk."""
 
 
 class RolloutManager:
@@ -106,6 +110,8 @@ class RolloutManager:
         self._push_due = True
         self._rolling = False
         """A push has updated some engines, and others serve with the weights before it until their round."""
+        self._take_seconds = Phases("time_take", TAKE_PHASES).metrics
+        """Of the last take that was the first of its step."""
         self._parts: list[list[int]] = []
         """Of the next step: ids of the groups that the trainer was given before its take."""
         self._leave_by: float | None = None
@@ -172,10 +178,12 @@ class RolloutManager:
                 return None
             trained_steps = self._steps_before(train_step)
             new = train_step > self._buffer.last_taken_step
+            phases = Phases("time_take", TAKE_PHASES)
             if new:
                 if self._selection.groups(trained_steps) is None:
                     self._generate(trained_steps)
-                    await self._waiting.for_groups(trained_steps)
+                    with phases.add("wait"):
+                        await self._waiting.for_groups(trained_steps)
                 chosen = None if self._leave_by is not None else self._selection.groups(trained_steps)
                 if chosen is None:
                     return None
@@ -185,16 +193,21 @@ class RolloutManager:
             version, groups = self._buffer.taken(train_step)
             self._tool_penalties.put(groups)
             if self._colocated:
-                await self._interrupt_all(keep=self._kept(train_step), gently=True)
+                with phases.add("interrupt"):
+                    await self._interrupt_all(keep=self._kept(train_step), gently=True)
                 if self._config.launch.release_memory:
-                    await self._router.rest_engines()
+                    with phases.add("sleep"):
+                        await self._router.rest_engines()
             masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             metrics = self._figures.of_step(train_step, version, groups)
             if new:
                 self._over_provision.steer(metrics["off_policy_share"])
             metrics |= {**self._over_provision.figures, **self._keep_budget.figures, "masked_tokens": masked}
             self._buffer.check_counts()
-            self._commits.flush()
+            with phases.add("commit"):
+                self._commits.flush()
+            if new:
+                self._take_seconds = phases.metrics
             self._done_steps, self._push_due, self._parts = train_step, True, []
             self._canaries.see(groups, self._buffer.load)
             self._go_on()
@@ -203,7 +216,14 @@ class RolloutManager:
                 train_step,
                 version,
                 groups,
-                {**metrics, **beside, **counts, **self._figures.totals(), **self._spans.figures()},
+                {
+                    **metrics,
+                    **beside,
+                    **counts,
+                    **self._figures.totals(),
+                    **self._spans.figures(),
+                    **self._take_seconds,
+                },
                 self._planning.sources(groups),
             )
 

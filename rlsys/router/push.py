@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.wire import EngineError
+from rlsys.obs.phases import Phases
 from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
 from rlsys.router.checksums import Checksums, Match
 from rlsys.router.dispatch import Dispatcher, Interruption
@@ -23,6 +24,8 @@ from rlsys.router.failures import REFUSES
 from rlsys.router.pool import Pool
 
 PROBE_SECONDS = 1.0
+PHASES = ("wake_weights", "open", "close", "wake_cache", "flush", "version", "checksums", "canaries")
+"""Of a weight update, in an engine; tensors come between `open` and `close`."""
 TRIES = 5
 """To get an engine ready, at the least, before `begin` runs out of patience."""
 log = logging.getLogger("rlsys.router")
@@ -124,13 +127,16 @@ class WeightPush:
     async def _prepare(self, engine: EngineState) -> None:
         """A hung engine may come to itself, or another one come back: so it is not waited for to the end."""
         async with asyncio.timeout(self.patience / TRIES):
+            phases = self._figures.phases
             if engine.version == NEVER:
-                await engine.wake_weights()
+                with phases.at_once("wake_weights"):
+                    await engine.wake_weights()
             if not engine.counting and not engine.paused:
                 await engine.start_counting()
             engine.version, engine.copied = NEVER, False  # until it is attested again
             engine.attested.clear()
-            await engine.client.begin_weight_update()
+            with phases.at_once("open"):
+                await engine.client.begin_weight_update()
 
     async def end(
         self,
@@ -199,18 +205,26 @@ class WeightPush:
         until the engine is attested.
         """
         engine.agreement = engine.match = None
-        await engine.client.end_weight_update()
-        await engine.wake_cache()
+        phases = self._figures.phases
+        with phases.at_once("close"):
+            await engine.client.end_weight_update()
+        with phases.at_once("wake_cache"):
+            await engine.wake_cache()
         if self._interruption != "in_place":
-            await engine.client.flush(paused=engine.paused)  # old keys and values are wrong for new weights
-        await engine.client.set_weight_version(version)
-        reported = await engine.client.weight_version()
+            with phases.at_once("flush"):
+                await engine.client.flush(
+                    paused=engine.paused
+                )  # old keys and values are wrong for new weights
+        with phases.at_once("version"):
+            await engine.client.set_weight_version(version)
+            reported = await engine.client.weight_version()
         if checksums:  # while it is still paused: later they would wait for a pass that reads many prefixes
             engine.match = await self._compare(engine, checksums)
         await self._dispatcher.unpause(engine)
         counting = engine.counting
         engine.counting = False  # a push that ends in here leaves tokens that nobody takes
-        answers = await asyncio.gather(*(self._ask(engine, c) for c in canaries))
+        with phases.at_once("canaries"):
+            answers = await asyncio.gather(*(self._ask(engine, c) for c in canaries))
         refused = answers.count(None)
         canaries = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
         seen = [answer for answer in answers if answer is not None]
@@ -304,11 +318,9 @@ class WeightPush:
         return WARNING if match is not None and match.equal and not self._bounds.exact else 1.0
 
     async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
-        clock = asyncio.get_running_loop().time
-        start = clock()
-        own = of_size(checksums, self._tps, engine.client.tp)
-        match = self._checksums.compare(engine.url, own, await engine.client.checksums())
-        self._figures.comparing = max(self._figures.comparing, clock() - start)
+        with self._figures.phases.at_once("checksums"):
+            own = of_size(checksums, self._tps, engine.client.tp)
+            match = self._checksums.compare(engine.url, own, await engine.client.checksums())
         if match.unknown and not self._told:
             self._told = True
             log.warning(
@@ -329,14 +341,14 @@ class WeightPush:
 
 @dataclass
 class Figures:
-    """Of a push: the worst of its engines. `comparing`: seconds for checksums in the slowest one. `warned`: engines
-    beyond the bounds of canaries that were let pass. `refused`: canaries that one engine did not take."""
+    """Of a push: the worst of its engines. `warned`: engines beyond the bounds of canaries that were let pass.
+    `refused`: canaries that one engine did not take. `phases`: in their order."""
 
     agreements: list[Agreement] = field(default_factory=list)
     matches: list[Match] = field(default_factory=list)
-    comparing: float = 0.0
     warned: int = 0
     refused: int = 0
+    phases: Phases = field(default_factory=lambda: Phases("time_push", PHASES))
 
     def add(self, engine: EngineState) -> None:
         if engine.agreement is not None:
@@ -353,7 +365,8 @@ class Figures:
             "push_tensors_equal": min((m.equal for m in self.matches), default=0),
             "push_tensors_unknown": max((len(m.unknown) for m in self.matches), default=0),
             "push_share_unknown": max((m.share_unknown for m in self.matches), default=0.0),
-            "time_checksums": self.comparing,
+            **(phases := self.phases.metrics),
+            "time_checksums": phases["time_push_checksums"],
         }
 
 

@@ -160,12 +160,18 @@ class MicroBatch(Batch):
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> MicroBatch:
         """One sequence `[T]` to be scored, all of it prompt."""
+        return cls.of_sequences([tokens])
+
+    @classmethod
+    def of_sequences(cls, sequences: Sequence[Tensor]) -> MicroBatch:
+        """Sequences `[T_i]` to be scored side by side, all of them prompt."""
+        tokens = torch.cat(list(sequences))
         n, zeros = len(tokens), torch.zeros(len(tokens))
         return cls(
             tokens=tokens,
-            cu_seqlens=torch.tensor([0, n], dtype=torch.int32),
-            rows=torch.tensor([-1]),
-            places=[0],
+            cu_seqlens=torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32),
+            rows=torch.full((len(sequences),), -1),
+            places=[0] * len(sequences),
             mu=zeros,
             mask=zeros,
             versions=torch.full((n,), -1),

@@ -80,7 +80,7 @@ def backends(cuda: bool) -> str:
 def say_what_is_missing() -> None:
     """On a GPU, what would make it faster and is not installed; on a CPU none of it could run."""
     for module, name, instead in (
-        ("transformer_engine", "Transformer Engine", "megatron-core's local layers, experts one by one"),
+        ("transformer_engine", "Transformer Engine", "megatron-core's local layers"),
         ("amp_C", "Apex", "torch's AdamW and gradient norm"),
     ):
         if torch.cuda.is_available() and importlib.util.find_spec(module) is None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -396,10 +397,18 @@ class Trainer:
         self.control.wait_for_all()
 
     def canaries(self, sequences: list[list[int]]) -> list[Canary]:
-        """The sequences with this model's log-probs of their tokens 1.. at temperature 1."""
-        batch = [MicroBatch.of_tokens(torch.tensor(ids)) for ids in sequences]
-        logps = self.passes.logprobs(batch, temperature=1.0)
-        return [Canary(ids, lp[1:].tolist()) for ids, lp in zip(sequences, logps, strict=True)]
+        """The sequences with this model's log-probs of their tokens 1.. at temperature 1. They share forward passes
+        as far as micro-batches have room: the engines wait meanwhile."""
+        together: list[list[Tensor]] = []
+        for ids in sequences:
+            size = sum(map(len, together[-1])) + len(ids) if together else math.inf
+            if size > self.config.trainer.token_budget:
+                together.append([])
+            together[-1].append(torch.tensor(ids))
+        batch = [MicroBatch.of_sequences(each) for each in together]
+        logps = self.passes.logprobs(batch, temperature=1.0) if batch else []
+        each = chain(*(lp.split(micro.sequence_lengths) for lp, micro in zip(logps, batch, strict=True)))
+        return [Canary(ids, lp[1:].tolist()) for ids, lp in zip(sequences, each, strict=True)]
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 

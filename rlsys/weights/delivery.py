@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.core.weight_updates import PushTicket
+from rlsys.obs.phases import Phases
 from rlsys.trainer import setup
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.adapters import AdapterPush
@@ -22,6 +23,12 @@ from rlsys.weights.shard_plan import plan_senders
 from rlsys.weights.sharded import ShardedPush
 from rlsys.weights.shards import Shards
 from rlsys.weights.sync import WeightSync
+
+
+def push_phases() -> Phases:
+    """Of a whole weight update: memory given back, engines made ready, tensors sent, canaries scored, engines
+    attested."""
+    return Phases("time_sync", ("room", "begin", "send", "canaries", "end"))
 
 
 @dataclass(frozen=True)
@@ -70,30 +77,25 @@ class Delivery:
 
     def push(self, ticket: PushTicket) -> Delivered:
         """Between `begin_push` and `end_push` of the rollout process. Collective."""
-        trainer, checksums = (
-            self._trainer,
-            EngineChecksums(replace(self._trainer.served, mtp=False), *self._config.engine.tps),
-        )
+        trainer = self._trainer
         if self._sharded is not None:
+            checksums = self._checksums()
 
             def prepare(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
                 return checksums.watch(for_engines(self._config, tensors))
 
             sent = self._sharded.push(ticket, prepare)
-            told = trainer.control.to_main((checksums.found(), checksums.seconds))
-            digests = put_together([found for found, _ in told])
-            hashing = max((seconds for _, seconds in told), default=0.0)
+            digests, hashing = self._put_together(checksums)
             return Delivered(digests, self._settled(self._sharded.left_out, sent), hashing)
         if self._adapters is not None:
             sent = self._adapters.push(trainer.named_factors(), ticket)
-            return Delivered(
-                self._of_base(checksums), self._settled(self._adapters.left_out, sent), checksums.seconds
-            )
-        tensors = trainer.served_tensors()
-        if self._sync.sends(ticket) or trainer.is_main:
-            tensors = for_engines(self._config, tensors)
-        sent = self._sync.push(checksums.watch(tensors) if trainer.is_main else tensors, ticket)
-        return Delivered(checksums.digests(), self._settled(self._sync.left_out, sent), checksums.seconds)
+            base, hashing = self._of_base()
+            return Delivered(base, self._settled(self._adapters.left_out, sent), hashing)
+        checksums = self._checksums(trainer.config.parallel.world_size)
+        tensors = for_engines(self._config, trainer.served_tensors())
+        sent = self._sync.push(checksums.watch(tensors), ticket)
+        digests, hashing = self._put_together(checksums)
+        return Delivered(digests, self._settled(self._sync.left_out, sent), hashing)
 
     def close(self) -> None:
         """Leave the engines' process groups."""
@@ -101,17 +103,30 @@ class Delivery:
         if self._sharded is not None:
             self._sharded.close()
 
-    def _of_base(self, checksums: EngineChecksums) -> list[dict[str, str]]:
+    def _checksums(self, ranks: int = 1) -> EngineChecksums:
+        """`ranks`: trainer ranks that gather the same tensors, and share hashing them."""
+        rank = self._trainer.rank if ranks > 1 else 0
+        served = replace(self._trainer.served, mtp=False)
+        return EngineChecksums(served, *self._config.engine.tps, rank=rank, ranks=ranks)
+
+    def _put_together(self, checksums: EngineChecksums) -> tuple[list[dict[str, str]], float]:
+        """The digests of all trainer ranks, on rank 0, and the seconds of the one that hashed longest. Collective."""
+        told = self._trainer.control.to_main((checksums.found(), checksums.seconds))
+        digests = put_together([found for found, _ in told])
+        return digests, max((seconds for _, seconds in told), default=0.0)
+
+    def _of_base(self) -> tuple[list[dict[str, str]], float]:
         """What engines must hold under the adapters. Gathered once. Collective."""
-        if self._base is None:
-            tensors = self._trainer.named_base_tensors()
-            for _ in checksums.watch(tensors) if self._trainer.is_main else tensors:
-                pass
-            self._base = [
-                {under_adapter(name): digest for name, digest in of_rank.items()}
-                for of_rank in checksums.digests()
-            ]
-        return self._base
+        if self._base is not None:
+            return self._base, 0.0
+        checksums = self._checksums(self._config.parallel.world_size)
+        for _ in checksums.watch(self._trainer.named_base_tensors()):
+            pass
+        digests, hashing = self._put_together(checksums)
+        self._base = [
+            {under_adapter(name): digest for name, digest in of_rank.items()} for of_rank in digests
+        ]
+        return self._base, hashing
 
     def _settled(self, left_out: dict[str, str], sent: int) -> dict[str, str]:
         """Engines that any rank had to leave out. Collective."""

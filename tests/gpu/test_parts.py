@@ -25,8 +25,8 @@ Found = dict[str, Any]
 
 
 def the_kernels_hash(found: Found) -> bool:
-    """Our hash is the golden one and SGLang's own, and needs little memory beside what it hashes (1 GiB)."""
-    return found["equal"] and found["kernel_equal"] and found["extra_bytes"] < 2**29
+    """Our hash is the golden one and SGLang's own, and allocates next to nothing beside what it hashes (1 GiB)."""
+    return found["equal"] and found["kernel_equal"] and found["extra_bytes"] < 2**20
 
 
 def nothing_leaks(found: Found) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -38,6 +41,7 @@ from rlsys.trainer.model.choices import set_choice
 from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
 from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
 from rlsys.trainer.model.entropy import NEVER
+from rlsys.trainer.model.experts import set_experts
 from rlsys.trainer.model.mtp import PredictingModel, mtp_spec
 from rlsys.trainer.model.norms import set_heads_norms
 from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
@@ -46,6 +50,30 @@ from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
 def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
     """Adapters and gated delta nets need megatron's own layers: Transformer Engine fuses norms and experts."""
     return have_transformer_engine() and config.trainer.lora is None and hf.delta is None
+
+
+def _grouped_by_torch(config: Config) -> bool:
+    """Whether the GPU has a kernel of torch for experts in this precision (rlsys/ops/grouped_gemm.py): one launch,
+    where Transformer Engine's grouped linear layer makes one of each expert."""
+    of_bfloat16 = config.model.dtype == "bfloat16" and config.model.fp8 != "both"
+    return of_bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def _fusions(config: Config, hf: HFConfig) -> dict[str, bool]:
+    """Of Transformer Engine and Apex, where there is CUDA and they have the kernels."""
+    engine = uses_transformer_engine(config, hf)
+    rope = engine and rope_utils.fused_apply_rotary_pos_emb_thd is not None
+    permutation = engine and getattr(moe_utils, "fused_permute", None) is not None
+    apex = (
+        torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    )
+    fusions = {
+        # Layers for multi-token prediction share the head, and clip its gradient apart.
+        "gradient_accumulation_fusion": (engine or apex) and not hf.mtp,
+        # Its kernel for latent attention is for yarn, and none scales by yarn's factor.
+        "apply_rope_fusion": rope and hf.latent is None and hf.rope.kind != "yarn",
+    }
+    return {**fusions, "moe_permute_fusion": permutation} if hf.experts else fusions
 
 
 def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
@@ -60,7 +88,7 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if t.balance_loss else "none",
         "moe_aux_loss_coeff": t.balance_loss,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": uses_transformer_engine(config, hf),
+        "moe_grouped_gemm": uses_transformer_engine(config, hf) and not _grouped_by_torch(config),
     }
     if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
@@ -145,7 +173,7 @@ def _latent_attention(hf: HFConfig, latent: LatentAttention) -> dict[str, Any]:
 
 
 def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
-    """Every field that changes numbers comes from config.json; fusions need kernels we cannot count on."""
+    """Every field that changes numbers comes from config.json."""
     p = config.parallel
     *layers, last = stage_layers(hf.layers, p.pp)
     dtype = getattr(torch, config.model.dtype)
@@ -168,9 +196,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         attention_dropout=0.0,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
@@ -192,6 +218,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         perform_initialization=False,
         calculate_per_token_loss=True,  # before DDP is built, or gradients are divided by dp
         deterministic_mode=not torch.cuda.is_available(),
+        **_fusions(config, hf),
         **trainer_fields(config),
         **_experts(hf, config),
         **_recompute(config),
@@ -225,6 +252,8 @@ def block_spec(
                 # Whole on every rank, as in Transformer Engine's spec. The local spec cuts them, and then loses the
                 # other ranks' part of the gradient of the keys' rotary half, silently.
                 parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
+    for layer in spec.layer_specs:
+        set_experts(layer.submodules)
     if hf.family.head_norms:
         for layer in spec.layer_specs:
             set_heads_norms(layer.submodules, transformer)

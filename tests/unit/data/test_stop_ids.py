@@ -14,6 +14,7 @@ from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.data.chats import written
+from rlsys.data.quickstart_model import write_model
 from rlsys.generators.tools import ToolTurns, around_answer
 from rlsys.importers import slime
 from rlsys.importers.draft import Draft

@@ -1,0 +1,42 @@
+"""Weight gradients added to the accumulated ones without Apex.
+
+Symptom: RuntimeError from ColumnParallelLinear, the head's: gradient_accumulation_fusion needs Apex's
+fused_weight_gradient_mlp_cuda, though Transformer Engine's layers fuse without it. Upstream: 0.16.1.
+Why numbers stay equal: the product that autograd would compute, added where Megatron's hook would add it.
+Delete when: local layers add weight gradients without Apex.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from megatron_patches.registry import Patch, target
+
+_NAME = "weight_gradients"
+
+
+class Products:
+    """In the place of the module fused_weight_gradient_mlp_cuda."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+        """x `[T, in]`, grad `[T, out]`; main_grad `[out, in]` gets their product added."""
+        main_grad.add_(grad.t().matmul(x))
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def _edit(module: ModuleType) -> None:
+    if not module._grad_accum_fusion_available:
+        call = "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32("
+        target(_NAME, module, "LinearWithGradAccumulationAndAsyncCommunication", call)
+        module.fused_weight_gradient_mlp_cuda = Products  # type: ignore[attr-defined]
+        module._grad_accum_fusion_available = True  # type: ignore[attr-defined]
+
+
+PATCH = Patch(
+    _NAME, "megatron.core.tensor_parallel.layers", "always", "0.16.1",
+    "RuntimeError: gradient_accumulation_fusion without Apex", _edit,
+)  # fmt: skip

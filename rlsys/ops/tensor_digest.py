@@ -1,0 +1,147 @@
+"""SGLang's digest of a GPU tensor as one Triton kernel over the parts of many tensors.
+
+SGLang (0.5.23, `sglang/kernels/ops/memory/gpu_tensor_hash.py`) mixes each 32-bit word with its index by MurmurHash3's
+finalizer, twice with different seeds, adds the words of a tile of 8,192 up, finishes each tile and adds the tiles up.
+A launch here takes any number of parts of tensors. A program works on one tile of one part at a time: it adds the
+finished tile to its part's sum, or stores the unfinished halves of a tile that the part shares with another one.
+Nothing but 24 bytes per part is allocated. Needs Triton; runs on CPU tensors under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 8192
+"""Words of a tile."""
+BLOCK = 1024
+"""Words that a program loads at once."""
+WARPS = 4
+PROGRAMS = 1024
+"""Most programs per part; each takes every PROGRAMS-th tile."""
+_COLUMNS = 6
+
+
+@dataclass(frozen=True)
+class Part:
+    """Words of one tensor, in memory as `words / row` rows.
+
+    `data` keeps the memory alive. `start`: index of the first word in the tensor; `total`: words of the tensor;
+    `row`: words of a row; `stride`: words from one row to the next.
+    """
+
+    data: Tensor
+    words: int
+    start: int
+    total: int
+    row: int
+    stride: int
+
+
+@triton.jit
+def _finish(x):  # type: ignore[no-untyped-def]
+    x ^= x >> 16
+    x = x * tl.full((), 0x85EBCA6B, tl.uint32)
+    x ^= x >> 13
+    x = x * tl.full((), 0xC2B2AE35, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def tile_digests(  # type: ignore[no-untyped-def]
+    table,
+    out,
+    SEED_HIGH: tl.constexpr,
+    SEED_LOW: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`table` `[parts, COLUMNS]` int64: address, words, start, total, row, stride. `out` `[parts, 3]` uint64: sum of
+    the finished tiles, and the halves of the first and the last tile where the part has only some of their words."""
+    part = tl.program_id(1)
+    line = table + part * COLUMNS
+    words = tl.load(line + 1)
+    start = tl.load(line + 2)
+    total = tl.load(line + 3)
+    row = tl.load(line + 4)
+    stride = tl.load(line + 5)
+    base = tl.load(line).to(tl.pointer_type(tl.uint32))
+    end = start + words
+    first = start // TILE
+    last = (end - 1) // TILE
+    size = (total * 4).to(tl.uint32)
+    column = tl.arange(0, BLOCK)
+    tile = first + tl.program_id(0)
+    while tile <= last:
+        begin = tile * TILE
+        lowest = tl.maximum(start - begin, 0).to(tl.int32)
+        highest = tl.minimum(end - begin, TILE).to(tl.int32)
+        high = tl.zeros((BLOCK,), tl.uint32)
+        low = tl.zeros((BLOCK,), tl.uint32)
+        for offset in range(0, TILE, BLOCK):
+            index = offset + column
+            inside = (index >= lowest) & (index < highest)
+            at = (begin - start) + index
+            if row < words:
+                at = at // row * stride + at % row
+            value = tl.load(base + at, mask=inside, other=0)
+            place = begin.to(tl.uint32) + index.to(tl.uint32)
+            one = (place * tl.full((), 0x27D4EB2D, tl.uint32) + SEED_HIGH) ^ ((place << 15) | (place >> 17))
+            two = (place * tl.full((), 0x165667B1, tl.uint32) + SEED_LOW) ^ ((place << 13) | (place >> 19))
+            high += tl.where(inside, _finish(value ^ one), 0)
+            low += tl.where(inside, _finish(value ^ two), 0)
+        sum_high = tl.sum(high, axis=0).to(tl.uint32)
+        sum_low = tl.sum(low, axis=0).to(tl.uint32)
+        tile_end = tl.minimum(begin + TILE, total)
+        slot = out + part * 3
+        if begin < start:
+            tl.store(slot + 1, (sum_high.to(tl.uint64) << 32) | sum_low.to(tl.uint64))
+        elif end < tile_end:
+            tl.store(slot + 2, (sum_high.to(tl.uint64) << 32) | sum_low.to(tl.uint64))
+        else:
+            finished_high = _finish(sum_high ^ size).to(tl.uint64)
+            tl.atomic_add(slot, (finished_high << 32) | _finish(sum_low ^ size).to(tl.uint64))
+        tile += tl.num_programs(0)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch(parts: Sequence[Part], seeds: tuple[int, int]) -> Tensor:
+    """Digest parts of tensors in one launch, without waiting for it.
+
+    Args:
+        parts: at least one, all on one device.
+        seeds: of the two halves of the digest, below 2^32.
+
+    Returns:
+        `[parts, 3]` int64: the sum of the finished tiles (modulo 2^64), and the two unfinished halves, high << 32 |
+        low, of a first and a last tile that the part has only some words of.
+    """
+    device = parts[0].data.device
+    rows = [[p.data.data_ptr(), p.words, p.start, p.total, p.row, p.stride] for p in parts]
+    table = torch.tensor(rows, dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    out = torch.zeros(len(parts), 3, dtype=torch.int64, device=device)
+    tiles = max((p.start + p.words - 1) // TILE - p.start // TILE + 1 for p in parts)
+    tile_digests[(min(PROGRAMS, tiles), len(parts))](
+        table,
+        out.view(torch.uint64),
+        SEED_HIGH=seeds[0],
+        SEED_LOW=seeds[1],
+        TILE=TILE,
+        BLOCK=BLOCK,
+        COLUMNS=_COLUMNS,
+        num_warps=WARPS,
+    )
+    return out
