@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from rlsys.core.cache import cache_folder
 from rlsys.core.errors import UserError, disk_errors
 from rlsys.core.model_folder import TOKENIZER, side_files, vocabulary_files
 from rlsys.core.workers import KEPT_VARIABLES
@@ -47,7 +47,7 @@ def tokenizer_folder(path: Path, trust_remote_code: bool = False) -> Path:
             f"model.path = {str(path)!r}: its tokenizer is code in the folder, {code}; read that code, and set "
             "model.trust_remote_code=true to let it run"
         )
-    folder = _cache() / _key(path)
+    folder = cache_folder("tokenizers") / _key(path)
     if not (folder / TOKENIZER).is_file():
         _convert(path, folder, code is not None)
     return folder
@@ -65,28 +65,21 @@ def remote_code(path: Path) -> str | None:
     return classes[-1] if classes else None
 
 
-def _cache() -> Path:
-    """Raises UserError for a folder that somebody else could have written."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = Path(base) if base else Path.home() / ".cache"
-    folder = folder / "rlsys" / "tokenizers"
-    with disk_errors(folder, UserError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UserError(f"{folder}: others may write there; expected a folder of one's own (XDG_CACHE_HOME)")
-    return folder
-
-
-def _key(path: Path) -> str:
-    """The same for the same files, read by the same transformers."""
-    digest = hashlib.sha256(f"1 {version('transformers')} {version('tokenizers')}".encode())
+def files_digest(path: Path) -> str:
+    """The same for the same files of a tokenizer: vocabulary, configs, templates, code."""
+    digest = hashlib.sha256()
     for name in side_files(path):
         if len(name.parts) == 1 and name.suffix in _KEYED:
             with disk_errors(path / name, UserError):
                 content = (path / name).read_bytes()
             digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
+
+
+def _key(path: Path) -> str:
+    """The same for the same files, read by the same transformers."""
+    key = f"2 {version('transformers')} {version('tokenizers')} {files_digest(path)}"
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def _convert(path: Path, folder: Path, code: bool) -> None:

@@ -56,7 +56,7 @@ class Tokenizer:
         """`chat_args`: what the chat template gets beside the messages (data.chat_template_args).
         `trust_remote_code`: a folder without tokenizer.json may be converted by its own code."""
         self.path = Path(path)
-        self._chat_args = dict(chat_args or {})
+        self.chat_args = dict(chat_args or {})
         source = tokenizer_folder(self.path, trust_remote_code)
         file = source / TOKENIZER
         try:
@@ -175,7 +175,7 @@ class Tokenizer:
         """
         if self._template is None:
             self._template = self._compile()
-        given = {"tools": None, "documents": None, **self._names, **self._chat_args}
+        given = {"tools": None, "documents": None, **self._names, **self.chat_args}
         if tools is not None:
             given["tools"] = list(tools)
         try:
@@ -201,7 +201,7 @@ class Tokenizer:
             template = env.from_string(self._template_text)
         except jinja2.TemplateError as e:
             raise UserError(f"{self.path}: the chat template does not compile: {e}") from None
-        for name in self._chat_args:
+        for name in self.chat_args:
             if name not in used:
                 others = sorted(used - {"messages", "add_generation_prompt", *self._names} - set(env.globals))
                 near = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
