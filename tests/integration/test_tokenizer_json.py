@@ -14,7 +14,7 @@ from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer
 from rlsys.data.tokenizer_conversion import check_texts
 
-pytestmark = [pytest.mark.integration, pytest.mark.gate]
+pytestmark = pytest.mark.integration
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
 ZZ = {
     "content": "zz",
