@@ -12,7 +12,7 @@ from rlsys.core.errors import UserError, disk_errors
 
 def cache_folder(name: str) -> Path:
     """`rlsys/NAME` in XDG_CACHE_HOME, or in `~/.cache`; in TMPDIR for a user whose home folder cannot be written.
-    Raises UserError for a folder that others can write."""
+    Raises UserError for a folder that others may write."""
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "rlsys" / name
     try:
@@ -25,6 +25,6 @@ def cache_folder(name: str) -> Path:
             status = owned.stat()
             if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise UserError(
-                    f"{owned}: others can write there; expected a folder of one's own (XDG_CACHE_HOME)"
+                    f"{owned}: others may write there; expected a folder of one's own (XDG_CACHE_HOME)"
                 )
     return folder

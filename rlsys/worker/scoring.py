@@ -94,7 +94,13 @@ class Scorer:
     def _response(self, sample: Sample) -> Response:
         finished, ids = sample.status is Status.FINISHED, sample.judged_ids
         ended = finished and len(ids) > 0 and ids[-1] in self._stop_ids
-        return Response(self._decode(ids[:-1] if ended else ids), finished=finished, ids=ids)
+        return Response(
+            self._decode(ids[:-1] if ended else ids),
+            finished=finished,
+            ids=ids,
+            mask=sample.judged_mask,
+            prompt_ids=sample.prompt_ids,
+        )
 
     def _verdict(self, task: asyncio.Future[Any], prompt: Prompt, response: Response) -> Verdict:
         """Of a task that is done."""

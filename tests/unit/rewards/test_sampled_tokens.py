@@ -35,8 +35,8 @@ def make_rlsys(config: Config) -> Any:
 
 
 async def verl_form(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
-    said = [extra_info.get(k) for k in ("response_ids", "response_mask", "truncated")]
-    return float(said == [IDS, MASK, True] and extra_info["split"] == "train")
+    said = [list(getattr(solution_str, k, ())) for k in ("ids", "mask")]
+    return float(said == [IDS, MASK] and not solution_str.finished and extra_info == {"split": "train"})
 
 
 async def verl_named(
