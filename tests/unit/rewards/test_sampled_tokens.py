@@ -69,7 +69,7 @@ async def verifiers_form(completion, answer, state):  # type: ignore[no-untyped-
 
 
 def sample_of(turns: Sequence[list[int]] = (TURN, LAST)) -> Sample:
-    sample = Sample(0, 0, 0, list(PROMPT), seed=1)
+    sample = Sample(0, 0, 0, list(PROMPT), seed=1, own_prompt=True)
     for i, ids in enumerate(turns):
         if i:
             sample.observe(OBSERVED)
