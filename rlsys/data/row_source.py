@@ -73,13 +73,19 @@ class RowSource:
         self._seed = (config.data.seed + config.run.seed, shuffle_seed)
         self.rows, self.held_rows = rows, held if held is not None else rows
         scan = scan_rows(rows, self.keys)
+        self.held_is_trained = False
+        """Whether evaluations ask training prompts, because a split would leave one side without any."""
         self._hashes, self._lengths = scan.hashes, scan.lengths
         hashes = scan.hashes if held is None else scan_rows(held, self.keys).hashes
         self.held_keys, firsts = np.unique(hashes, return_index=True)
         """`split_hash` of the prompts that are never trained, [prompts]."""
         if held is None:
             chosen = self.held_keys >> np.uint64(SPLIT_SHIFT) & np.uint64(HELDOUT_ONE_IN - 1) == 0
-            self.held_keys, firsts = self.held_keys[chosen], firsts[chosen]
+            self.held_is_trained = not chosen.any() or bool(chosen.all())
+            if self.held_is_trained:  # a few prompts, as in a test whether anything is learned
+                self.held_keys = self.held_keys[:0]
+            else:
+                self.held_keys, firsts = self.held_keys[chosen], firsts[chosen]
         self._held = np.sort(firsts)
         self.data_sources: frozenset[str] | None = scan.data_sources
         """What its rows have as `data_source`; "" for none."""

@@ -159,6 +159,8 @@ def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource)
         longest = source.longest(LONGEST) if isinstance(source, RowSource) else []
         counts = [row_counts(table, limits, most=CHECKED) for table in tables]
     lines = [line for one in counts if one is not None for line in one.lines()]
+    if any(table.held_is_trained for table in tables):
+        lines.append("too few different prompts to hold any out: evaluations ask the training prompts")
     whole = bool(counts) and None not in counts
     if None in counts:
         rows = sum(len(table.rows) for table in tables)

@@ -481,11 +481,6 @@ def test_rollout_inputs_f11_tools_in_the_flat_form_are_refused_or_put_into_the_o
     assert [t.get("function", {}).get("name") for t in asked.tools] == ["shell"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F11: with one prompt, each message asks for what the other refuses",
-)
 def test_rollout_inputs_f11_one_prompt_can_be_trained_on(tmp_path: Path) -> None:
     """The usual test whether anything learns: overfit one prompt. Nothing is held out, or the prompt itself."""
     path = tmp_path / "one.jsonl"
