@@ -102,7 +102,15 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, s
     if file.is_file():
         with disk_errors(file, UserError):
             return file.read_text(encoding="utf-8")
-    return config.get("chat_template")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        try:
+            return {str(one["name"]): str(one["template"]) for one in template}
+        except (KeyError, TypeError):
+            raise UserError(
+                f"{folder / CONFIG}: chat_template: expected a text, or a name and a template each"
+            ) from None
+    return template
 
 
 def _is_whole(path: Path) -> bool:
@@ -118,7 +126,7 @@ def _is_whole(path: Path) -> bool:
         name for name in config if not name.endswith("_token")
     ):
         return False
-    if not isinstance(config.get("chat_template"), str | None) or config.get("extra_special_tokens"):
+    if config.get("extra_special_tokens"):
         return False
     try:
         made = json.loads((path / TOKENIZER).read_text(encoding="utf-8")).get("added_tokens") or ()

@@ -78,8 +78,8 @@ class TurnReader:
         """`text`: the turn, special tokens included, without what ended it. `before`: what stands before it in the
         prompt and the response. `tools`: schemas of the functions that may be called.
 
-        A turn that a parser chokes on is its text, without a call, as SGLang's server answers it. A broken call, which
-        SGLang's parsers drop, stays text. Raises ToolFailed when there is no answer in time.
+        A turn that a parser chokes on is its text, without a call, as SGLang's server answers it. A broken call,
+        which SGLang's parsers drop, stays text. Raises ToolFailed when there is no answer in time.
         """
         message = json.dumps({"text": text, "before": before[-TAIL:], "tools": list(tools)}).encode()
         try:
