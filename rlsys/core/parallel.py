@@ -15,7 +15,7 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rlsys.core.errors import RlsysError
 
@@ -76,12 +76,12 @@ def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoR
         os._exit(0)
 
 
-def _result(pipe: int) -> T:
+def _result(pipe: int) -> Any:
     with open(pipe, "rb", closefd=False) as file:
         try:
             right, found = pickle.load(file)
         except EOFError:
             raise RuntimeError("a process that reads rows was killed") from None
     if right:
-        return found  # type: ignore[no-any-return]
+        return found
     raise found

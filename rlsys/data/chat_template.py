@@ -109,17 +109,20 @@ def _watched(tree: nodes.Template, environment: _Environment) -> nodes.Template:
     def call(name: str, *arguments: nodes.Expr) -> nodes.Expr:
         return nodes.Call(nodes.Name(name, "load"), list(arguments), [], None, None)
 
-    for node in [*tree.find_all((nodes.Output, nodes.Concat))]:
-        plain = (nodes.TemplateData, nodes.Const)
-        node.nodes = [n if isinstance(n, plain) else call(_PRINTED, n) for n in node.nodes]
-    for node in [*tree.find_all(nodes.Assign)]:
-        node.node = call(_SIZED, node.node)
-    for node in [*tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]:
-        node.body.insert(0, nodes.Output([call(_STEP)]))
+    plain = (nodes.TemplateData, nodes.Const)
+    every = [tree, *tree.find_all(nodes.Node)]
+    for node in every:
+        if isinstance(node, nodes.Output | nodes.Concat):
+            node.nodes = [n if isinstance(n, plain) else call(_PRINTED, n) for n in node.nodes]
+        elif isinstance(node, nodes.Assign):
+            node.node = call(_SIZED, node.node)
+        elif isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+            node.body.insert(0, nodes.Output([call(_STEP)]))
     for node in tree.find_all(nodes.Node):
         for child in node.iter_child_nodes():
             child.set_lineno(node.lineno or 1)
-    return tree.set_environment(environment)
+    tree.set_environment(environment)
+    return tree
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,8 +47,10 @@ Data = bytes | mmap.mmap
 
 
 class Table(Protocol):
-    name: str
-    """Its files, or its data set."""
+    @property
+    def name(self) -> str:
+        """Its files, or its data set."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -385,27 +387,27 @@ class Arrow:
         return _digest(parts())
 
 
-def _values(array: Any) -> list[Any]:
+def _values(array: Any) -> Any:
     """As `to_pylist`, of texts, lists and structs of them several times as fast."""
     import pyarrow
     import pyarrow.types as kinds
 
     if isinstance(array, pyarrow.ChunkedArray):  # of no rows
-        return array.to_pylist()  # type: ignore[no-any-return]
+        return array.to_pylist()
     if kinds.is_string(array.type) or kinds.is_large_string(array.type):
-        return array.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
+        return array.to_numpy(zero_copy_only=False).tolist()
     present = None if not array.null_count else array.is_valid().to_numpy(zero_copy_only=False).tolist()
     if kinds.is_struct(array.type):
         names = [field.name for field in array.type]
         children = [_values(child) for child in array.flatten()]
         found: list[Any] = [dict(zip(names, v, strict=True)) for v in zip(*children, strict=True)]
         if not children:
-            return array.to_pylist()  # type: ignore[no-any-return]
+            return array.to_pylist()
     elif kinds.is_list(array.type) or kinds.is_large_list(array.type):
         items, offsets = _values(array.values), array.offsets.tolist()
         found = [items[a:b] for a, b in itertools.pairwise(offsets)]
     else:
-        return array.to_pylist()  # type: ignore[no-any-return]
+        return array.to_pylist()
     if present is None:
         return found
     return [value if there else None for value, there in zip(found, present, strict=True)]

@@ -118,7 +118,8 @@ def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
     else:
         raise first_error or UserError(f"{type(tokenizer).__name__} is a class of its own")
     own = read_config(folder) if (folder / CONFIG).is_file() else {}
-    names = {name: text for name, t in own.items() if name.endswith("_token") and (text := token_text(t))}
+    tokens = {name: token_text(token) for name, token in own.items() if name.endswith("_token")}
+    names: dict[str, Any] = {name: text for name, text in tokens.items() if text}
     names |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     names |= {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
