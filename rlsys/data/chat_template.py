@@ -106,7 +106,7 @@ def _watched(tree: nodes.Template, environment: _Environment) -> nodes.Template:
     """With a look at the clock in each turn of a loop and each call of a macro, and a look at what is about to become
     text, and at what gets a name."""
 
-    def call(name: str, *arguments: nodes.Expr) -> nodes.Expr:
+    def call(name: str, *arguments: Any) -> nodes.Expr:
         return nodes.Call(nodes.Name(name, "load"), list(arguments), [], None, None)
 
     plain = (nodes.TemplateData, nodes.Const)

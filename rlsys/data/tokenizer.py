@@ -81,7 +81,7 @@ class Tokenizer:
         )
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._template_text: str | dict[str, str] | None = chat_templates(source, config)
-        self._templates: dict[str, ChatTemplate] | None = None
+        self._template: dict[str, ChatTemplate] | None = None
 
     @classmethod
     def of(cls, config: Config) -> Tokenizer:
@@ -168,20 +168,20 @@ class Tokenizer:
         given = {"tools": None, "documents": None, **self._names, **self.chat_args}
         if tools is not None:
             given["tools"] = list(tools)
-        template = self._template("tool_use" if given["tools"] is not None else "default")
+        template = self._template_of("tool_use" if given["tools"] is not None else "default")
         try:
             return template.render(messages=list(messages), add_generation_prompt=generate, **given)
         except TEMPLATE_ERRORS as e:
             words = shortened(str(e) or type(e).__name__, 500)
             raise RowError(f"{self.path}: the chat template refuses the messages: {words}") from None
 
-    def _template(self, name: str) -> ChatTemplate:
+    def _template_of(self, name: str) -> ChatTemplate:
         """The folder's template of this name, or its default one. Raises UserError."""
-        if self._templates is None:
-            self._templates = self._compile()
-        if found := self._templates.get(name) or self._templates.get("default"):
+        if self._template is None:
+            self._template = self._compile()
+        if found := self._template.get(name) or self._template.get("default"):
             return found
-        known = ", ".join(self._templates)
+        known = ", ".join(self._template)
         raise UserError(f"{self.path}: no chat template is named default; expected it beside {known}")
 
     def _compile(self) -> dict[str, ChatTemplate]:

@@ -13,6 +13,7 @@ from rlsys.core.run_files import CONFIG_FILE
 from rlsys.data import PromptSource
 from rlsys.data.mixture import row_sources
 from rlsys.data.row_check import KINDS, RowCounts
+from rlsys.data.tables import Table
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.worker.assembly import limits_of
 
@@ -28,7 +29,7 @@ async def check_same_rows(source: PromptSource, buffer: RolloutBuffer) -> None:
     tables = {}
     for one in row_sources(source):
         for table in (one.rows, one.held_rows):
-            tables[table.name] = [len(table), await asyncio.to_thread(lambda t=table: t.digest)]
+            tables[table.name] = [len(table), await asyncio.to_thread(_digest, table)]
     before = buffer.note(NOTE)
     if before is None:
         buffer.set_note(NOTE, json.dumps(tables))
@@ -40,6 +41,10 @@ async def check_same_rows(source: PromptSource, buffer: RolloutBuffer) -> None:
                 f"data.params: {name} changed since this run began: {known[name][0]} rows then, {rows} now; expected "
                 "the same data, or another run.dir for a new run"
             )
+
+
+def _digest(table: Table) -> str:
+    return table.digest
 
 
 class RowChecks:

@@ -39,9 +39,7 @@ async def verl_form(data_source, solution_str, ground_truth, extra_info=None):  
     return float(said == [IDS, MASK] and not solution_str.finished and extra_info == {"split": "train"})
 
 
-async def verl_named(
-    data_source, solution_str, ground_truth, response_ids=(), response_mask=(), finished=True
-):  # type: ignore[no-untyped-def]
+async def verl_named(solution_str, ground_truth, response_ids=(), response_mask=(), finished=True):  # type: ignore[no-untyped-def]
     return float((list(response_ids), list(response_mask), finished) == (IDS, MASK, False))
 
 
