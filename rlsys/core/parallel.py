@@ -57,6 +57,8 @@ def _fork(work: Callable[[int, int], T], start: int, stop: int) -> tuple[int, in
 
 
 def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoReturn:
+    """Send what `work` returns or the RlsysError that it raises. Whatever else it raises is printed."""
+    code = 1
     try:
         gc.disable()
         with contextlib.suppress(ValueError):  # not of the main thread
@@ -66,14 +68,14 @@ def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoR
             message = True, work(start, stop)
         except RlsysError as e:
             message = False, e
-        except BaseException:  # noqa: BLE001  (the parent raises it)
-            message = False, RuntimeError(traceback.format_exc())
-        with open(pipe, "wb") as file:
+        with open(pipe, "wb") as file, contextlib.suppress(BrokenPipeError):  # the parent has stopped to read
             pickle.dump(message, file)
-    except OSError:  # the parent has stopped to read
-        pass
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def _result(pipe: int) -> Any:
@@ -81,7 +83,7 @@ def _result(pipe: int) -> Any:
         try:
             right, found = pickle.load(file)
         except EOFError:
-            raise RuntimeError("a process that reads rows was killed") from None
+            raise RuntimeError("a process for a part of the rows failed") from None
     if right:
         return found
     raise found
