@@ -197,8 +197,24 @@ class Sample:
         """What a reward is for: the response; of several sequences all, the one that spoke last at the end."""
         if not self.further:
             return self.response_ids
-        told = sorted((q for q in self.sequences if not q.aside), key=lambda q: (q.spoke, q.sequence))
-        return [i for q in told for i in q.response_ids]
+        return [i for q in self._judged for i in q.response_ids]
+
+    @property
+    def judged_mask(self) -> list[int]:
+        """For each of `judged_ids`, 1 where the model sampled it."""
+        mask: list[int] = []
+        for sequence in self._judged:
+            own = [1] * sequence.tokens
+            for span in sequence.observed:
+                own[span.start : span.end] = [0] * (span.end - span.start)
+            mask += own
+        return mask
+
+    @property
+    def _judged(self) -> list[Sample]:
+        if not self.further:
+            return [self]
+        return sorted((q for q in self.sequences if not q.aside), key=lambda q: (q.spoke, q.sequence))
 
     def begin(self, prompt_ids: Sequence[int], parent: int | None = None, *, aside: bool = False) -> Sample:
         """A further sequence of this sample, of which this is the first."""
@@ -339,19 +355,37 @@ class Response(str):
     """The text of a response, as reward functions get it: with special tokens, without the stop id that ended it.
 
     finished: the model ended the response by itself, with one of its stop ids or with a stop text; else the response
-    was cut off. ids: all response tokens, the stop id included.
+    was cut off. ids: all response tokens, the stop id included. mask: for each of them 1 where the model sampled it,
+    0 where a tool, an environment or a user gave it. prompt_ids: the tokens before them.
     """
 
     finished: bool
     ids: Sequence[int]
+    mask: Sequence[int]
+    prompt_ids: Sequence[int]
 
-    def __new__(cls, text: str, *, finished: bool, ids: Sequence[int] = ()) -> Response:
+    def __new__(
+        cls,
+        text: str,
+        *,
+        finished: bool,
+        ids: Sequence[int] = (),
+        mask: Sequence[int] | None = None,
+        prompt_ids: Sequence[int] = (),
+    ) -> Response:
+        """`mask`: None where the model sampled all."""
         response = super().__new__(cls, text)
-        response.finished, response.ids = finished, ids
+        response.finished, response.ids, response.prompt_ids = finished, ids, prompt_ids
+        response.mask = [1] * len(ids) if mask is None else mask
         return response
 
+    def with_text(self, text: str) -> Response:
+        """The same response, told in another text."""
+        return Response(text, **self.__getnewargs_ex__()[1])
+
     def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
-        return (str(self),), {"finished": self.finished, "ids": self.ids}
+        given = {"finished": self.finished, "ids": self.ids, "mask": self.mask, "prompt_ids": self.prompt_ids}
+        return (str(self),), given
 
 
 @dataclass(slots=True)

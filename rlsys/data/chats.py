@@ -19,7 +19,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.seeds import stable_hash
 from rlsys.data.row_source import Paths
 from rlsys.data.rows import Entry, Message, check_texts, described, read_messages, read_row
-from rlsys.data.tables import Table, read_lines, read_parquet
+from rlsys.data.tables import read_rows
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
 
@@ -29,7 +29,7 @@ Batches = Callable[[int], list[Trace]]
 
 class AnswerParams(Section):
     path: Paths
-    """File of JSON lines or Parquet file, or a list of them."""
+    """File of JSON lines, JSON array or Parquet file, a folder or glob of them, or a list of these."""
     batch: Positive = 64
     """Rows of one train step."""
     shuffle_seed: NonNegative = 0
@@ -93,8 +93,7 @@ class _Rows:
         traces: Callable[[Entry, str], list[Trace]],
     ) -> None:
         """`keys`: a row has the first of them, at least. `traces`: of a row and its place, for messages."""
-        read = read_parquet if params.path[0].suffix == ".parquet" else read_lines
-        self._table: Table = read(params.path)
+        self._table = read_rows(params.path)
         for i in range(len(self._table)):  # now, not in the middle of the run
             row = self._table.row(i)
             if not isinstance(row, dict) or not any(row.get(key) for key in keys):

@@ -54,19 +54,19 @@ class Mixture:
     def __init__(
         self, sources: Sequence[PromptSource], weights: Sequence[float], names: Sequence[str], seed: int
     ) -> None:
-        self._sources, self._names, self._seed = list(sources), list(names), seed
+        self.sources, self._names, self._seed = list(sources), list(names), seed
         self._counts = shares(weights)
         self._block = lru_cache(maxsize=4)(self._draw_block)
-        tables = [s for s in self._sources if isinstance(s, RowSource)]
-        held = {key for table in tables for key in table.held_keys}
+        tables = row_sources(self)
         for table in tables:
-            table.leave_out(held)
+            for other in tables:
+                table.leave_out(other.held_keys)
 
     @property
     def data_sources(self) -> frozenset[str] | None:
         """What prompts' entries have as `data_source`; None where a part's are not known before they are drawn."""
         found: set[str] = set()
-        for name, source in zip(self._names, self._sources, strict=True):
+        for name, source in zip(self._names, self.sources, strict=True):
             if (own := known_data_sources(source)) is None:
                 return None
             found |= {said or name for said in own}
@@ -74,7 +74,7 @@ class Mixture:
 
     def train(self, index: int) -> Prompt:
         part, place = self._turn(index)
-        return self._as(index, part, self._sources[part].train(place))
+        return self._as(index, part, self.sources[part].train(place))
 
     def heldout(self, n: int) -> list[Prompt]:
         found: list[Prompt] = []
@@ -83,7 +83,7 @@ class Mixture:
             turns = [self._turn(i) for i in range(drawn)]
             parts = [
                 self._heldout_of(part, 1 + max((place for p, place in turns if p == part), default=-1), n)
-                for part in range(len(self._sources))
+                for part in range(len(self.sources))
             ]
             different = {
                 parts[part][place].text: (part, parts[part][place]) for part, place in reversed(turns)
@@ -94,7 +94,7 @@ class Mixture:
 
     def _heldout_of(self, part: int, count: int, n: int) -> list[Prompt]:
         try:
-            return self._sources[part].heldout(count)
+            return self.sources[part].heldout(count)
         except UserError as e:
             raise UserError(
                 f"eval.prompts = {n}: {count} of them are of data.params.sources[{part}]: {e}"
@@ -119,6 +119,13 @@ class Mixture:
 
     def _as(self, index: int, part: int, prompt: Prompt) -> Prompt:
         return replace(prompt, index=index, entry={"data_source": self._names[part], **prompt.entry})
+
+
+def row_sources(source: PromptSource) -> list[RowSource]:
+    """The tables among a source's parts."""
+    if isinstance(source, Mixture):
+        return [table for part in source.sources for table in row_sources(part)]
+    return [source] if isinstance(source, RowSource) else []
 
 
 def known_data_sources(source: PromptSource) -> frozenset[str] | None:

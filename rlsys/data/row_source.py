@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BeforeValidator, Field
 
 from rlsys.config import Config
+from rlsys.config.data import KeysConfig
 from rlsys.config.plugins import parse_params
 from rlsys.config.section import FilePath, NonNegative, Section
 from rlsys.core.errors import RowError, UserError
+from rlsys.core.parallel import in_parts
 from rlsys.core.seeds import stable_hash
 from rlsys.core.texts import valid_text
 from rlsys.core.types import CensorCause, Prompt
 from rlsys.data.hub import read_dataset
-from rlsys.data.rows import Row, check_texts, read_row
-from rlsys.data.source import PromptSource, is_heldout
+from rlsys.data.rows import check_texts, key_columns, quick_key, read_row
+from rlsys.data.source import HELDOUT_ONE_IN, SPLIT_SHIFT, PromptSource, split_hash
 from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import TextTooLong, Tokenizer
+
+ROWS_A_PROCESS = 50_000
+"""Rows for which another process is worth its start."""
 
 
 def _several(value: Any) -> Any:
@@ -33,7 +40,8 @@ Paths = Annotated[list[FilePath], BeforeValidator(_several), Field(min_length=1)
 
 class FileParams(Section):
     path: Paths
-    """File, or a list of them. Rows have `prompt` (a text or a chat) or `messages`, and what the reward needs."""
+    """File, folder or glob of files, or a list of these; JSON also as .gz or .zst.
+    Rows have `prompt` (a text or a chat) or `messages`, and what the reward needs."""
     heldout_path: Paths | None = None
     """The same for held-out prompts; without it one row in eight of `path`, by the hash of its prompt."""
     shuffle_seed: NonNegative = 0
@@ -61,101 +69,117 @@ class RowSource:
     def __init__(
         self, config: Config, tokenizer: Tokenizer, rows: Table, held: Table | None, shuffle_seed: int
     ) -> None:
-        self._keys, self._tokenizer = config.data.keys, tokenizer
+        self.keys, self.tokenizer = config.data.keys, tokenizer
         self._seed = (config.data.seed + config.run.seed, shuffle_seed)
-        self._rows, self._held_rows = rows, held if held is not None else rows
-        self.unreadable: list[str] = []
-        """Why rows cannot be read as prompts, each with its place. A chat template may refuse others."""
-        self.unanswered: list[str] = []
-        """Places of rows without a right answer, where others have one."""
-        keys = self._scan(rows)
+        self.rows, self.held_rows = rows, held if held is not None else rows
+        scan = scan_rows(rows, self.keys)
+        self.held_is_trained = False
+        """Whether evaluations ask training prompts, because a split would leave one side without any."""
+        self._hashes, self._lengths = scan.hashes, scan.lengths
+        hashes = scan.hashes if held is None else scan_rows(held, self.keys).hashes
+        self.held_keys, firsts = np.unique(hashes, return_index=True)
+        """`split_hash` of the prompts that are never trained, [prompts]."""
         if held is None:
-            taken = {key: i for i, key in reversed(list(enumerate(keys))) if is_heldout(key)}
-        else:
-            taken = {key: i for i, key in reversed(list(enumerate(self._scan(held))))}
-        self._held = sorted(taken.values())
-        self.held_keys = frozenset(taken)
-        """Row.key of the prompts that are never trained."""
-        self._train = list(range(len(rows)))
-        self._all_keys = keys
+            chosen = self.held_keys >> np.uint64(SPLIT_SHIFT) & np.uint64(HELDOUT_ONE_IN - 1) == 0
+            self.held_is_trained = not chosen.any() or bool(chosen.all())
+            if self.held_is_trained:  # a few prompts, as in a test whether anything is learned
+                self.held_keys = self.held_keys[:0]
+            else:
+                self.held_keys, firsts = self.held_keys[chosen], firsts[chosen]
+        self._held = np.sort(firsts)
+        self.data_sources: frozenset[str] | None = scan.data_sources
+        """What its rows have as `data_source`; "" for none."""
+        self._train = np.arange(len(rows))
         self.leave_out(self.held_keys)
 
-    def _scan(self, table: Table) -> list[str]:
-        """Row.key of each row. Raises RowError for what is no row."""
-        keys, without = [], []
-        for number in range(len(table)):
-            row, where = self._read(table, number), table.place(number)
-            keys.append(row.key)
-            if "answer" not in row.entry:
-                without.append(where)
-            try:
-                check_texts(row.entry, where)
-            except RowError as e:
-                self.unreadable.append(str(e))
-        if len(without) < len(keys):
-            self.unanswered += without
-        return keys
-
-    def leave_out(self, keys: Collection[str]) -> None:
-        """Rows with these keys are not trained. Raises UserError when no other is left."""
-        self._train = [i for i in self._train if self._all_keys[i] not in keys]
-        if not self._train:
+    def leave_out(self, keys: np.ndarray) -> None:
+        """Rows with these `split_hash` are not trained. Raises UserError when no other is left."""
+        self._train = self._train[~np.isin(self._hashes[self._train], keys)]
+        if not len(self._train):
             raise UserError(
-                f"data.params: {self._rows.place(0)}: no training prompt is left beside the held-out"
+                f"data.params: {self.rows.place(0)}: no training prompt is left beside the held-out"
             )
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
-    @property
-    def data_sources(self) -> frozenset[str] | None:
-        """What its training rows have as `data_source`; "" for none."""
-        return frozenset(
-            str(self._read(self._rows, number).entry.get("data_source", "")) for number in self._train
-        )
-
     def train(self, index: int) -> Prompt:
         epoch, place = divmod(index, len(self._train))
-        number = self._train[self._order(epoch)[place]]
-        return self._prompt(index, self._read(self._rows, number), self._rows.place(number))
+        number = int(self._train[self._order(epoch)[place]])
+        return self._prompt(index, self.rows, number)
 
     def heldout(self, n: int) -> list[Prompt]:
         if n > len(self._held):
-            held, share = len(self._held), " (about one in eight)" if self._held_rows is self._rows else ""
+            held, share = len(self._held), " (about one in eight)" if self.held_rows is self.rows else ""
             raise UserError(
-                f"eval.prompts = {n}: of the rows from {self._held_rows.place(0)} on, {held} different prompts are "
+                f"eval.prompts = {n}: of the rows from {self.held_rows.place(0)} on, {held} different prompts are "
                 f"held out{share}; expected at most {held}, or more rows"
             )
-        return [
-            self._prompt(i, self._read(self._held_rows, number), self._held_rows.place(number))
-            for i, number in enumerate(self._held[:n])
-        ]
+        return [self._prompt(i, self.held_rows, number) for i, number in enumerate(self._held[:n].tolist())]
 
-    def _read(self, table: Table, number: int) -> Row:
-        return read_row(table.row(number), self._keys, table.place(number))
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """A permutation: only the raw stream of a bit generator is the same in each version of numpy."""
+        generator = np.random.Philox(key=stable_hash(self._seed, epoch, bits=64))
+        return np.argsort(generator.random_raw(len(self._train)), kind="stable")
 
-    def _epoch_order(self, epoch: int) -> list[int]:
-        return sorted(range(len(self._train)), key=lambda i: stable_hash(self._seed, epoch, i, bits=64))
-
-    def _prompt(self, index: int, row: Row, where: str) -> Prompt:
-        """One that is refused where the row cannot be read as a prompt."""
-        try:
-            check_texts(row.entry, where)
-            text = self._tokenizer.apply_chat(row.messages, tools=row.tools)
-            ids = self._tokenizer.encode(text)
-        except RowError as e:
-            told = str(e) if str(e).startswith(where) else f"{where}: {e}"
-            return Prompt(index, valid_text(row.key), [], row.entry, row.question, where, told)
-        except TextTooLong as e:
-            told = f"the prompt is {e} ({where})"
-            return Prompt(
-                index, "", [], row.entry, row.question, where, told, refusal_cause=CensorCause.PROMPT
-            )
-        return Prompt(index, text, ids, row.entry, row.question, where)
+    def _prompt(self, index: int, table: Table, number: int) -> Prompt:
+        return prompt_of_row(table, number, self.keys, self.tokenizer, index)
 
     def longest(self, count: int) -> list[Prompt]:
         """The training prompts of the rows with the longest texts, the longest first; each has its row's number in
         place of an index."""
-        numbers = heapq.nlargest(count, self._train, key=lambda i: len(self._all_keys[i]))
-        return [self._prompt(i, self._read(self._rows, i), self._rows.place(i)) for i in numbers]
+        order = np.argsort(-self._lengths[self._train].astype(np.int64), kind="stable")[:count]
+        return [self._prompt(i, self.rows, i) for i in self._train[order].tolist()]
+
+
+def prompt_of_row(table: Table, number: int, keys: KeysConfig, tokenizer: Tokenizer, index: int) -> Prompt:
+    """One that is refused where the row cannot be read as a prompt."""
+    where, row = table.place(number), None
+    try:
+        row = read_row(table.row(number), keys, where)
+        check_texts(row.entry, where)
+        text = tokenizer.apply_chat(row.messages, tools=row.tools)
+        ids = tokenizer.encode(text)
+    except RowError as e:
+        told = str(e) if str(e).startswith(where) else f"{where}: {e}"
+        if row is None:
+            return Prompt(index, "", [], {}, "", where, told)
+        return Prompt(index, valid_text(row.key), [], row.entry, row.question, where, told)
+    except TextTooLong as e:
+        told = f"the prompt is {e} ({where})"
+        return Prompt(index, "", [], row.entry, row.question, where, told, refusal_cause=CensorCause.PROMPT)
+    return Prompt(index, text, ids, row.entry, row.question, where)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Of all rows of a table: `split_hash` and length of their prompts, [rows]."""
+
+    hashes: np.ndarray
+    lengths: np.ndarray
+    data_sources: frozenset[str]
+
+
+def scan_rows(table: Table, keys: KeysConfig) -> Scan:
+    """Raises RowError for the first that is no row with a prompt."""
+    names = key_columns(keys)
+
+    def scan(start: int, stop: int) -> Scan:
+        hashes, lengths = array("Q"), array("I")
+        sources: set[str] = set()
+        for number, row in enumerate(table.columns(names, start, stop), start):
+            if (key := quick_key(row, keys)) is None:
+                row = table.row(number)
+                key = read_row(row, keys, table.place(number)).key
+            hashes.append(split_hash(key))
+            lengths.append(len(key))
+            sources.add(str(row.get("data_source", "")))
+        return Scan(np.array(hashes, np.uint64), np.array(lengths, np.uint32), frozenset(sources))
+
+    parts = in_parts(len(table), scan, ROWS_A_PROCESS)
+    return Scan(
+        np.concatenate([part.hashes for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        frozenset().union(*(part.data_sources for part in parts)),
+    )
 
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:

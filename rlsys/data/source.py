@@ -7,6 +7,7 @@ the problem's text, so they stay disjoint whatever the seeds, the number of held
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +26,12 @@ from rlsys.data.tokenizer import Tokenizer
 
 HELDOUT_ONE_IN = 8
 """One problem in this many, by the hash of its text, belongs to the held-out side."""
+SPLIT_SHIFT = 33
+"""The side follows from the upper 31 bits of `split_hash`."""
 ATTEMPTS = 1000
 """Draws for one prompt before a source is judged to have no (new) problem on the wanted side."""
 
+_quoted = json.encoder.encode_basestring_ascii
 Entry = dict[str, Any]
 Render = Callable[[Entry], str]
 
@@ -44,7 +48,13 @@ class PromptSource(Protocol):
 
 def is_heldout(problem: str) -> bool:
     """Which side of the split this problem's text is on."""
-    return stable_hash("split", problem) % HELDOUT_ONE_IN == 0
+    return split_hash(problem) >> SPLIT_SHIFT & (HELDOUT_ONE_IN - 1) == 0
+
+
+def split_hash(problem: str) -> int:
+    """`stable_hash("split", problem, bits=64)`, by which a text is known and its side chosen."""
+    digest = hashlib.blake2b(f'["split", {_quoted(problem)}]'.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 @dataclass(frozen=True)

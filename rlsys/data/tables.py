@@ -1,54 +1,340 @@
-"""Tables of rows: JSON lines, Parquet, and data sets of the `datasets` library, each row with its place for messages.
+"""Tables of rows: JSON lines, JSON arrays, Parquet, and data sets of the `datasets` library, each row with its place.
 
-Parquet and data sets stay in Arrow's memory; a row becomes Python objects when it is asked for.
+A table keeps the bytes of its files, or Arrow's buffers, and where each row begins; a row becomes Python objects when
+it is read. `columns` reads a few keys of all rows, several times as fast as `row`.
 """
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import mmap
+import re
+import zlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.core.errors import UserError
+import msgspec
+import numpy as np
+import zstandard
+from msgspec.structs import astuple
+
+from rlsys.core.errors import RowError, UserError
+from rlsys.data.row_files import row_files
 
 _PARQUET = b"PAR1"
 """How a Parquet file begins."""
+_UNICODE = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+"""Byte order marks of other encodings; that of UTF-32 begins as that of UTF-16 does."""
+_BOM = codecs.BOM_UTF8
+_CHUNK = 2**25
+_ROWS_AT_ONCE = 10_000
+_FEW = 8
+"""Columns that are looked at one by one; of the others, `columns` compares all at once."""
+_LONGEST_INTEGER = 4000
+"""Digits; Python neither reads nor writes integers of more than 4,300."""
+
+Data = bytes | mmap.mmap
 
 
 class Table(Protocol):
+    @property
+    def name(self) -> str:
+        """Its files, or its data set."""
+        ...
+
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Any:
-        """Row `number`, counted from 0."""
+        """Row `number`, counted from 0. Raises RowError for what is not JSON."""
         ...
 
     def place(self, number: int) -> str:
-        """Where that row stands, for a person."""
+        """Where that row is, for messages: FILE:LINE, or FILE, row NUMBER."""
         ...
+
+    def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
+        """Rows `start` to `stop` with the keys `names` only. May give a whole row, as `row` does."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """The same for the same content."""
+        ...
+
+
+class Lines:
+    """Rows of files of JSON."""
+
+    def __init__(self, files: Sequence[JsonFile]) -> None:
+        self._files = files
+        self._firsts = np.cumsum([0, *(len(file) for file in files)])
+        self.name = ", ".join(str(file.path) for file in files)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def _at(self, number: int) -> tuple[JsonFile, int]:
+        file = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return self._files[file], number - int(self._firsts[file])
+
+    def row(self, number: int) -> Any:
+        file, place = self._at(number)
+        return file.row(place)
+
+    def place(self, number: int) -> str:
+        file, place = self._at(number)
+        return file.place(place)
+
+    def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
+        fields = [(f"f{i}", Any, msgspec.UNSET) for i in range(len(names))]
+        renamed = {f"f{i}": name for i, name in enumerate(names)}
+        decode = msgspec.json.Decoder(msgspec.defstruct("Columns", fields, rename=renamed)).decode
+        usual = tuple(names)[:_FEW]
+        others = (msgspec.UNSET,) * (len(names) - len(usual))
+        last = len(self) if stop is None else stop
+        for file, first in zip(self._files, self._firsts.tolist(), strict=False):
+            begin, end = max(start - first, 0), min(last - first, len(file))
+            data = file.data
+            spans = zip(file.starts[begin:end].tolist(), file.ends[begin:end].tolist(), strict=True)
+            for number, (a, b) in enumerate(spans, begin):
+                try:
+                    values = astuple(decode(data[a:b]))
+                except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+                    yield file.row(number)  # no object, or JSON as Python alone reads it
+                    continue
+                chosen = (
+                    zip(usual, values, strict=False)
+                    if values[_FEW:] == others
+                    else zip(names, values, strict=True)
+                )
+                yield {name: value for name, value in chosen if value is not msgspec.UNSET}
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest(file.data for file in self._files)
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Rows of JSON-lines files, with file and line of each."""
+class JsonFile:
+    """`starts`, `ends`: bytes of each row, [rows]. `lines`: its line, counted from 1, [rows]."""
 
-    rows: Sequence[Any]
-    places: Sequence[str]
+    path: Path
+    data: Data
+    starts: np.ndarray
+    ends: np.ndarray
+    lines: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.rows)
-
-    def row(self, number: int) -> Any:
-        return self.rows[number]
+        return len(self.starts)
 
     def place(self, number: int) -> str:
-        return self.places[number]
+        return f"{self.path}:{self.lines[number]}"
+
+    def row(self, number: int) -> Any:
+        data = bytes(self.data[self.starts[number] : self.ends[number]])
+        try:
+            return _DECODER.decode(data.decode())
+        except RecursionError:
+            raise RowError(f"{self.place(number)}: not JSON: nested too deeply") from None
+        except UnicodeDecodeError as e:
+            raise RowError(f"{self.place(number)}: not UTF-8 text: {e.reason} at byte {e.start}") from None
+        except json.JSONDecodeError as e:
+            whole = self.lines[number] == 1 and data[:1] in (b"{", b"[") and _is_json(bytes(self.data))
+            hint = "; the file is one JSON object, expected one a line, or an array" if whole else f": {e}"
+            raise RowError(f"{self.place(number)}: not JSON{hint}") from None
+
+
+def _integer(digits: str) -> int | str:
+    """What is too long for an integer stays the text of its digits."""
+    return int(digits) if len(digits) <= _LONGEST_INTEGER else digits
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)
+_SEPARATOR = re.compile(r"[\s,]*")
+
+
+def read_lines(paths: Sequence[Path]) -> Lines:
+    """Files of JSON lines, or of one JSON array each; folders and globs of them; plain, gzip or zstd. Raises
+    UserError naming the file."""
+    files = [_read_json(path) for path in row_files(paths, "jsonl")]
+    table = Lines([file for file in files if len(file)])
+    if not len(table):
+        raise UserError(f"{', '.join(map(str, paths))}: no prompts in it")
+    return table
+
+
+def _read_json(path: Path) -> JsonFile:
+    data = _content(path)
+    if data[:4] == _PARQUET:
+        raise UserError(f"{path}: a Parquet file; data.source = parquet reads it")
+    for mark, encoding in _UNICODE.items():
+        if data[: len(mark)] == mark:
+            try:
+                data = data[:].decode(encoding).encode()
+            except UnicodeError as e:
+                raise UserError(f"{path}: cannot read: not {encoding.upper()} text: {e}") from None
+            break
+    newlines = _newlines(path, data)
+    if bytes(data[:_CHUNK]).removeprefix(_BOM).lstrip()[:1] == b"[":
+        array = _array(path, data, newlines)
+        if array is not None:
+            return array
+    starts = np.concatenate([[0], newlines + 1])
+    ends = np.concatenate([newlines, [len(data)]])
+    lines = np.arange(1, len(starts) + 1)
+    kept = starts < ends
+    first = np.zeros(len(starts), np.uint8)
+    first[kept] = np.frombuffer(data, np.uint8)[starts[kept]] if len(data) else 0
+    for i in np.flatnonzero(kept & (first != ord("{"))).tolist():
+        line = data[starts[i] : ends[i]]
+        if line.startswith(_BOM):  # also in the middle, where files were joined
+            starts[i] += len(_BOM)
+            line = line[len(_BOM) :]
+        kept[i] = bool(line.strip())
+    return JsonFile(path, data, starts[kept], ends[kept], lines[kept])
+
+
+def _array(path: Path, data: Data, newlines: np.ndarray) -> JsonFile | None:
+    """Rows of a file that is one JSON array; None for JSON lines that are arrays. Raises UserError."""
+    body: Data = data
+    try:
+        if data[: len(_BOM)] == _BOM:
+            body = data[len(_BOM) :]
+        spans, at = [], len(data) - len(body)
+        for raw in msgspec.json.decode(body, type=list[msgspec.Raw]):
+            row = bytes(raw)
+            at = data.find(row, at)
+            spans.append((at, at + len(row)))
+            at += len(row)
+    except (msgspec.MsgspecError, RecursionError):
+        end = int(newlines[0]) if len(newlines) else len(data)
+        if end < len(data) and _is_json(bytes(data[:end]).removeprefix(_BOM)):
+            return None
+        return _array_of_python(path, data)
+    return _spans(path, data, spans, newlines)
+
+
+def _array_of_python(path: Path, data: Data) -> JsonFile:
+    """With what Python's json reads beyond JSON, as NaN. Raises UserError naming file and line."""
+    text = bytes(data).decode().removeprefix("\ufeff")
+    try:
+        count = len(_DECODER.decode(text))
+    except json.JSONDecodeError as e:
+        raise UserError(f"{path}:{e.lineno}: not JSON: {e.msg} at column {e.colno}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not JSON: nested too deeply") from None
+    rows: list[bytes] = []
+    lines, line, at, end = [], 1, 0, text.index("[") + 1
+    for _ in range(count):
+        start = _SEPARATOR.match(text, end).end()  # type: ignore[union-attr]
+        line, at = line + text.count("\n", at, start), start
+        _, end = _DECODER.raw_decode(text, start)
+        rows.append(text[start:end].encode())
+        lines.append(line)
+    sizes = np.array([len(row) for row in rows], np.int64)
+    ends = np.cumsum(sizes)
+    return JsonFile(path, b"".join(rows), ends - sizes, ends, np.array(lines, np.int64))
+
+
+def _spans(path: Path, data: Data, spans: Sequence[tuple[int, int]], newlines: np.ndarray) -> JsonFile:
+    found = np.array(spans, np.int64).reshape(-1, 2)
+    lines = np.searchsorted(newlines, found[:, 0]) + 1
+    return JsonFile(path, data, found[:, 0], found[:, 1], lines)
+
+
+def _newlines(path: Path, data: Data) -> np.ndarray:
+    """Where line feeds are, the only ends of lines. Raises UserError naming the line that is not UTF-8 text."""
+    found = []
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(data), _CHUNK):
+        chunk = data[start : start + _CHUNK]
+        found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + start)
+        if chunk.isascii() and not decoder.getstate()[0]:
+            continue
+        try:
+            decoder.decode(chunk, final=start + _CHUNK >= len(data))
+        except UnicodeDecodeError as e:
+            at = max(start + e.start - len(decoder.getstate()[0]), 0)
+            line = 1 + sum(int(np.count_nonzero(n < at)) for n in found)
+            raise UserError(f"{path}:{line}: cannot read: not UTF-8 text: {e.reason}") from None
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _content(path: Path) -> Data:
+    """What is in the file, decompressed. Raises UserError naming the file."""
+    head = _head(path, 6)
+    if head[:3] == b"BZh" or head[:6] == b"\xfd7zXZ\x00" or head[:4] == b"PK\x03\x04":
+        raise UserError(f"{path}: compressed in a form that is not read; expected plain, .gz or .zst")
+    try:
+        with path.open("rb") as file:
+            if head[:2] == b"\x1f\x8b":
+                return gzip.GzipFile(fileobj=file).read()
+            if head[:4] == b"\x28\xb5\x2f\xfd":
+                return _unzstd(file.read())
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if head else b""
+    except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as e:
+        raise UserError(f"{path}: cannot read: broken compressed data: {e}") from None
+    except (OSError, ValueError) as e:  # ValueError: a pipe cannot be mapped
+        raise UserError(f"{path}: cannot read: {e}") from None
+
+
+def _head(path: Path, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(size)
+    except OSError as e:
+        raise UserError(
+            f"data.params: {path}: cannot read: {e.strerror or e}; a path is seen from the folder where rlsys starts"
+        ) from None
+
+
+def read_parquet(paths: Sequence[Path]) -> Arrow:
+    """Files with the same columns, one after the other; folders and globs of them. Raises UserError
+    naming the file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    tables = []
+    for path in row_files(paths, "parquet"):
+        if _head(path, len(_PARQUET)) != _PARQUET:
+            raise UserError(f"{path}: not a Parquet file; data.source = jsonl reads JSON lines")
+        try:
+            tables.append(pyarrow.parquet.read_table(path, partitioning=None))
+        except (pyarrow.ArrowException, OSError) as e:
+            raise UserError(f"{path}: cannot read: {' '.join(str(e).split())}") from None
+    try:
+        table = pyarrow.concat_tables(tables, promote_options="default")
+    except pyarrow.ArrowException as e:
+        raise UserError(
+            f"data.params.path: files with different columns: {' '.join(str(e).split())}"
+        ) from None
+    if not len(table):
+        raise UserError(f"{', '.join(map(str, paths))}: no prompts in it")
+    return Arrow(table, ", ".join(map(str, paths)))
+
+
+def read_rows(paths: Sequence[Path]) -> Table:
+    """Files of JSON or of Parquet, by their content. Raises UserError."""
+    try:
+        first = row_files(paths, "parquet")[0]
+    except UserError:  # folders without Parquet files
+        return read_lines(paths)
+    return read_parquet(paths) if _head(first, len(_PARQUET)) == _PARQUET else read_lines(paths)
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """Rows of a `pyarrow.Table` or a `datasets.Dataset`; `name`: of where they came from."""
+    """Rows of a `pyarrow.Table`, of a `datasets.Dataset`, or of a list."""
 
     rows: Any
     name: str
@@ -64,73 +350,93 @@ class Arrow:
     def place(self, number: int) -> str:
         return f"{self.name}, row {number}"
 
-
-def read_lines(paths: Sequence[Path]) -> Lines:
-    """Raises UserError naming file and line."""
-    rows: list[Any] = []
-    places: list[str] = []
-    for path in paths:
-        data = _read(path)
-        if data.startswith(_PARQUET):
-            raise UserError(f"{path}: a Parquet file; data.source = parquet reads it")
-        try:
-            lines = data.decode().splitlines()
-        except UnicodeDecodeError as e:
-            raise UserError(f"{path}: cannot read: not UTF-8 text: {e.reason} at byte {e.start}") from None
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
+    def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
+        last = len(self) if stop is None else stop
+        for first in range(start, last, _ROWS_AT_ONCE):
+            table = self._part(first, min(first + _ROWS_AT_ONCE, last))
+            if isinstance(table, list):
+                yield from table
                 continue
-            try:
-                rows.append(json.loads(line))
-            except RecursionError:
-                raise UserError(f"{path}:{number}: not JSON: nested too deeply") from None
-            except ValueError as e:
-                whole = number == 1 and line.lstrip()[0] in "[{" and _is_json(data)
-                hint = "; the file is one JSON value, expected one object a line" if whole else f": {e}"
-                raise UserError(f"{path}:{number}: not JSON{hint}") from None
-            places.append(f"{path}:{number}")
-    if not rows:
-        raise UserError(f"{', '.join(map(str, paths))}: no prompts in it")
-    return Lines(rows, places)
+            chosen = [name for name in names if name in table.column_names]
+            found = [_values(table.column(name).combine_chunks()) for name in chosen]
+            for values in zip(*found, strict=True) if found else ((),) * len(table):
+                yield dict(zip(chosen, values, strict=True))
+
+    def _part(self, first: int, last: int) -> Any:
+        if hasattr(self.rows, "to_pylist"):
+            return self.rows.slice(first, last - first)
+        if hasattr(self.rows, "with_format"):
+            return self.rows.with_format("arrow")[first:last]
+        return self.rows[first:last]
+
+    @cached_property
+    def digest(self) -> str:
+        if isinstance(self.rows, list):
+            return _digest(json.dumps(row, default=str).encode() for row in self.rows)
+
+        def parts() -> Iterator[Any]:
+            import pyarrow
+
+            for first in range(0, len(self), _ROWS_AT_ONCE):
+                table = self._part(first, min(first + _ROWS_AT_ONCE, len(self))).combine_chunks()
+                sink = pyarrow.BufferOutputStream()
+                with pyarrow.ipc.new_stream(sink, table.schema.remove_metadata()) as writer:
+                    writer.write_table(table.replace_schema_metadata())
+                yield sink.getvalue()
+
+        return _digest(parts())
 
 
-def read_parquet(paths: Sequence[Path]) -> Arrow:
-    """Files with the same columns, one after the other. Raises UserError naming the file."""
+def _values(array: Any) -> Any:
+    """As `to_pylist`, of texts, lists and structs of them several times as fast."""
     import pyarrow
-    import pyarrow.parquet
+    import pyarrow.types as kinds
 
-    tables = []
-    for path in paths:
-        if not _read(path, len(_PARQUET)).startswith(_PARQUET):
-            raise UserError(f"{path}: not a Parquet file; data.source = jsonl reads JSON lines")
-        try:
-            tables.append(pyarrow.parquet.read_table(path))
-        except (pyarrow.ArrowException, OSError) as e:
-            raise UserError(f"{path}: cannot read: {' '.join(str(e).split())}") from None
-    try:
-        table = pyarrow.concat_tables(tables, promote_options="default")
-    except pyarrow.ArrowException as e:
-        raise UserError(
-            f"data.params.path: files with different columns: {' '.join(str(e).split())}"
-        ) from None
-    if not len(table):
-        raise UserError(f"{', '.join(map(str, paths))}: no prompts in it")
-    return Arrow(table, ", ".join(map(str, paths)))
+    if isinstance(array, pyarrow.ChunkedArray):  # of no rows
+        return array.to_pylist()
+    if kinds.is_string(array.type) or kinds.is_large_string(array.type):
+        return array.to_numpy(zero_copy_only=False).tolist()
+    present = None if not array.null_count else array.is_valid().to_numpy(zero_copy_only=False).tolist()
+    if kinds.is_struct(array.type):
+        names = [field.name for field in array.type]
+        children = [_values(child) for child in array.flatten()]
+        found: list[Any] = [dict(zip(names, v, strict=True)) for v in zip(*children, strict=True)]
+        if not children:
+            return array.to_pylist()
+    elif kinds.is_list(array.type) or kinds.is_large_list(array.type):
+        items, offsets = _values(array.values), array.offsets.tolist()
+        found = [items[a:b] for a, b in itertools.pairwise(offsets)]
+    else:
+        return array.to_pylist()
+    if present is None:
+        return found
+    return [value if there else None for value, there in zip(found, present, strict=True)]
 
 
-def _read(path: Path, size: int = -1) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(size)
-    except OSError as e:
-        raise UserError(
-            f"data.params: {path}: cannot read: {e.strerror}; a path is seen from the folder where rlsys starts"
-        ) from None
+def _unzstd(data: bytes) -> bytes:
+    """All frames. Raises ZstdError also for one that is cut off."""
+    found = []
+    while data:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        found.append(frame.decompress(data))
+        if not frame.eof:
+            raise zstandard.ZstdError("it is cut off")
+        data = frame.unused_data
+    return b"".join(found)
+
+
+def _digest(parts: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        view = memoryview(part)
+        digest.update(len(view).to_bytes(8, "big"))
+        digest.update(view)
+    return digest.hexdigest()
 
 
 def _is_json(data: bytes) -> bool:
     try:
         json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

@@ -1,7 +1,8 @@
 """Text <-> ids of a Hugging Face model folder, with its chat template. No torch, no transformers in this process.
 
-Templates are rendered by jinja2's sandbox with what transformers gives them; a test holds the two to the same text.
-transformers itself would bring torch into the rollout process.
+The folder's tokenizer is AutoTokenizer's, as a tokenizer.json (rlsys/core/tokenizer_files.py), and templates are
+rendered by jinja2 (rlsys/data/chat_template.py); tests hold both to transformers, which would bring torch into the
+rollout process.
 
 Token in, token out: a response is decoded for its reward only; decoded text is never encoded again.
 """
@@ -9,25 +10,21 @@ Token in, token out: a response is decoded for its reward only; decoded text is 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from rlsys.config import Config
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.model_folder import TOKENIZER, read_fields, read_stop_ids
 from rlsys.core.texts import is_valid_text, shortened
-from rlsys.core.tokenizer_files import CONFIG, tokenizer_folder
+from rlsys.core.tokenizer_files import chat_templates, read_config, token_text, tokenizer_folder
+from rlsys.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, each of which may be an id."""
@@ -37,13 +34,6 @@ that all samples share."""
 _ANY_CONTEXT = 2**20
 """Tokens, where config.json names no context."""
 _QUESTION, _ANSWER = "RLSYS-QUESTION", "RLSYS-ANSWER"
-
-
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-    MemoryError,
-)  # fmt: skip
-"""What the expressions of a template raise for messages that it does not expect."""
 
 
 class TextTooLong(ValueError):
@@ -66,7 +56,7 @@ class Tokenizer:
         """`chat_args`: what the chat template gets beside the messages (data.chat_template_args).
         `trust_remote_code`: a folder without tokenizer.json may be converted by its own code."""
         self.path = Path(path)
-        self._chat_args = dict(chat_args or {})
+        self.chat_args = dict(chat_args or {})
         source = tokenizer_folder(self.path, trust_remote_code)
         file = source / TOKENIZER
         try:
@@ -76,13 +66,11 @@ class Tokenizer:
         # Padding and truncation that some folders ship would change what a prompt is.
         self._fast.no_padding()
         self._fast.no_truncation()
-        config = _special_tokens(self.path) | _read_json(source / CONFIG)
-        if source != self.path and (self.path / CONFIG).is_file():
-            config |= _read_json(self.path / CONFIG)
+        config = read_config(source)
         self._names = {
             k: t
             for k in config
-            if k.endswith("_token") and isinstance(t := _token_text(config.get(k)), str) and t
+            if k.endswith("_token") and isinstance(t := token_text(config.get(k)), str) and t
         }
         self.eos_token, self.eos_id = self._eos()
         self.special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
@@ -92,8 +80,12 @@ class Tokenizer:
             "|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)) or r"(?!)"
         )
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
-        self._template_text = _chat_template(self.path, config)
-        self._template: jinja2.Template | None = None
+        self._template_text = chat_templates(source, config)
+        if self._template_text is None and source != self.path:
+            self._template_text = chat_templates(
+                self.path, {}
+            )  # in a file of processors, which AutoTokenizer skips
+        self._template: dict[str, ChatTemplate] | None = None
 
     def _eos(self) -> tuple[str, int]:
         """Text and id of the end token: the tokenizer's, or, where its files name none, the model's first stop id."""
@@ -208,115 +200,45 @@ class Tokenizer:
         Raises UserError when the folder has no template, or that has no use for a chat argument, RowError when it
         refuses the messages.
         """
-        if self._template is None:
-            self._template = self._compile()
-        given = {"tools": None, "documents": None, **self._names, **self._chat_args}
+        given = {"tools": None, "documents": None, **self._names, **self.chat_args}
         if tools is not None:
             given["tools"] = list(tools)
+        template = self._template_of("tool_use" if given["tools"] is not None else "default")
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=generate, **given)
-        except _TEMPLATE_ERRORS as e:
+            return template.render(messages=list(messages), add_generation_prompt=generate, **given)
+        except TEMPLATE_ERRORS as e:
             words = shortened(str(e) or type(e).__name__, 500)
             raise RowError(f"{self.path}: the chat template refuses the messages: {words}") from None
 
-    def _compile(self) -> jinja2.Template:
-        if self._template_text is None:
+    def _template_of(self, name: str) -> ChatTemplate:
+        """The folder's template of this name, or its default one. Raises UserError."""
+        if self._template is None:
+            self._template = self._compile()
+        if found := self._template.get(name) or self._template.get("default"):
+            return found
+        known = ", ".join(self._template)
+        raise UserError(f"{self.path}: no chat template is named default; expected it beside {known}")
+
+    def _compile(self) -> dict[str, ChatTemplate]:
+        if not self._template_text:
             raise UserError(
                 f"model.path = {str(self.path)!r}: no chat template, as a file or in tokenizer_config.json"
             )
-        # The dialect of Hugging Face chat templates: trimmed blocks, sandboxed, a tag and three functions more.
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        env.filters["tojson"] = _to_json
-        env.globals["raise_exception"] = _refuse
-        env.globals["strftime_now"] = lambda fmt: datetime.now().astimezone().strftime(fmt)
+        text = self._template_text
         try:
-            used = jinja2.meta.find_undeclared_variables(env.parse(self._template_text))
-            template = env.from_string(self._template_text)
+            templates = {
+                name: ChatTemplate(one)
+                for name, one in (text.items() if isinstance(text, dict) else [("default", text)])
+            }
         except (jinja2.TemplateError, RecursionError) as e:
             raise UserError(f"{self.path}: the chat template does not compile: {e}") from None
-        for name in self._chat_args:
+        used = {name for template in templates.values() for name in template.variables}
+        for name in self.chat_args:
             if name not in used:
-                others = sorted(used - {"messages", "add_generation_prompt", *self._names} - set(env.globals))
+                others = sorted(used - {"messages", "add_generation_prompt", *self._names})
                 near = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}?" if near else f"it looks at {', '.join(others) or 'none'}"
                 raise UserError(
                     f"data.chat_template_args.{name}: the chat template of {self.path} has no use for it; {hint}"
                 )
-        return template
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant says, for trainers that mask by it; it changes no text."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it on the instance)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing") from None
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"{path}: not readable as JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    return data
-
-
-def _token_text(token: Any) -> str | None:
-    """A token in tokenizer_config.json is its text, or an object with its text under `content`."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _special_tokens(path: Path) -> dict[str, Any]:
-    """What special_tokens_map.json names; AutoTokenizer takes it where tokenizer_config.json is silent."""
-    file = path / "special_tokens_map.json"
-    return _read_json(file) if file.is_file() else {}
-
-
-def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    """None where the folder has none. Raises UserError for one that is no text."""
-    file, where = path / "chat_template.jinja", path / CONFIG
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as e:
-            raise UserError(f"{file}: cannot be read: {e}") from None
-    template = config.get("chat_template")
-    if template is None and (where := path / "chat_template.json").is_file():  # of processors
-        template = _read_json(where).get("chat_template")
-    if isinstance(template, list) and template:  # several named ones: the one for plain chat
-        try:
-            named = {t["name"]: t["template"] for t in template}
-        except (TypeError, KeyError):
-            raise UserError(f"{where}: chat_template: expected objects with name and template") from None
-        if "default" not in named:
-            raise UserError(
-                f"{where}: chat_template has {', '.join(map(str, named))}; expected one with the name default"
-            )
-        template = named["default"]
-    if not (template is None or template == [] or isinstance(template, str)):
-        raise UserError(f"{where}: chat_template = {template!r:.80}: expected a text")
-    return template or None
+        return templates

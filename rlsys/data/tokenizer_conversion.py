@@ -30,7 +30,7 @@ from transformers.models.gpt2 import tokenization_gpt2
 
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import TOKENIZER
-from rlsys.core.tokenizer_files import CONFIG
+from rlsys.core.tokenizer_files import CONFIG, chat_templates, read_config, token_text
 
 LINES = (
     "The quick brown fox jumps over the lazy dog; it's WE'LL they'd I'm don't.",
@@ -56,7 +56,7 @@ WHITESPACE = (
 SPACE = "\u2581"
 """A blank in a sentencepiece vocabulary."""
 CHARACTERS_AT_ONCE = 256
-RANDOM = 2000
+RANDOM = 10_000
 """Random texts."""
 
 
@@ -117,12 +117,15 @@ def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
             break
     else:
         raise first_error or UserError(f"{type(tokenizer).__name__} is a class of its own")
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    own = read_config(folder) if (folder / CONFIG).is_file() else {}
+    tokens = {name: token_text(token) for name, token in own.items() if name.endswith("_token")}
+    names: dict[str, Any] = {name: text for name, text in tokens.items() if text}
+    names |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     names |= {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
     }
-    if isinstance(tokenizer.chat_template, str):
-        names["chat_template"] = tokenizer.chat_template
+    if template := tokenizer.chat_template or chat_templates(folder, own):
+        names["chat_template"] = template
     (out / CONFIG).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
     fast.save(str(out / TOKENIZER))
 

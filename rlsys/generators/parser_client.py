@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ class ToolFailed(RunError):
     prompt out."""
 
 
+_REASONED = "</think>"
+_TAG = re.compile(r"<[^<>]*>")
+
+
 @dataclass(frozen=True)
 class Call:
     """`arguments`: a JSON object as text, as the model wrote it."""
@@ -44,6 +49,16 @@ class Turn:
     text: str
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
+
+
+def _dropped(turn: str, text: str, reasoning: str) -> str | None:
+    """What a turn without a call says beside its reasoning, where a parser gave only the beginning of it as `text`;
+    None where it gave all, but for tags."""
+    said = turn.rpartition(_REASONED)[2] if reasoning and _REASONED in turn else turn
+    said, kept = said.strip(), text.strip()
+    if (reasoning and said == turn.strip()) or not said.startswith(kept):
+        return None
+    return said if any(c.isalnum() for c in _TAG.sub("", said[len(kept) :])) else None
 
 
 class TurnReader:
@@ -63,8 +78,8 @@ class TurnReader:
         """`text`: the turn, special tokens included, without what ended it. `before`: what stands before it in the
         prompt and the response. `tools`: schemas of the functions that may be called.
 
-        A turn that a parser chokes on is its text, without a call, as SGLang's server answers it. Raises ToolFailed
-        when there is no answer in time.
+        A turn that a parser chokes on is its text, without a call, as SGLang's server answers it. A broken call,
+        which SGLang's parsers drop, stays text. Raises ToolFailed when there is no answer in time.
         """
         message = json.dumps({"text": text, "before": before[-TAIL:], "tools": list(tools)}).encode()
         try:
@@ -75,7 +90,11 @@ class TurnReader:
             return Turn(text)
         except TimeoutError:
             raise ToolFailed(f"SGLang's parser did not answer within {READ_SECONDS:g} s") from None
-        return Turn(said["text"], said["reasoning"], tuple(Call(**call) for call in said["calls"]))
+        calls = tuple(Call(**call) for call in said["calls"])
+        if not calls and (dropped := _dropped(text, said["text"], said["reasoning"])) is not None:
+            log.warning("a turn's call could not be read, and stays text: %.200s", dropped)
+            return Turn(dropped, said["reasoning"])
+        return Turn(said["text"], said["reasoning"], calls)
 
     async def close(self) -> None:
         await self._workers.close()

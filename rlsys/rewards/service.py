@@ -1,6 +1,7 @@
 """The reward behind a URL: `data.reward: http://HOST:PORT/PATH`, a service that keeps nothing between two questions.
 
-    POST {"id", "prompt", "response", "label", "entry"}  ->  a number, or a dictionary as of a reward function
+    POST {"id", "prompt", "response", "response_ids", "response_mask", "finished", "label", "entry"}
+        ->  a number, or a dictionary as of a reward function
 
 `prompt`, `response` and `label` are what slime's remote reward models are sent. A question is asked again when there
 was no answer, or one that says "not now"; `id`, also sent as the header Idempotency-Key, is the same then, so that a
@@ -22,7 +23,7 @@ import msgspec
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
-from rlsys.core.types import Prompt
+from rlsys.core.types import Prompt, Response
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.rewards.workers import RewardError
 
@@ -71,7 +72,8 @@ class ServiceReward:
 
     async def __call__(self, prompt: Prompt, text: str) -> Any:
         """Raises RewardError: it refused, gave no JSON, or had no answer in the time."""
-        body = question(prompt, self._tokenizer.without_special(text))
+        plain = self._tokenizer.without_special(text)
+        body = question(prompt, text.with_text(plain) if isinstance(text, Response) else plain)
         loop = asyncio.get_running_loop()
         end, pause, tries = loop.time() + self._seconds, FIRST_PAUSE, 1
         while True:
@@ -120,10 +122,16 @@ def question(prompt: Prompt, response: str) -> dict[str, Any]:
     asked = prompt.entry.get("prompt", prompt.entry.get("messages", prompt.question))
     body = {
         "prompt": asked,
-        "response": response,
+        "response": str(response),
         "label": prompt.entry.get("label", prompt.entry.get("answer")),
         "entry": prompt.entry,
     }
+    if isinstance(response, Response):
+        body |= {
+            "response_ids": list(response.ids),
+            "response_mask": list(response.mask),
+            "finished": response.finished,
+        }
     written = json.dumps(body, sort_keys=True, default=str)
     return {"id": hashlib.sha256(written.encode()).hexdigest(), **json.loads(written)}
 

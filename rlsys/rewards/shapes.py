@@ -81,7 +81,7 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
 
 
 def length(config: Config, limit: int | None = None, buffer: int | None = None) -> Score:
-    """0 up to `limit` - `buffer` tokens, then falling in a straight line to -1 at `limit`, and -1 beyond.
+    """0 up to `limit` - `buffer` sampled tokens, then falling in a straight line to -1 at `limit`, and -1 beyond.
 
     DAPO's soft punishment (Yu et al. 2025, equation 13). `limit`: unset, rollout.max_response_tokens; `buffer`:
     unset, a fifth of it.
@@ -92,7 +92,7 @@ def length(config: Config, limit: int | None = None, buffer: int | None = None) 
         raise UserError(f"data.reward: length: buffer = {room}, limit = {most}: expected 0 < buffer <= limit")
 
     def score(prompt: Prompt, response: Response) -> float:
-        return -min(1.0, max(0.0, (len(response.ids) - (most - room)) / room))
+        return -min(1.0, max(0.0, (sum(response.mask) - (most - room)) / room))
 
     return score
 

@@ -1,7 +1,9 @@
 """Reward functions written for others, called as they expect it: verl's, slime's, TRL's and those of `verifiers`.
 
 Each adapter makes `score(prompt, response)` of a function, async where the function is. Others' functions get the
-text as their frameworks give it, without special tokens, and the sampled ids where they take ids.
+text as their frameworks give it, without special tokens, and the sampled ids, which of them the model sampled, and
+whether it ended the response by itself, under the names of their frameworks; verl's have them as attributes of
+`solution_str` as well. Nothing is tokenised again.
 """
 
 from __future__ import annotations
@@ -75,8 +77,7 @@ def _called(
     function: Callable[..., Any], arguments: Arguments, tokenizer: Tokenizer, read: Callable[[Any], Any]
 ) -> Score:
     def plain(response: Response) -> Response:
-        text = tokenizer.without_special(response)
-        return Response(text, finished=response.finished, ids=response.ids)
+        return response.with_text(tokenizer.without_special(response))
 
     if is_async(function):
 
@@ -93,9 +94,12 @@ def _called(
 
 def _verl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
     def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
+        sampled = {"response_ids": list(response.ids), "response_mask": list(response.mask)}
         given = {
+            **sampled,
+            "finished": response.finished,
             "data_source": prompt.entry.get("data_source"),
-            "solution_str": str(response),
+            "solution_str": response,
             "ground_truth": prompt.entry["answer"],
             "extra_info": prompt.entry.get("extra_info") or {},
         }
@@ -126,7 +130,8 @@ def _slime(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Ar
         sample = Sample(
             prompt=entry.get("prompt", prompt.question), response=str(response),
             label=entry.get("label", entry.get("answer")), metadata=entry.get("metadata") or dict(entry),
-            index=prompt.index, response_length=len(ids), tokens=[*prompt.ids, *ids],
+            index=prompt.index, response_length=len(ids), loss_mask=list(response.mask),
+            tokens=[*(response.prompt_ids or prompt.ids), *ids],
             status=Sample.Status.COMPLETED if response.finished else Sample.Status.TRUNCATED,
         )  # fmt: skip
         return {names[0]: args, names[1]: [sample] if names[1] == "samples" else sample}
@@ -145,6 +150,8 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Argu
             "prompts": [asked],
             "completions": [[{"role": "assistant", "content": text}] if chat else text],
             "completion_ids": [list(response.ids)],
+            "completion_mask": [list(response.mask)],
+            "finished": [response.finished],
             "trainer_state": None,
         }
         return _taken(function, given) | spec.params
@@ -162,7 +169,14 @@ def _verifiers(function: Callable[..., Any], spec: RewardSpec, config: Config) -
             "info": entry.get("info") or {},
             "task": entry.get("task", "default"),
         }
-        state = {"prompt": asked, "completion": said, **row}
+        state = {
+            "prompt": asked,
+            "completion": said,
+            "completion_ids": list(response.ids),
+            "completion_mask": list(response.mask),
+            "is_truncated": not response.finished,
+            **row,
+        }
         return _taken(function, {"prompt": asked, "completion": said, "state": state, **row}) | spec.params
 
     return arguments

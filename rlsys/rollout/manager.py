@@ -33,6 +33,7 @@ from rlsys.rollout.controller import OverProvision
 from rlsys.rollout.figures import Figures
 from rlsys.rollout.keep_budget import KeepBudget
 from rlsys.rollout.received import Received
+from rlsys.rollout.row_checks import RowChecks
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.selection import Selection
 from rlsys.rollout.waiting import Waiting
@@ -62,10 +63,12 @@ class RolloutManager:
         tokenizer: Tokenizer | None = None,
         eval_sets: Sequence[AskedSet] = (),
         spans: SampleSpans | None = None,
+        rows: RowChecks | None = None,
     ) -> None:
         """`tokenizer`: generators of several turns need one. `eval_sets`: somebody else's to close. `spans`: stopped
-        with the manager."""
+        with the manager. `rows`: its figures are told."""
         self._spans = spans or SampleSpans(None)
+        self._rows = rows
         self._config = config
         self._buffer = buffer
         self._tool_penalties = ToolPenalties(config, tokenizer, buffer.load)
@@ -385,7 +388,8 @@ class RolloutManager:
     def _counts(self) -> dict[str, int]:
         """What the generator counts, and samples that were censored, by cause."""
         censored = {f"censored_samples_{cause}": self._runner.censored[cause] for cause in CensorCause}
-        return {**self._streams.counts, **censored}
+        rows = {} if self._rows is None else self._rows.figures
+        return {**self._streams.counts, **censored, **rows}
 
     # Order of operations
 

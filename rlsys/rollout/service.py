@@ -12,9 +12,9 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -51,6 +51,7 @@ from rlsys.rollout.protocol import (
     StepRequest,
     encode_error,
 )
+from rlsys.rollout.row_checks import RowChecks, check_same_rows
 from rlsys.router.router import Router
 from rlsys.worker.loop_watch import loop_watch
 from rlsys.worker.sample_spans import SampleSpans
@@ -264,6 +265,7 @@ async def serve(
             withdraw(owner)
             raise
         try:
+            await check_same_rows(parts.source, buffer)
             await _manage(config, parts, buffer, owner, stop)
         finally:
             withdraw(owner)  # first: who asks from now on looks into the file
@@ -288,6 +290,7 @@ async def _manage(
         await workers.start(buffer)
     async with open_sets(config, parts.tokenizer, parts.asked) as sets:
         spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
+        rows = RowChecks(config, parts.source)
         manager = RolloutManager(
             config,
             buffer,
@@ -298,6 +301,7 @@ async def _manage(
             parts.tokenizer,
             sets,
             spans,
+            rows,
         )
         fewest, awaited = config.launch.min_engines, parts.engines
         if fewest is not None:  # of those that write samples: the run can do without the others
@@ -307,7 +311,7 @@ async def _manage(
         app = make_app(manager, lambda: watch.ready, owner)
         gc.freeze()  # what is here now stays: every full collection would look at all of it
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
-            await _serve_until(stop, app, owner, watch.run())
+            await _serve_until(stop, app, owner, watch.run(), rows.run())
         log.info("stopping: parking what is in flight")
         try:
             async with asyncio.timeout(config.launch.grace_seconds / 2):
@@ -319,22 +323,26 @@ async def _manage(
 
 
 async def _serve_until(
-    stop: asyncio.Event, app: web.Application, owner: Owner, watch: Awaitable[None]
+    stop: asyncio.Event, app: web.Application, owner: Owner, *beside: Coroutine[Any, Any, None]
 ) -> None:
-    """Serve until `stop`; `watch` runs beside, and what breaks it breaks the service."""
+    """Serve until `stop`; what runs `beside` and breaks breaks the service."""
     # A trainer that is gone must not leave a take behind that waits for it.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, access_log=None)
     await runner.setup()
-    tasks = [asyncio.ensure_future(watch), asyncio.ensure_future(stop.wait())]
+    stopped = asyncio.ensure_future(stop.wait())
+    tasks: set[asyncio.Future[Any]] = {stopped, *map(asyncio.ensure_future, beside)}
     try:
         await _listen(runner, owner)
         log.info("listening on %s", owner.rollout_socket)
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        waiting = tasks
+        while not stopped.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await runner.cleanup()
 
 

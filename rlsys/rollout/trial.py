@@ -23,7 +23,8 @@ from rlsys.core.model_folder import vocabulary_files
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Prompt, Sample, SampleGroup, Segment, Status
 from rlsys.data import PromptSource, Tokenizer, build_source
-from rlsys.data.mixture import check_teachers
+from rlsys.data.mixture import check_teachers, row_sources
+from rlsys.data.row_check import row_counts
 from rlsys.data.row_source import RowSource
 from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.evaluation.eval_sets import config_of, heldout_of
@@ -56,6 +57,8 @@ LONGEST = 32
 """Training prompts with the longest texts that are held against the engines' limits."""
 SHOWN = 3
 """Rows that a line names; it counts the others."""
+CHECKED = 2000
+"""Rows of a table that are all checked before a run; those of a larger one beside its first steps."""
 TRIED = 3
 """Prompts that are answered and rewarded."""
 ROUNDS = 64
@@ -153,13 +156,19 @@ def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource)
     with tried(f"data.source = {config.data.source!r}"):
         train = [train_prompt(source, i) for i in range(TRAINED)]
         heldout = source.heldout(min(config.eval.prompts, HELDOUT))
+        tables = row_sources(source)
         longest = source.longest(LONGEST) if isinstance(source, RowSource) else []
-        unreadable = source.unreadable if isinstance(source, RowSource) else []
+        counts = [row_counts(table, limits, most=CHECKED) for table in tables]
     lines = list(_short_teacher(config, limits, [*train, *longest]))
-    if isinstance(source, RowSource) and source.unanswered:
-        lines.append(f"{len(source.unanswered)} rows have no right answer: {_some(source.unanswered)}")
-    if unreadable:
-        lines.append(f"{len(unreadable)} rows cannot be read, and are left out: {_some(unreadable)}")
+    lines += [line for one in counts if one is not None for line in one.lines()]
+    if any(table.held_is_trained for table in tables):
+        lines.append("too few different prompts to hold any out: evaluations ask the training prompts")
+    whole = bool(counts) and None not in counts
+    if None in counts:
+        rows = sum(len(table.rows) for table in tables)
+        lines.append(
+            f"{rows:,} rows: all are checked beside the first steps (rollout.log, rows_* of metrics.jsonl)"
+        )
     for what, prompts, fate in (
         ("training prompts", [*train, *longest], "their samples will be censored"),
         ("held-out prompts", heldout, "evaluations leave them out"),
@@ -170,7 +179,7 @@ def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource)
                 f"data.source = {config.data.source!r}: none of {len(bad)} {what} can be used; "
                 f"{_some([*bad.values()])}"
             )
-        rest = [reason for reason in bad.values() if reason not in unreadable]
+        rest = [] if whole else [*bad.values()]
         if rest:
             more = "" if what != "training prompts" else f" of the first {TRAINED} and the longest {LONGEST}"
             lines.append(f"{len(rest)} {what}{more} cannot be used, and {fate}: {_some(rest)}")

@@ -4,13 +4,14 @@ does."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import TypeVar
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError
-from rlsys.core.types import SampleGroup
+from rlsys.core.types import GroupState, SampleGroup
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.selection import Selection
@@ -18,7 +19,11 @@ from rlsys.router.engines import Engines
 
 LOOK_SECONDS = 0.5
 """How often a waiting command looks for stale engines, failures and progress."""
+TOLD_SECONDS = 30.0
+"""Between two lines in the log while groups are filtered."""
 T = TypeVar("T")
+
+log = logging.getLogger("rlsys.rollout")
 
 
 class Waiting:
@@ -43,17 +48,31 @@ class Waiting:
         self._selection = selection
         self._called_away = called_away
         self._give_up = give_up
+        self._filtered = 0
+        """Groups that had been filtered when the wait for a step's groups began."""
         self._budget = config.trainer.token_budget * config.parallel.data_parallel
         """Tokens of a full micro-batch on every trainer rank."""
 
     async def for_groups(self, trained_steps: int) -> None:
         """Until there are enough for a step, or something else comes first."""
         wanted = self._config.rollout.groups_per_step
+        self._filtered = self._buffer.counts[GroupState.FILTERED]
         await self.watched(self._until_groups(trained_steps), f"{wanted} groups of a train step")
 
     async def _until_groups(self, trained_steps: int) -> None:
+        loop = asyncio.get_running_loop()
+        told, next_line = 0, loop.time() + TOLD_SECONDS
         while self._selection.groups(trained_steps) is None and not self._called_away():
             await self._look_again(trained_steps)
+            filtered = self._buffer.counts[GroupState.FILTERED] - self._filtered
+            if filtered > told and loop.time() >= next_line:
+                told, next_line = filtered, loop.time() + TOLD_SECONDS
+                log.warning(
+                    "step %d waits for its groups: %d groups were filtered meanwhile (algo.planners keep none whose "
+                    "rewards are all equal): prompts too hard or too easy, or a reward that does not see the answer",
+                    trained_steps,
+                    filtered,
+                )
 
     async def for_part(self, trained_steps: int, given: Collection[int]) -> list[int]:
         """Ids of groups for the trainer to begin with, without those `given` before; none when a take would not
@@ -128,7 +147,9 @@ class Waiting:
             for g, rest in waiting[:3]
         )
         rest = f"{len(waiting)} unfinished ({shown})" if shown else "none unfinished"
-        return f"{len(self._buffer.ready())} groups are ready, {rest}"
+        filtered = self._buffer.counts[GroupState.FILTERED] - self._filtered
+        told = f", {filtered} filtered since the last step" if filtered > 0 else ""
+        return f"{len(self._buffer.ready())} groups are ready{told}, {rest}"
 
     def _engines(self) -> str:
         return ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())

@@ -66,7 +66,7 @@ class Scorer:
 
     async def score(self, prompt: Prompt, sample: Sample) -> Verdict:
         """Of a terminal sample."""
-        prompt, response = asked_about(prompt, sample), self._response(sample)
+        prompt, response = asked_about(prompt, sample), self._response(prompt, sample)
         async with self._places, self._open_reward() as reward_fn:
             task = asyncio.ensure_future(contained(reward_fn(prompt, response)))
             self.scoring.append(prompt)
@@ -91,10 +91,16 @@ class Scorer:
         assert item.censored is not None
         return Verdict(reason=item.censored.reason, cause=item.censored.cause)
 
-    def _response(self, sample: Sample) -> Response:
+    def _response(self, prompt: Prompt, sample: Sample) -> Response:
         finished, ids = sample.status is Status.FINISHED, sample.judged_ids
         ended = finished and len(ids) > 0 and ids[-1] in self._stop_ids
-        return Response(self._decode(ids[:-1] if ended else ids), finished=finished, ids=ids)
+        return Response(
+            self._decode(ids[:-1] if ended else ids),
+            finished=finished,
+            ids=ids,
+            mask=sample.judged_mask,
+            prompt_ids=sample.prompt_ids if sample.own_prompt else prompt.ids,
+        )
 
     def _verdict(self, task: asyncio.Future[Any], prompt: Prompt, response: Response) -> Verdict:
         """Of a task that is done."""

@@ -25,7 +25,6 @@ def rlsys(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RLSYS, *words], cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
-@open_finding("world 12a: data that changed between two sessions is not noticed at the start")
 def test_world_12a_changed_data_is_refused_at_the_start(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(200)]
     data = tmp_path / "rows.jsonl"

@@ -91,7 +91,6 @@ def lines_of(file: Path) -> list[Any] | str:
     return [table.row(i) for i in range(len(table))]
 
 
-@open_finding("8: JSON lines are cut at U+2028, U+2029 and U+0085")
 @pytest.mark.parametrize("code", [0x2028, 0x2029, 0x85])
 def test_world_08_json_lines_end_at_a_line_feed_only(code: int, tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "note": f"a{chr(code)}b"} for i in range(3)]
@@ -100,7 +99,6 @@ def test_world_08_json_lines_end_at_a_line_feed_only(code: int, tmp_path: Path) 
     assert lines_of(file) == rows
 
 
-@open_finding("8: a byte order mark is refused")
 def test_world_08_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "1+1=", "answer": "2"}\n')
@@ -185,7 +183,6 @@ def test_world_19_a_command_without_a_standard_output(monkeypatch: pytest.Monkey
     assert run_cli("algo", "list")[1] == ""
 
 
-@open_finding("22: a compressed file is called broken text")
 def test_world_22_a_compressed_file_is_read_or_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"prompt": "1+1=", "answer": "2"}\n'))
@@ -193,7 +190,6 @@ def test_world_22_a_compressed_file_is_read_or_named(tmp_path: Path) -> None:
     assert isinstance(found, list) or "gzip" in found.replace(str(file), "")
 
 
-@open_finding("22: an integer of 5,000 digits refuses the file without naming it")
 def test_world_22_an_integer_of_5000_digits_costs_no_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": "2", "note": ' + "9" * 5000 + "}\n")

@@ -328,11 +328,6 @@ def lines_of(path: Path) -> tuple[list[Any], list[str]] | str:
     return rows, [found.place(i).rpartition(":")[2] for i in range(len(found))]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F8: a text with U+2028, U+2029 or U+0085 cuts its line, and the file is refused",
-)
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"], ids=["U+2028", "U+2029", "U+0085"])
 def test_rollout_inputs_f8_a_line_ends_at_a_newline_only(mark: str, tmp_path: Path) -> None:
     """json.dumps(ensure_ascii=False) and JSON.stringify write these as they are."""
@@ -342,9 +337,6 @@ def test_rollout_inputs_f8_a_line_ends_at_a_newline_only(mark: str, tmp_path: Pa
     assert lines_of(path) == (rows, ["1", "2"])
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="rollout_inputs F8: a file with a byte order mark is refused"
-)
 def test_rollout_inputs_f8_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
@@ -489,11 +481,6 @@ def test_rollout_inputs_f11_tools_in_the_flat_form_are_refused_or_put_into_the_o
     assert [t.get("function", {}).get("name") for t in asked.tools] == ["shell"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="rollout_inputs F11: with one prompt, each message asks for what the other refuses",
-)
 def test_rollout_inputs_f11_one_prompt_can_be_trained_on(tmp_path: Path) -> None:
     """The usual test whether anything learns: overfit one prompt. Nothing is held out, or the prompt itself."""
     path = tmp_path / "one.jsonl"

@@ -33,7 +33,7 @@ FILES: dict[str, str | list[dict[str, Any]]] = {
     "sft.jsonl": [{"messages": [*c, {"role": "assistant", "content": "2"}]} for c in CHATS],
     "image.jsonl": [{"prompt": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}],
     "broken.jsonl": '{"prompt": "1+1="}\n{"prompt": ',
-    "array.jsonl": json.dumps([{"prompt": "x"}], indent=1),
+    "array.jsonl": json.dumps({"prompt": "x"}, indent=1),
     "empty.jsonl": "",
     "long.jsonl": [{"prompt": f"{i}+" * 800, "answer": "1"} for i in range(60)],
     "rewards.py": (
@@ -125,7 +125,7 @@ TABLE: list[tuple[str, str]] = [
     (rows_of("broken.jsonl"), "broken.jsonl:2: not JSON: Expecting value"),
     (
         rows_of("array.jsonl"),
-        "array.jsonl:1: not JSON; the file is one JSON value, expected one object a line",
+        "array.jsonl:1: not JSON; the file is one JSON object, expected one a line, or an array",
     ),
     (rows_of("empty.jsonl"), "empty.jsonl: no prompts in it"),
     (

@@ -136,7 +136,7 @@ def test_every_row_comes_once_an_epoch_and_again_the_same_after_a_restart(
     ("traces", "row", "message"),
     [
         ("chats", {"text": "hello"}, "a.jsonl:1: expected completion or messages, found text"),
-        ("chats", ["hello"], "a.jsonl:1: expected completion or messages, found a list"),
+        ("chats", "hello", "a.jsonl:1: expected completion or messages, found a text"),
         ("chats", {"messages": [user("1")]}, "messages has no turn of the assistant, and there is no prompt"),
         ("chats", {"messages": [*CHAT, user("1")]}, "a.jsonl:1: the answer ends with the turn of user; expected the"),
         ("chats", {"messages": ["hi"]}, "a.jsonl:1: a message is 'hi'; expected"),

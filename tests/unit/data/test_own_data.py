@@ -163,7 +163,7 @@ def test_mistakes_in_a_row_are_one_line(row: Any, keys: dict[str, str], message:
     [
         ({"source": "jsonl", "params": {"path": "p"}}, "p: a Parquet file; data.source = parquet reads it"),
         ({"source": "parquet", "params": {"path": "j"}}, "j: not a Parquet file; data.source = jsonl"),
-        ({"source": "jsonl", "params": {"path": "one"}}, "one:1: not JSON; the file is one JSON value"),
+        ({"source": "jsonl", "params": {"path": "one"}}, "one:1: not JSON; the file is one JSON object"),
         ({"source": "parquet", "params": {"path": "none"}}, "none: cannot read: No such file or directory; a path"),
         ({"source": "parquet", "params": {"paht": "p"}}, "data.params.path: missing"),
         ({"source": "dataset", "params": {"name": "no/such/folder"}}, "no id of a data set, owner/name"),
@@ -182,7 +182,7 @@ def test_mistakes_of_sources_are_one_line(
     rows = FORMATS["rlsys"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "p")
     Path("j").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("one").write_text(json.dumps(rows, indent=1))
+    Path("one").write_text(json.dumps(rows[0], indent=1))
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk("d")
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps({"model": {"path": str(model)}, "data": data}))

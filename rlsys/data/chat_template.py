@@ -1,0 +1,233 @@
+"""Chat templates of Hugging Face model folders: jinja2's sandbox with what transformers gives them, and with bounds.
+
+A template is anybody's program. It has `SECONDS` of CPU time for a chat, and no value that it makes is larger than
+`LARGEST`. Loops and macros look at the clock; operators, filters and calls are refused before and after they make
+something too large.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS = 2.0
+"""CPU time of the thread, for one chat; real templates take milliseconds."""
+LARGEST = 2**24
+"""Characters of a text, items of a list, and the largest number that may say how many."""
+LARGEST_BITS = 2**14
+"""Of an integer."""
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    MemoryError,
+)  # fmt: skip
+"""What the expressions of a template raise for messages that it does not expect."""
+_STEP, _SIZED, _PRINTED = "rlsys_step", "rlsys_sized", "rlsys_printed"
+_PRINTERS = frozenset(
+    {"do_join", "sync_do_join", "_to_json", "soft_str", "do_pprint", "do_urlencode", "do_xmlattr"}
+)
+"""Filters that make text of all that is in their value."""
+_WIDE = re.compile(r"\d{7}")
+
+
+class ChatTemplate:
+    """One template, compiled."""
+
+    def __init__(self, text: str) -> None:
+        """Raises jinja2.TemplateError."""
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters = {
+            name: _bounded(function) for name, function in {**environment.filters, "tojson": _to_json}.items()
+        }
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        tree = environment.parse(text)
+        self.variables = jinja2.meta.find_undeclared_variables(tree) - set(environment.globals)
+        """What it looks at."""
+        self._template = environment.from_string(_watched(tree, environment))
+
+    def render(self, **variables: Any) -> str:
+        """Raises one of TEMPLATE_ERRORS."""
+        end = time.thread_time() + SECONDS
+
+        def step() -> str:
+            if time.thread_time() > end:
+                raise jinja2.TemplateRuntimeError(f"it takes more than {SECONDS:g} s")
+            return ""
+
+        pieces, size = [], 0
+        own: dict[str, Any] = {_STEP: step, _SIZED: _sized, _PRINTED: _check_printed}
+        for piece in self._template.generate(**variables, **own):
+            step()
+            pieces.append(piece)
+            size += len(piece)
+            if size > LARGEST:
+                raise jinja2.TemplateRuntimeError(f"it writes more than {LARGEST:,} characters")
+        return "".join(pieces)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            _check_product(left, right)
+        elif operator == "**" and isinstance(left, int) and left.bit_length() * abs(right) > LARGEST_BITS:
+            _too_large()
+        elif operator == "+":
+            _check_size(_length(left) + _length(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+            _check_printed(right)
+        return _sized(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(owner := getattr(__obj, "__self__", None), str):
+            if __obj.__name__.startswith("format"):
+                _check_format(owner)
+            _check_printed((args, kwargs))
+        _check_numbers(args, kwargs)
+        return _sized(super().call(__context, __obj, *args, **kwargs))
+
+
+def _watched(tree: nodes.Template, environment: _Environment) -> nodes.Template:
+    """With a look at the clock in each turn of a loop and each call of a macro, and a look at what is about to become
+    text, and at what gets a name."""
+
+    def call(name: str, *arguments: Any) -> nodes.Expr:
+        return nodes.Call(nodes.Name(name, "load"), list(arguments), [], None, None)
+
+    plain = (nodes.TemplateData, nodes.Const)
+    every = [tree, *tree.find_all(nodes.Node)]
+    for node in every:
+        if isinstance(node, nodes.Output | nodes.Concat):
+            node.nodes = [n if isinstance(n, plain) else call(_PRINTED, n) for n in node.nodes]
+        elif isinstance(node, nodes.Assign):
+            node.node = call(_SIZED, node.node)
+        elif isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+            node.body.insert(0, nodes.Output([call(_STEP)]))
+    for node in tree.find_all(nodes.Node):
+        for child in node.iter_child_nodes():
+            child.set_lineno(node.lineno or 1)
+    tree.set_environment(environment)
+    return tree
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that is refused a number that is too large, or the making of something that is."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        if function.__name__ == "do_format":
+            _check_format(str(given[0]))
+            _check_printed(given[1:])
+        elif isinstance(given[0], list | tuple | dict) and function.__name__ in _PRINTERS:
+            _check_printed(given[0])
+        _check_numbers(given[1:], kwargs)
+        return _sized(function(*args, **kwargs))
+
+    return call
+
+
+def _check_product(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > LARGEST_BITS:
+            _too_large()
+    elif isinstance(left, int):
+        _check_size(_length(right) * left)
+    elif isinstance(right, int):
+        _check_size(_length(left) * right)
+
+
+def _check_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int | float) and abs(value) > LARGEST:
+            _too_large()
+
+
+def _check_format(text: str) -> None:
+    """A width or a precision in a format is a number of characters."""
+    if _WIDE.search(text):
+        _too_large()
+
+
+def _check_printed(value: Any) -> Any:
+    """The value. Raises TemplateError where its text would be too large: lists may hold one list many times."""
+    if isinstance(value, list | tuple | dict):
+        size, items = 0, [value]
+        while items:
+            item = items.pop()
+            size += 1
+            if isinstance(item, dict):
+                items += [*item, *item.values()]
+            elif isinstance(item, list | tuple):
+                items += item
+            elif isinstance(item, str):
+                size += len(item)
+            _check_size(size + len(items))
+        return value
+    return _sized(value)
+
+
+def _sized(value: Any) -> Any:
+    """The value. Raises TemplateError for one that is too large."""
+    if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
+        _too_large()
+    _check_size(_length(value))
+    return value
+
+
+def _check_size(size: int) -> None:
+    if size > LARGEST:
+        _too_large()
+
+
+def _too_large() -> NoReturn:
+    raise jinja2.TemplateRuntimeError(f"it makes something larger than {LARGEST:,} characters or items")
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant says, for trainers that mask by it; it changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it on the instance)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)

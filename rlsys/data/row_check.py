@@ -1,0 +1,157 @@
+"""A check of all rows of a run's data: `python -m rlsys.data.row_check --config RUN/config.yaml ...`.
+
+Each row is read, rendered by the chat template and encoded, as the run does it. The counts are kept by a fingerprint
+of the data and of what reads them, so that each table is checked once. The rollout process starts the command beside
+the first steps (rlsys/rollout/row_checks.py); `rlsys explain` checks small tables itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rlsys.config import load_config
+from rlsys.config.data import KeysConfig
+from rlsys.core.cache import cache_folder
+from rlsys.core.errors import UserError, disk_errors
+from rlsys.core.parallel import in_parts
+from rlsys.core.tokenizer_files import files_digest
+from rlsys.data import build_source
+from rlsys.data.mixture import row_sources
+from rlsys.data.row_source import RowSource, prompt_of_row
+from rlsys.data.tables import Table
+from rlsys.data.tokenizer import Tokenizer
+from rlsys.engine_requests import Limits, RefusedPrompt
+
+VERSION = 1
+"""Of what a check looks at."""
+SHOWN = 3
+"""Rows of a kind that are named; the others are counted."""
+ROWS_A_PROCESS = 2000
+KINDS = {
+    "too_long": "rows are too long, and are left out",
+    "unreadable": "rows cannot be read, and are left out",
+    "unanswered": "rows have no right answer",
+}
+
+
+@dataclass
+class RowCounts:
+    """Of `rows` rows, how many are of each of KINDS, with the first ones."""
+
+    rows: int = 0
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    first: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+
+    def add(self, kind: str, row: str) -> None:
+        self.counts[kind] += 1
+        if len(self.first[kind]) < SHOWN:
+            self.first[kind].append(row)
+
+    def join(self, other: RowCounts) -> None:
+        self.rows += other.rows
+        for kind in KINDS:
+            self.counts[kind] += other.counts[kind]
+            self.first[kind] = (self.first[kind] + other.first[kind])[:SHOWN]
+
+    def lines(self) -> Iterator[str]:
+        """For people. Answers that no row has are not missed."""
+        for kind, words in KINDS.items():
+            count = self.counts[kind]
+            if count and not (kind == "unanswered" and count == self.rows):
+                more = f"; and {count - SHOWN:,} more" if count > SHOWN else ""
+                yield f"{count:,} {words}: {'; '.join(self.first[kind])}{more}"
+
+
+def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Limits) -> RowCounts:
+    """Of all rows, on all CPUs."""
+
+    def check(start: int, stop: int) -> RowCounts:
+        counts = RowCounts(stop - start)
+        for number in range(start, stop):
+            prompt = prompt_of_row(table, number, keys, tokenizer, number)
+            if prompt.refusal:
+                counts.add("unreadable", prompt.refusal)
+                continue
+            if "answer" not in prompt.entry:
+                counts.add("unanswered", prompt.where)
+            try:
+                limits.check_prompt(prompt.ids)
+            except RefusedPrompt as e:
+                kind = "too_long" if len(prompt.ids) >= limits.room else "unreadable"
+                counts.add(kind, f"{prompt.where}: {e}")
+        return counts
+
+    found = RowCounts()
+    for part in in_parts(len(table), check, ROWS_A_PROCESS):
+        found.join(part)
+    return found
+
+
+def row_counts(source: RowSource, limits: Limits, *, most: int | None = None) -> RowCounts | None:
+    """Of the source's rows, held-out ones included: from the cache, or by a check. `most`: None for a larger table
+    whose counts are not in the cache."""
+    tables = [source.rows] if source.held_rows is source.rows else [source.rows, source.held_rows]
+    file = cache_folder("rows") / f"{_fingerprint(tables, source, limits)}.json"
+    if file.is_file():
+        with disk_errors(file, UserError):
+            return RowCounts(**json.loads(file.read_text(encoding="utf-8")))
+    if most is not None and sum(map(len, tables)) > most:
+        return None
+    found = RowCounts()
+    for table in tables:
+        found.join(check_rows(table, source.keys, source.tokenizer, limits))
+    with (
+        disk_errors(file, UserError),
+        tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial,
+    ):
+        partial.write(json.dumps(asdict(found)))
+        partial.close()
+        Path(partial.name).replace(file)
+    return found
+
+
+def _fingerprint(tables: Sequence[Table], source: RowSource, limits: Limits) -> str:
+    tokenizer = source.tokenizer
+    parts = [
+        VERSION,
+        [(table.name, table.digest) for table in tables],
+        source.keys.model_dump(),
+        files_digest(tokenizer.path),
+        tokenizer.chat_args,
+        asdict(limits),
+    ]
+    return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=16).hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Checks all rows of a run's data; started by the rollout process."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--context-length", type=int, required=True)
+    args = parser.parse_args()
+    os.nice(19)
+    config = load_config(args.config)
+    limits = Limits(args.vocab_size, args.context_length)
+    found = RowCounts()
+    try:
+        for source in row_sources(build_source(config, Tokenizer.of(config))):
+            found.join(row_counts(source, limits) or RowCounts())
+    except UserError as e:
+        print(e, file=sys.stderr)
+        return e.exit_code
+    print(json.dumps(asdict(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Which files `path` names: a file, a folder of shards, or a glob."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rlsys.core.errors import UserError
+
+_ENDINGS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "jsonl": ((".jsonl", ".ndjson"), (".json",)),
+    "parquet": ((".parquet", ".pq"),),
+}
+"""Of the files in a folder that are rows; a later choice counts where there is none of the first."""
+_COMPRESSED = ("", ".gz", ".gzip", ".zst", ".zstd")
+_MAGIC = re.compile(r"[*?\[]")
+_SPLIT = re.compile(
+    r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?:ing|uation)?(?![a-z])", re.IGNORECASE
+)
+_SAME = {"valid": "validation", "val": "validation", "dev": "validation"}
+
+
+def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
+    """The files of `paths`, each folder's and each glob's in the order of their names. Raises UserError for a folder
+    or a glob without any, and for a folder with files of several splits."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += _in_folder(path, kind)
+        elif _MAGIC.search(str(path)) and not path.exists():
+            matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+            files = _rows([match for match in matches if match.is_file()], kind)
+            if not files:
+                files = [file for match in matches if match.is_dir() for file in _in_folder(match, kind)]
+            if not files:
+                raise UserError(
+                    f"data.params: {path}: no file matches; a path is seen from the folder where rlsys starts"
+                )
+            found += files
+        else:
+            found.append(path)
+    return list(dict.fromkeys(found)) if len(found) > len(paths) else found
+
+
+def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
+    def hidden(file: Path) -> bool:
+        return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not hidden(file)]
+    rows = _rows(files, kind)
+    if not any(file.name.lower().endswith(_endings(kind)) for file in rows):
+        names = ", ".join(sorted({f.suffix or f.name for f in files})[:8]) or "nothing"
+        raise UserError(
+            f"data.params: {folder}: a folder without {' or '.join(_ENDINGS[kind][0])} files; it has {names}"
+        )
+    splits = {_split_of(file.relative_to(folder)) for file in rows} - {None}
+    if len(splits) > 1:
+        raise UserError(
+            f"data.params: {folder}: a folder with files of the splits {', '.join(sorted(map(str, splits)))}; "
+            f"expected those of one, for example {folder}/*train*, or data.source = dataset"
+        )
+    return rows
+
+
+def _rows(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
+    """Those whose names say that they are rows; all, where none says so."""
+    for endings in _ENDINGS[kind]:
+        if named := [f for f in files if f.name.lower().endswith(_endings_of(endings))]:
+            return named
+    return list(files)
+
+
+def _endings(kind: Literal["jsonl", "parquet"]) -> tuple[str, ...]:
+    return tuple(ending for endings in _ENDINGS[kind] for ending in _endings_of(endings))
+
+
+def _endings_of(endings: Sequence[str]) -> tuple[str, ...]:
+    return tuple(ending + compressed for ending in endings for compressed in _COMPRESSED)
+
+
+def _split_of(file: Path) -> str | None:
+    named = _SPLIT.search(str(file))
+    return None if named is None else _SAME.get(named[1].lower(), named[1].lower())

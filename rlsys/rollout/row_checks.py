@@ -1,0 +1,89 @@
+"""What a run knows of all its rows: whether they changed since it began, and how many cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+
+from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.run_files import CONFIG_FILE
+from rlsys.data import PromptSource
+from rlsys.data.mixture import row_sources
+from rlsys.data.row_check import KINDS, RowCounts
+from rlsys.data.tables import Table
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.worker.assembly import limits_of
+
+NOTE = "data"
+"""The ledger's note with the tables that the run began with."""
+
+log = logging.getLogger("rlsys.rollout")
+
+
+async def check_same_rows(source: PromptSource, buffer: RolloutBuffer) -> None:
+    """Write down the content of the run's tables; at a later start, hold them against it. Raises UserError for data
+    that changed: the run's held-out prompts would be others, and so would the prompts of groups that have begun."""
+    tables = {}
+    for one in row_sources(source):
+        for table in (one.rows, one.held_rows):
+            tables[table.name] = [len(table), await asyncio.to_thread(_digest, table)]
+    before = buffer.note(NOTE)
+    if before is None:
+        buffer.set_note(NOTE, json.dumps(tables))
+        return
+    known = json.loads(before)
+    for name, (rows, digest) in tables.items():
+        if name in known and known[name][1] != digest:
+            raise UserError(
+                f"data.params: {name} changed since this run began: {known[name][0]} rows then, {rows} now; expected "
+                "the same data, or another run.dir for a new run"
+            )
+
+
+def _digest(table: Table) -> str:
+    return table.digest
+
+
+class RowChecks:
+    """Owns the process that checks all rows, beside the first steps, and its counts."""
+
+    def __init__(self, config: Config, source: PromptSource) -> None:
+        self._config, self._needed = config, bool(row_sources(source))
+        self._process: asyncio.subprocess.Process | None = None
+        self.figures: dict[str, int] = {}
+        """`rows_checked`, and those that a check counts; empty until it is done, and where data are no rows."""
+
+    async def run(self) -> None:
+        """Until all rows are checked."""
+        if not self._needed:
+            return
+        limits = limits_of(self._config)
+        command = [
+            sys.executable, "-m", "rlsys.data.row_check", "--config", str(self._config.run.dir / CONFIG_FILE),
+            "--vocab-size", str(limits.vocab_size), "--context-length", str(limits.context_length),
+        ]  # fmt: skip
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+        )
+        try:
+            out, errors = await self._process.communicate()
+        except asyncio.CancelledError:
+            self._process.kill()
+            await self._process.wait()
+            raise
+        if self._process.returncode:
+            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            log.warning("the check of all rows failed with %s: %s", self._process.returncode, last)
+            return
+        counts = RowCounts(**json.loads(out))
+        log.info("all %d rows are checked", counts.rows)
+        for line in counts.lines():
+            log.warning("%s", line)
+        self.figures = {
+            "rows_checked": counts.rows,
+            **{f"rows_{kind}": counts.counts[kind] for kind in KINDS},
+        }

@@ -1,0 +1,259 @@
+"""Files as people have them: ends of lines, byte order marks, compression, arrays, shards, long integers."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.data import Tokenizer, build_source
+from rlsys.data.tables import read_lines, read_parquet
+from rlsys.rollout.trial import try_rollout
+
+MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
+BOM = b"\xef\xbb\xbf"
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "é\u2028\u0085", "answer": "3"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+PRETTY = json.dumps(ROWS, ensure_ascii=False, indent=1).encode()
+LONG = 10**6000
+
+
+def lines_of(*paths: Path) -> tuple[list[Any], list[str]] | str:
+    """Rows and their places, or the refusal."""
+    try:
+        table = read_lines(paths)
+        places = [table.place(i).rpartition("/")[2] for i in range(len(table))]
+        return [table.row(i) for i in range(len(table))], places
+    except UserError as refusal:
+        return str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "lines"),
+    [
+        ("rows.jsonl", LINES, (1, 2)),
+        ("rows.jsonl", LINES.replace(b"\n", b"\r\n"), (1, 2)),
+        ("rows.jsonl", LINES[:-1], (1, 2)),
+        ("rows.jsonl", b"\n \t\n" + LINES.replace(b"\n", b"\n\n"), (3, 5)),
+        ("rows.jsonl", BOM + LINES.replace(b"\n", b"\n" + BOM), (1, 2)),
+        ("rows.jsonl", LINES.decode().encode("utf-16"), (1, 2)),
+        ("rows.jsonl", LINES.decode().encode("utf-32"), (1, 2)),
+        ("rows.jsonl.gz", gzip.compress(LINES), (1, 2)),
+        ("rows.jsonl.gz", b"".join(gzip.compress(line) for line in LINES.splitlines(keepends=True)), (1, 2)),
+        ("rows.jsonl.zst", zstandard.compress(LINES), (1, 2)),
+        (
+            "rows.jsonl.zst",
+            b"".join(zstandard.compress(line) for line in LINES.splitlines(keepends=True)),
+            (1, 2),
+        ),
+        ("rows", gzip.compress(BOM + LINES), (1, 2)),
+        ("rows.json", json.dumps(ROWS).encode(), (1, 1)),
+        ("rows.json", json.dumps(ROWS).encode() + b"\n", (1, 1)),
+        ("rows.json", PRETTY, (2, 6)),
+        ("rows.json", BOM + b" \n" + PRETTY, (3, 7)),
+        ("rows.json.gz", gzip.compress(PRETTY), (2, 6)),
+    ],
+    ids=(
+        "lines",
+        "CRLF",
+        "no last line feed",
+        "blank lines",
+        "marks at each line",
+        "UTF-16",
+        "UTF-32",
+        "gzip",
+        "gzip, two members",
+        "zstd",
+        "zstd, two frames",
+        "gzip without an ending",
+        "array",
+        "array and line feed",
+        "indented array",
+        "array with a mark",
+        "array, gzip",
+    ),
+)
+def test_the_form_of_a_file_leaves_its_rows(
+    name: str, content: bytes, lines: tuple[int, int], tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert lines_of(path) == (ROWS, [f"{name}:{line}" for line in lines])
+
+
+@pytest.mark.parametrize("array", [False, True])
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (str(2**63), 2**63),
+        (str(-(10**40)), -(10**40)),
+        ("1" + "0" * 6000, "1" + "0" * 6000),
+        ("-1" + "0" * 6000, "-1" + "0" * 6000),
+    ],
+    ids=["64 bits", "40 digits", "6,000 digits", "6,000 digits, negative"],
+)
+def test_a_long_integer_costs_no_file(array: bool, number: str, expected: object, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = f'{{"prompt": "1+1=", "answer": {number}, "info": {{"n": [{number}]}}}}'
+    path.write_text(f"[{row}]" if array else f"{row}\n")
+    assert lines_of(path) == (
+        [{"prompt": "1+1=", "answer": expected, "info": {"n": [expected]}}],
+        ["rows.jsonl:1"],
+    )
+
+
+def test_an_array_with_nan_is_read_as_lines_with_nan_are(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[\n{"prompt": "é", "x": NaN},\n\n {"prompt": "b", "x": -Infinity}\n]\n')
+    found = lines_of(path)
+    assert repr(found) == repr(
+        (
+            [{"prompt": "é", "x": float("nan")}, {"prompt": "b", "x": float("-inf")}],
+            ["rows.json:2", "rows.json:4"],
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl.gz", gzip.compress(LINES)[:-9], "broken compressed data"),
+        ("rows.jsonl.zst", zstandard.compress(LINES * 9)[:-9], "broken compressed data"),
+        ("rows.jsonl.bz2", bz2.compress(LINES), "expected plain, .gz or .zst"),
+        ("rows.jsonl", LINES + b'{"prompt": "\xff"}\n', "rows.jsonl:3: cannot read: not UTF-8 text"),
+        ("rows.json", b'[\n{"prompt": "a"},\n{"prompt": }]', "rows.json:3: not JSON"),
+        ("rows.json", b'[{"prompt": "a"}\n{"prompt": "b"}]', "rows.json:2: not JSON"),
+        ("rows.json", b"[]", "no prompts in it"),
+        ("rows.json", b"", "no prompts in it"),
+        ("rows.json", b'{\n "prompt": "a"}', "rows.json:1: not JSON; the file is one JSON object"),
+    ],
+    ids=(
+        "cut gzip",
+        "cut zstd",
+        "bzip2",
+        "a byte that is no text",
+        "array without a value",
+        "array without a comma",
+        "empty array",
+        "empty",
+        "one object",
+    ),
+)
+def test_a_broken_file_is_named_in_one_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = lines_of(path)
+    assert isinstance(found, str) and message in found and name in found and "\n" not in found
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize(
+    "path", ["shards", "shards/**", "shards/*/train-*", "shar[d]s", "shards/a/train-?.*"]
+)
+def test_a_folder_or_a_glob_of_shards_is_one_table(kind: str, path: str, tmp_path: Path) -> None:
+    for place, row in zip(("a/train-0", "a/train-1", "b/train-0"), (*ROWS, ROWS[0]), strict=True):
+        file = tmp_path / f"shards/{place}.{kind}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pa.Table.from_pylist([row]), file)
+        else:
+            content = (json.dumps(row) + "\n").encode()
+            file.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    (tmp_path / "shards/README.md").write_text("# rows\n")
+    (tmp_path / "shards/.cache").mkdir()
+    (tmp_path / f"shards/.cache/x.{kind}").write_text("no rows")
+    expected = [*ROWS, ROWS[0]][: 2 if path == "shards/a/train-?.*" else 3]
+    try:
+        given = tmp_path / path
+        table = read_parquet([given]) if kind == "parquet" else read_lines([given])
+        found = [table.row(i) for i in range(len(table))]
+    except UserError as refusal:
+        raise AssertionError(str(refusal)) from None
+    assert found == expected
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
+    """Else the test set would be trained on."""
+    for split in ("train", "test"):
+        (tmp_path / f"{split}-00000-of-00001.jsonl").write_bytes(LINES)
+    found = lines_of(tmp_path)
+    assert isinstance(found, str) and "splits test, train" in found
+
+
+def config_of(path: Path, **data: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": MODEL}, "eval": {"prompts": 2},
+            "data": {"source": "jsonl", "params": {"path": str(path)}, "reward": "exact_answer", **data},
+        }
+    )  # fmt: skip
+
+
+def write(path: Path, count: int, change: Callable[[int], dict[str, Any]]) -> Path:
+    rows = ({"prompt": f"{i}+1=", "answer": str(i + 1), **change(i)} for i in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    "media",
+    [
+        {"image_url": "http://a/b.png"},
+        {"images": ["a.png"]},
+        {"multi_modal_data": {"image": ["a.png"]}},
+        {"audio_path": "a.wav"},
+        {"video_url": "a.mp4"},
+        {"image_bytes": "aGk="},
+        {"media": [{"type": "image", "url": "a.png"}]},
+        {"pixel_values": [[0.5]]},
+    ],
+    ids=lambda v: next(iter(v)),
+)
+def test_rows_with_media_are_refused(media: dict[str, Any], tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", 40, lambda i: media if i == 30 else {})
+    said = "read as text"
+    try:
+        build_source(config_of(path), Tokenizer(MODEL))
+    except UserError as refusal:
+        said = str(refusal)
+    assert f"rows.jsonl:31: has {next(iter(media))}" in said
+
+
+def test_columns_about_text_are_no_media(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", 40, lambda i: {"image_count": 0, "images": [], "media": None})
+    build_source(config_of(path), Tokenizer(MODEL))
+
+
+def test_all_rows_are_counted_that_cannot_be_used(tmp_path: Path) -> None:
+    """400 rows: of the training rows, more than are looked at one by one."""
+    kinds: list[dict[str, Any]] = [{"prompt": "1+" * 3000}, {"prompt": "\ud83d"}, {"answer": None}]
+    path = write(
+        tmp_path / "rows.jsonl",
+        400,
+        lambda i: {"prompt": f"{i}+1=", **kinds[i % 4]} if i % 4 < 3 and i > 99 else {},
+    )
+    notes = " ".join(try_rollout(config_of(path)).notes)
+    assert "75 rows have no right answer" in notes
+    assert "75 rows are too long" in notes
+    assert "75 rows cannot be read" in notes or "75 rows have half of a character" in notes
+
+
+def test_many_rows_are_opened_in_little_time(tmp_path: Path) -> None:
+    """1.8 million rows in 10 s are 5.5 us a row; the bound leaves room for a slow machine (CPU time)."""
+    path = write(tmp_path / "rows.jsonl", 50_000, lambda i: {"note": "x" * 400})
+    config, tokenizer = config_of(path), Tokenizer(MODEL)
+    start = time.process_time()
+    source = build_source(config, tokenizer)
+    source.train(0), source.heldout(2)
+    assert time.process_time() - start < 50_000 * 12e-6
