@@ -144,6 +144,7 @@ def prompt_of_row(table: Table, number: int, keys: KeysConfig, tokenizer: Tokeni
             return Prompt(index, "", [], {}, "", where, told)
         return Prompt(index, valid_text(row.key), [], row.entry, row.question, where, told)
     except TextTooLong as e:
+        assert row is not None
         told = f"the prompt is {e} ({where})"
         return Prompt(index, "", [], row.entry, row.question, where, told, refusal_cause=CensorCause.PROMPT)
     return Prompt(index, text, ids, row.entry, row.question, where)

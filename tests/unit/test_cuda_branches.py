@@ -38,6 +38,7 @@ FINDINGS = "tests/unit/engine/test_findings_gpu.py"
 INSTRUMENT = (
     "tests/unit/trainer/test_two_devices.py::test_a_tensor_of_the_gpu_is_hashed_and_laid_out_as_there"
 )
+GROUPED = "tests/integration/test_grouped_experts.py"
 PARTS = "tests/integration/test_drill_parts.py"
 NCCL = "tests/helpers/fake_nccl.py::_on_cuda"
 LAUNCH = "tests/unit/engine/test_engine_launch.py::test_"
@@ -76,7 +77,8 @@ TAKEN: dict[str, str] = {
     "rlsys/weights/buckets.py": INSTRUMENT,
     "rlsys/weights/checksums.py": INSTRUMENT,
     "rlsys/weights/delivery.py": f"{HERE}::test_experts_are_hashed_apart_on_a_gpu",
-    "rlsys/weights/hashes.py": INSTRUMENT,
+    "rlsys/ops/grouped_gemm.py": GROUPED,
+    "rlsys/trainer/model/experts.py": GROUPED,
     "rlsys/weights/senders_group.py": NCCL,
     "rlsys/weights/transports.py": f"{HERE}::test_handles_name_their_gpu",
     "tests/gpu/test_fp8.py": f"{PARTS}::test_fp8_rollout_builds_its_trainer_and_starts_its_engine",

@@ -335,7 +335,9 @@ class HostReads(TorchDispatchMode):
 def test_gpu_p12_counting_tokens_does_not_wait_for_the_device() -> None:
     from rlsys.trainer.model.routing import LayerReplay
 
-    router = SimpleNamespace(router_replay=None, layer_number=1, num_experts=8, training=True)
+    router = SimpleNamespace(
+        router_replay=None, layer_number=1, num_experts=8, training=True, get_aux_loss_coeff=lambda _: 0.0
+    )
     replay = LayerReplay(router)  # type: ignore[arg-type]
     scores = torch.rand(16, 8, generator=torch.Generator().manual_seed(0))
     replay.counted = torch.ones(16, dtype=torch.bool)
