@@ -289,6 +289,8 @@ def _in_our_words(raw: dict[str, Any], family: Family, where: str) -> dict[str, 
 LARGEST = 2**31 - 1
 """Of any size; of the layers, which are counted one by one, MOST_LAYERS."""
 MOST_LAYERS = 10_000
+MOST_EXPERTS = 1_000_000
+"""Of all layers together: each has a name of its own."""
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "max_position_embeddings", "decoder_sparse_step",
@@ -362,6 +364,8 @@ def _check_divisions(
     if not family.moe:
         return
     experts, chosen = raw.get("num_experts", 0), raw.get("num_experts_per_tok", 0)
+    if experts * (layers := raw.get("num_hidden_layers", 1)) > MOST_EXPERTS:
+        refuse("num_experts", experts, f"at most {MOST_EXPERTS} in all {layers} layers")
     if chosen > experts:
         refuse("num_experts_per_tok", chosen, f"at most num_experts = {experts}")
     if chosen == 1 and (family.sigmoid or raw["norm_topk_prob"]):
