@@ -90,7 +90,7 @@ def encode(experts: NDArray[np.integer], start: int) -> bytes:
     Raises ValueError for more than a record holds, 4 GiB: 9 million tokens of DeepSeek-V3.
     """
     tokens, layers, topk = experts.shape
-    width = 1 if experts.size == 0 or experts.max() < 256 else 2
+    width = 1 if experts.size == 0 or np.max(experts) < 256 else 2
     by_layer = np.ascontiguousarray(experts.astype(f"<u{width}").transpose(1, 0, 2))
     data = by_layer.tobytes()
     size = tokens * topk * width
@@ -164,7 +164,7 @@ def read_routes(read: Read, span: RouteSpan, layers: Sequence[int] | None) -> La
 def whole(routes: LayerRoutes) -> RouteSpan:
     """With all layers, in the form of a span in hand."""
     experts = routes.experts.transpose(1, 0, 2)
-    kind = "u1" if experts.max(initial=0) < 256 else "<u2"
+    kind = "u1" if np.max(experts, initial=0) < 256 else "<u2"
     return RouteSpan(routes.start, routes.end, experts.astype(kind).tobytes())
 
 

@@ -66,7 +66,7 @@ def _leb128(values: NDArray[np.int64]) -> bytes:
         sizes += values >> shift > 0
     starts = sizes.cumsum() - sizes
     out = np.empty(int(sizes.sum()), np.uint8)
-    for place in range(int(sizes.max(initial=0))):
+    for place in range(int(np.max(sizes, initial=0))):
         there = sizes > place
         low = (values[there] >> (_BITS * place)) & (_MORE - 1)
         out[starts[there] + place] = low | np.where(sizes[there] > place + 1, _MORE, 0)

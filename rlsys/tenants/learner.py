@@ -191,8 +191,9 @@ def check_data(data: Sequence[Datum], kind: LossKind, vocab_size: int, context: 
         if not np.issubdtype(targets.dtype, np.integer):
             raise UserError(f"datum {number}: target_tokens are not integers")
         for name, ids in (("model_input", np.asarray(datum.ids)), ("target_tokens", targets)):
-            if ids.min() < 0 or ids.max() >= vocab_size:
-                wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            least, most = int(np.min(ids)), int(np.max(ids))
+            if least < 0 or most >= vocab_size:
+                wrong = least if least < 0 else most
                 raise UserError(f"datum {number}: {name} has the id {wrong}, the vocabulary {vocab_size} ids")
 
 

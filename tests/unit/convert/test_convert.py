@@ -400,7 +400,7 @@ def test_newer_spellings_of_the_config_are_read() -> None:
             "num_experts_per_tok = 99: expected at most num_experts = 3",
         ),
         (
-            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**9},
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 10**9, "num_experts": 10**9},
             "num_experts = 1000000000: expected at most 1000000 in all",
         ),
         (
