@@ -65,7 +65,7 @@ def test_a_run_survives_deaths_and_stops(start: Callable[[int], Session], tmp_pa
     session.send(signal.SIGINT)
     code, output = session.end()
     assert code == 130
-    assert "trainer died (exit code 137); restart 1" in output
+    assert "trainer died (killed by signal 9 (SIGKILL), " in output and "; restart 1" in output
     assert output.splitlines()[-1].startswith("rlsys: error: stopped by SIGINT")
     check_ledger(run_dir)
 
