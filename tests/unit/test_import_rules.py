@@ -193,3 +193,25 @@ def test_the_tree_of_errors_in_the_docs_is_the_one_in_the_source() -> None:
 def test_the_list_of_files_in_the_docs_is_made_from_the_source() -> None:
     """`python -m tests.gate.file_map` writes it anew."""
     assert (ROOT / "docs" / "files.md").read_text(encoding="utf-8") == file_map.page()
+
+
+def test_modules_that_a_plan_starts_can_be_found() -> None:
+    """A module's name in a command line, put together where it is used, too."""
+    plan = (ROOT / "launch" / "plan.py").read_text(encoding="utf-8")
+    folder = ROOT / "rlsys" / "evaluation"
+    assert 'f"rlsys.evaluation.{module}"' in plan
+    asking = [
+        p
+        for p in sources()
+        if "build_asking_plan(" in p.read_text(encoding="utf-8") and p.parent.name == "cli"
+    ]
+    named = {
+        node.args[-1].value
+        for path in asking
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "build_asking_plan"
+        and isinstance(node.args[-1], ast.Constant)
+    }
+    assert named == {"evaluation", "tryout"}
+    assert all((folder / f"{name}.py").is_file() for name in named)
