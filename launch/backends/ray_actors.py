@@ -114,7 +114,8 @@ class RayBackend:
         self._folder = make_folder() if joined is None else None
         ray.init(
             address=joined or "local", include_dashboard=False if joined is None else None,
-            _temp_dir=None if self._folder is None else str(self._folder),  # its Unix sockets ask for no key
+            # Its Unix sockets ask for no key, and Ray opens this folder to everybody: only the one above is closed.
+            _temp_dir=None if self._folder is None else str(self._folder / "ray"),
             logging_level="ERROR", log_to_driver=False,
         )  # fmt: skip
         self._actor_class = ray.remote(KeeperActor)
