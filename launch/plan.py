@@ -142,11 +142,11 @@ def build_asking_plan(
     engine_command: EngineCommand,
     module: str,
 ) -> LaunchPlan:
-    """Engines, and the module of rlsys.evaluation that sends prompts to them."""
+    """Engines, and the process of `module` (its full name) that sends prompts to them."""
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
-    asking = [sys.executable, "-m", f"rlsys.evaluation.{module}", "--config", _run_config(config)]
+    asking = [sys.executable, "-m", module, "--config", _run_config(config)]
     asking += [word for url in urls for word in ("--engine", url)]
-    asking_role = Role(module, "trainer", asking)
+    asking_role = Role(module.rpartition(".")[2], "trainer", asking)
     return LaunchPlan([*roles, asking_role], nodes, config.run.dir, _shared(config))
 
 

@@ -128,7 +128,9 @@ def evaluate(args: argparse.Namespace) -> int:
 
         def plan(backend: Backend) -> LaunchPlan:
             ports = choose_ports(config, layout, backend.free_ports)
-            return build_asking_plan(config, layout, backend.nodes, ports, engine_command, "evaluation")
+            return build_asking_plan(
+                config, layout, backend.nodes, ports, engine_command, "rlsys.evaluation.evaluation"
+            )
 
         supervise(config, plan, aside=args.json)
     found = read_metrics(config.run.dir).evals[-1]

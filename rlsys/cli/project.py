@@ -72,7 +72,9 @@ def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Calla
 
     def plan(backend: Backend) -> LaunchPlan:
         ports = choose_ports(config, layout, backend.free_ports)
-        return build_asking_plan(config, layout, backend.nodes, ports, engine_command, "tryout")
+        return build_asking_plan(
+            config, layout, backend.nodes, ports, engine_command, "rlsys.evaluation.tryout"
+        )
 
     supervise(config, plan, aside=args.json)
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -195,23 +197,23 @@ def test_the_list_of_files_in_the_docs_is_made_from_the_source() -> None:
     assert (ROOT / "docs" / "files.md").read_text(encoding="utf-8") == file_map.page()
 
 
-def test_modules_that_a_plan_starts_can_be_found() -> None:
-    """A module's name in a command line, put together where it is used, too."""
-    plan = (ROOT / "launch" / "plan.py").read_text(encoding="utf-8")
-    folder = ROOT / "rlsys" / "evaluation"
-    assert 'f"rlsys.evaluation.{module}"' in plan
-    asking = [
-        p
-        for p in sources()
-        if "build_asking_plan(" in p.read_text(encoding="utf-8") and p.parent.name == "cli"
-    ]
-    named = {
-        node.args[-1].value
-        for path in asking
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "id", "") == "build_asking_plan"
-        and isinstance(node.args[-1], ast.Constant)
-    }
-    assert named == {"evaluation", "tryout"}
-    assert all((folder / f"{name}.py").is_file() for name in named)
+def test_modules_that_processes_run_can_be_found() -> None:
+    """A module's name in a command line is a whole literal, which no import checks."""
+    command = re.compile(r"(rlsys|launch|megatron_patches)(\.[a-z_0-9]+)+")
+    named = set()
+    for path in sources():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            words = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+            for flag, module in pairwise(words):
+                if isinstance(flag, ast.Constant) and flag.value == "-m":
+                    assert not isinstance(module, ast.JoinedStr), (
+                        f"{path}:{node.lineno}: write the whole name"
+                    )
+                    named.add(getattr(module, "value", None))
+        if path.parts[-2:] in (("launch", "plan.py"), ("cli", "main.py"), ("cli", "project.py")):
+            constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+            named |= {text for text in constants if isinstance(text, str) and command.fullmatch(text)}
+    modules = {name for name in named if isinstance(name, str) and command.fullmatch(name)}
+    assert {"rlsys.evaluation.evaluation", "rlsys.evaluation.tryout", "rlsys.train"} <= modules
+    assert [name for name in sorted(modules) if not (ROOT / (name.replace(".", "/") + ".py")).is_file()] == []
