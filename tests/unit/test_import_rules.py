@@ -203,12 +203,11 @@ def test_modules_that_processes_run_can_be_found() -> None:
     named = set()
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            words = node.elts if isinstance(node, ast.List | ast.Tuple) else []
-            for flag, module in pairwise(words):
+        for words in (node for node in ast.walk(tree) if isinstance(node, ast.List | ast.Tuple)):
+            for flag, module in pairwise(words.elts):
                 if isinstance(flag, ast.Constant) and flag.value == "-m":
                     assert not isinstance(module, ast.JoinedStr), (
-                        f"{path}:{node.lineno}: write the whole name"
+                        f"{path}:{words.lineno}: write the whole name"
                     )
                     named.add(getattr(module, "value", None))
         if path.parts[-2:] in (("launch", "plan.py"), ("cli", "main.py"), ("cli", "project.py")):
