@@ -173,7 +173,7 @@ def memory(figures: Figures) -> None:
     from rlsys.cli.rehearse import run_rank
     from rlsys.config import load_config
     from rlsys.rehearse.kinds import Request, node_of
-    from rlsys.rehearse.stand_ins import install
+    from rlsys.rehearse.stand_ins import installed
     from rlsys.rehearse.step import Rehearsal
 
     with tempfile.TemporaryDirectory() as run:
@@ -186,11 +186,11 @@ def memory(figures: Figures) -> None:
         figures(rehearsed={phase.name: phase.total for phase in foretold.phases})
         read = load_config(path, [])
         real = Rehearsal(read, node_of(read), None, lambda text: None)
-        install({"always"}, real.setting(1.0))
-        real.build()
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        real.step(2)
+        with installed({"always"}, real.setting(1.0)):
+            real.build()
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            real.step(2)
         figures(real={phase.name: phase.total for phase in real.meter.phases})
         if CUDA:
             figures(allocator=torch.cuda.max_memory_allocated())

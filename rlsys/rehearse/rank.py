@@ -38,16 +38,16 @@ def rehearse(config: Config, request: Request) -> Figures:
     gpu = config.launch.gpus_per_node > 0
     megatron_patches.apply(without=ON_GPU if gpu else ())
     world.enter(request.rank, config.parallel.world_size)
-    from rlsys.rehearse.stand_ins import When, install  # imports megatron
+    from rlsys.rehearse.stand_ins import When, installed  # imports megatron
     from rlsys.rehearse.step import Rehearsal
     from rlsys.rehearse.tensors import FakeTensors
 
     fake = FakeTensors()
     rehearsal = Rehearsal(config, node_of(config), fake, say)
     wanted: set[When] = {"always", "fake", "gpu"} if gpu else {"always", "fake"}
-    install(wanted, rehearsal.setting(request.skew))
-    rehearsal.build()
-    rehearsal.step(micro_batches(config, request))
+    with installed(wanted, rehearsal.setting(request.skew)):
+        rehearsal.build()
+        rehearsal.step(micro_batches(config, request))
     return figures(config, request, rehearsal, dict(fake.guessed), gpu)
 
 

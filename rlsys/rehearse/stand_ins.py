@@ -7,8 +7,10 @@ it does not. `always`: also where a real step is measured, so that both take the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -61,15 +63,23 @@ class StandIn:
     make: Callable[[Any, Setting], Any]
 
 
-def install(wanted: set[When], setting: Setting) -> None:
-    """For the rest of the process. Raises PatchError where a target has changed."""
-    for stand_in in STAND_INS:
-        if stand_in.when in wanted:
-            where = "rlsys.rehearse.stand_ins"
-            upstream = target(
-                stand_in.name, stand_in.owner, stand_in.attribute, *stand_in.fragments, of=where
-            )
-            setattr(stand_in.owner, stand_in.attribute, stand_in.make(upstream, setting))
+@contextmanager
+def installed(wanted: set[When], setting: Setting) -> Iterator[None]:
+    """Replace the targets of the stand-ins until the context ends.
+
+    Raises:
+        PatchError: A target has changed.
+    """
+    with ExitStack() as stack:
+        for stand_in in STAND_INS:
+            if stand_in.when in wanted:
+                where = "rlsys.rehearse.stand_ins"
+                upstream = target(
+                    stand_in.name, stand_in.owner, stand_in.attribute, *stand_in.fragments, of=where
+                )
+                replacement = stand_in.make(upstream, setting)
+                stack.enter_context(mock.patch.object(stand_in.owner, stand_in.attribute, replacement))
+        yield
 
 
 def _routes(upstream: Any, setting: Setting) -> Any:

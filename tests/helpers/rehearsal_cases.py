@@ -20,7 +20,7 @@ import rlsys.trainer  # noqa: F401 - patches megatron-core before anything below
 from rlsys.config import load_config
 from rlsys.rehearse.kinds import node_of
 from rlsys.rehearse.meter import Meter
-from rlsys.rehearse.stand_ins import install
+from rlsys.rehearse.stand_ins import installed
 from rlsys.rehearse.step import Rehearsal, samples_for, stand_in_loss
 from rlsys.trainer.trainer import Trainer
 
@@ -53,12 +53,11 @@ def main(out: Path, layouts: list[str]) -> None:
         setattr(dist, name, unlogged(getattr(dist, name), lambda: rehearsals[-1].meter))
     for layout in layouts:
         config = load_config(CONFIG, overrides(layout))
-        rehearsals.append(Rehearsal(config, node_of(config), None, lambda text: None))
-        if len(rehearsals) == 1:
-            install({"always"}, rehearsals[0].setting(1.0))
-        one = rehearsals[-1]
-        one.build()
-        one.step(MICRO_BATCHES)
+        one = Rehearsal(config, node_of(config), None, lambda text: None)
+        rehearsals.append(one)
+        with installed({"always"}, one.setting(1.0)):
+            one.build()
+            one.step(MICRO_BATCHES)
         seen = {
             "held": one.meter.memory.held,
             "phases": [dataclasses.asdict(phase) for phase in one.meter.phases],

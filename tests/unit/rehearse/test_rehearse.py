@@ -274,10 +274,17 @@ def test_stand_ins_refuse_an_upstream_that_changed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(stand_ins.TopKRouter, "forward", forward)
     setting = stand_ins.Setting(under(FakeTensors()), 1.0, list, torch.float32)
-    with pytest.raises(
-        PatchError, match=r"rlsys.rehearse.stand_ins.routes: TopKRouter.forward no longer says"
-    ):
-        stand_ins.install({"always"}, setting)
+    expected = r"rlsys.rehearse.stand_ins.routes: TopKRouter.forward no longer says"
+    with pytest.raises(PatchError, match=expected), stand_ins.installed({"always"}, setting):
+        pass
+
+
+def test_stand_ins_end_with_their_context() -> None:
+    setting = stand_ins.Setting(under(FakeTensors()), 1.0, list, torch.float32)
+    upstream = {s.name: getattr(s.owner, s.attribute) for s in stand_ins.STAND_INS}
+    with stand_ins.installed({"always"}, setting):
+        assert any(getattr(s.owner, s.attribute) != upstream[s.name] for s in stand_ins.STAND_INS)
+    assert {s.name: getattr(s.owner, s.attribute) for s in stand_ins.STAND_INS} == upstream
 
 
 def test_every_stand_in_says_why_and_of_what() -> None:
