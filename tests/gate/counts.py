@@ -18,6 +18,8 @@ import pytest
 VARIABLE = "RLSYS_TEST_COUNTS"
 SHOWN = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "error")
 """pytest's own words, in its order."""
+XPASSED_FILES = "xpassed_files"
+"""Test file -> number of its tests that passed although their recorded outcome is no pass."""
 
 
 class Counts:
@@ -29,15 +31,29 @@ class Counts:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         stats = terminalreporter.stats
         counts = {name: len(stats[name]) for name in SHOWN if stats.get(name)}
+        files = Counter(report.nodeid.partition("::")[0] for report in stats.get("xpassed", ()))
         with self._file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({**counts, "seconds": time.time() - self._start}) + "\n")
+            out.write(
+                json.dumps({**counts, "seconds": time.time() - self._start, XPASSED_FILES: files}) + "\n"
+            )
+
+
+def unexpected_passes(lines: list[str]) -> str:
+    """`passed without a recorded pass: tests/a.py 3, tests/b.py 1` of all sessions, or nothing."""
+    files: Counter[str] = Counter()
+    for line in lines:
+        files.update(json.loads(line).get(XPASSED_FILES, {}))
+    shown = ", ".join(f"{name} {count}" for name, count in sorted(files.items()))
+    return shown and f"passed without a recorded pass: {shown}"
 
 
 def total(lines: list[str]) -> str:
     """`12 failed, 900 passed in 631.20s` of all sessions."""
     sums: Counter[str] = Counter()
     for line in lines:
-        sums.update(json.loads(line))
+        row = json.loads(line)
+        row.pop(XPASSED_FILES, None)
+        sums.update(row)
     seconds = sums.pop("seconds", 0)
     plural = {"error": "errors" if sums["error"] > 1 else "error", "warnings": "warnings"}
     words = [f"{sums[name]} {plural.get(name, name)}" for name in SHOWN if sums[name]]
@@ -51,4 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 if __name__ == "__main__":
     given = Path(sys.argv[1])
-    print(f" {total(given.read_text().splitlines() if given.exists() else [])} ".center(100, "="))
+    sessions = given.read_text().splitlines() if given.exists() else []
+    if passes := unexpected_passes(sessions):
+        print(passes)
+    print(f" {total(sessions)} ".center(100, "="))

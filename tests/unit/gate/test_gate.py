@@ -12,7 +12,7 @@ import pytest
 
 from tests.gate import baseline, budget, other_python
 from tests.gate.baseline import Result, slow_and_new, tier
-from tests.gate.counts import total
+from tests.gate.counts import XPASSED_FILES, total, unexpected_passes
 from tests.gate.selection import ROOT, Reach, modules
 
 pytest_plugins = ["pytester"]
@@ -139,6 +139,11 @@ def test_the_last_line_sums_the_sessions() -> None:
     other = json.dumps({"passed": 5, "failed": 1, "error": 2, "seconds": 2.0})
     assert total([one, other]) == "1 failed, 15 passed, 2 skipped, 2 errors in 3.50s"
     assert total([]) == "no tests ran in 0.00s"
+    listing = json.dumps({"xpassed": 3, "seconds": 1.0, XPASSED_FILES: {"tests/b.py": 1, "tests/a.py": 2}})
+    assert unexpected_passes([one, listing, listing]) == (
+        "passed without a recorded pass: tests/a.py 4, tests/b.py 2"
+    )
+    assert total([listing]) == "3 xpassed in 1.00s" and unexpected_passes([one]) == ""
 
 
 def test_what_does_not_fit_the_time_left_is_skipped_by_name(
@@ -201,7 +206,10 @@ def test_a_recorded_failure_is_named_and_fails_no_session(
     ended.assert_outcomes(passed=1, failed=1, xfailed=3, xpassed=1)
     ended.stdout.fnmatch_lines(["FAILED test_file.py::test_a", "passed test_file.py::test_b"])
     baseline.write({**baseline.read(), "test_some.py::test_each_else": Result(baseline.NOT_RUN, 0.0, "")})
-    assert pytester.runpytest_inprocess(*plug_in, "--baseline-failures-may-fail").ret == 0
+    ended = pytester.runpytest_inprocess(*plug_in, "--baseline-failures-may-fail", "-v")
+    assert ended.ret == 0
+    order = ended.stdout.str()
+    assert order.index("test_each_else XFAIL") < order.index("test_each[2] PASSED"), "without a pass: first"
 
 
 def test_the_baseline_names_tests() -> None:
