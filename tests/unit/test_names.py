@@ -1,0 +1,53 @@
+"""Test of names and docstrings: violations per package may only decrease (tests/gate/names.py)."""
+
+from __future__ import annotations
+
+from tests.gate import names
+
+RECORDED = {
+    "launch": 227,
+    "launch/backends": 41,
+    "megatron_patches": 44,
+    "rlsys": 14,
+    "rlsys/agents": 159,
+    "rlsys/algo": 449,
+    "rlsys/cli": 107,
+    "rlsys/config": 78,
+    "rlsys/convert": 154,
+    "rlsys/core": 123,
+    "rlsys/data": 202,
+    "rlsys/engine": 156,
+    "rlsys/engine_requests": 28,
+    "rlsys/environments": 97,
+    "rlsys/evaluation": 52,
+    "rlsys/gateway": 132,
+    "rlsys/generators": 275,
+    "rlsys/importers": 184,
+    "rlsys/ledger": 164,
+    "rlsys/obs": 115,
+    "rlsys/ops": 11,
+    "rlsys/planner": 175,
+    "rlsys/planning": 68,
+    "rlsys/rehearse": 79,
+    "rlsys/rewards": 115,
+    "rlsys/rollout": 215,
+    "rlsys/router": 216,
+    "rlsys/segments": 54,
+    "rlsys/tenants": 126,
+    "rlsys/trainer": 386,
+    "rlsys/venv_runner": 1,
+    "rlsys/viewer": 83,
+    "rlsys/weights": 251,
+    "rlsys/weights_relay": 61,
+    "rlsys/worker": 225,
+}
+"""Package -> its violations. Lower a number after a clean-up; a package without a row has none."""
+
+
+def test_violations_only_decrease() -> None:
+    growth = {
+        package: (RECORDED.get(package, 0), count)
+        for package, count in names.totals().items()
+        if count > RECORDED.get(package, 0)
+    }
+    assert not growth, "recorded and today's violations; `python -m tests.gate.names PACKAGE` lists them"
