@@ -6,9 +6,10 @@ it does not. `always`: also where a real step is measured, so that both take the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 from unittest import mock
 
@@ -109,19 +110,36 @@ def _place(upstream: Any, setting: Setting) -> Any:
     return place
 
 
+def representatives(experts: Sequence[int]) -> dict[int, int]:
+    """Select experts of equal cost that stand for all of them.
+
+    Two neighbours are among them where there are any: the memory of a tensor is released only after its successor
+    is allocated.
+
+    Args:
+        experts: Increasing expert indices.
+
+    Returns:
+        Expert index -> number of experts that it stands for.
+    """
+    for expert, successor in pairwise(experts):
+        if successor == expert + 1:
+            return {expert: len(experts) - 1, successor: 1}
+    return dict.fromkeys(experts, 1)
+
+
 def _entries(upstream: Any, setting: Setting) -> Any:
     def entries(hf: HFConfig) -> Iterator[Entry]:
-        owners = parallel_state.get_expert_model_parallel_world_size()
-        mine, alike = parallel_state.get_expert_model_parallel_rank(), hf.experts // owners
-        first = {
-            (mine + 1) % owners * alike: alike * (owners - 1),
-            mine * alike: alike,
-        }  # alone, it is one expert
+        rank = parallel_state.get_expert_model_parallel_rank()
+        per_rank = hf.experts // parallel_state.get_expert_model_parallel_world_size()
+        local = range(rank * per_rank, (rank + 1) * per_rank)
+        remote = [expert for expert in range(hf.experts) if expert not in local]
+        counts = representatives(local) | representatives(remote)
         for entry in upstream(hf):
             if entry.expert is None or setting.meter.phase != "gather":
                 yield entry
-            elif times := first.get(entry.expert):
-                with setting.meter.standing_for(times):
+            elif count := counts.get(entry.expert):
+                with setting.meter.standing_for(count):
                     yield entry
 
     return entries

@@ -287,6 +287,13 @@ def test_stand_ins_end_with_their_context() -> None:
     assert {s.name: getattr(s.owner, s.attribute) for s in stand_ins.STAND_INS} == upstream
 
 
+def test_neighbouring_experts_stand_for_all() -> None:
+    assert stand_ins.representatives(range(4, 8)) == {4: 3, 5: 1}
+    assert stand_ins.representatives([0, 2, 3, 4]) == {2: 3, 3: 1}
+    assert stand_ins.representatives([0, 2]) == {0: 1, 2: 1}
+    assert stand_ins.representatives([7]) == {7: 1} and stand_ins.representatives([]) == {}
+
+
 def test_every_stand_in_says_why_and_of_what() -> None:
     made = stand_ins.STAND_INS
     assert len({s.name for s in made}) == len(made)
