@@ -19,6 +19,8 @@ from tests.helpers import rehearsal_cases as cases
 pytestmark = pytest.mark.integration
 
 LASTING = ("weights", "gradients", "optimizer")
+EMBEDDING_BYTES = 256 * 128 * 4
+"""Of the quickstart's model: its largest tensor."""
 
 
 def real_ranks(folder: Path, ranks: int, layouts: list[str]) -> dict[str, list[dict[str, Any]]]:
@@ -48,13 +50,15 @@ def must_agree(real: dict[str, Any], found: Figures) -> None:
         mine = found.phase(phase.name)
         assert mine.flops == pytest.approx(phase.flops, rel=0.01), phase.name
         lasting = sum(phase.peak[k] for k in LASTING)
+        copied = 0
         if (
             phase.name == "reduce"
         ):  # gloo copies what it scatters; NCCL does not, and neither does a rehearsal
             copied = sum(c.bytes for c in found.collectives if "reduce_scatter" in c.op)
-            assert 0 <= phase.total - mine.total <= copied
-            continue
-        assert mine.total - lasting == pytest.approx(phase.total - lasting, rel=0.05), phase.name
+        elif phase.name == "gather":  # gloo's thread may still hold the parts of the preceding tensor
+            copied = EMBEDDING_BYTES
+        tolerance = 0.05 * (phase.total - lasting)
+        assert -tolerance <= phase.total - mine.total <= copied + tolerance, phase.name
 
 
 @pytest.mark.parametrize(
