@@ -17,13 +17,14 @@ from rich.rule import Rule
 from launch.backends import Backend
 from launch.plan import LaunchPlan, build_asking_plan
 from launch.ports import choose_ports
-from rlsys.cli.project_template import write_starter
+from rlsys.cli.project_template import data_section, write_config, write_starter
 from rlsys.config import Config, add_config, load_config
 from rlsys.core.errors import RunError, UserError, disk_errors
 from rlsys.engine.launch_args import engine_command
 from rlsys.evaluation.tryout import FILE_NAME
 from rlsys.planner.layout import lay_out
 from rlsys.planner.model_preflight import check_model
+from rlsys.planner.recommendation import recommend
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
@@ -43,6 +44,21 @@ SHOWN = 800
 def add_own(add: Add, supervise: Supervise, check_plugins: Callable[[Config], None]) -> None:
     sub = add("new", new, "write a small folder of your own that trains at once: config, data, reward, test")
     sub.add_argument("folder", type=Path, metavar="NAME", help="new folder")
+    sub.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="write a config for this Hugging Face folder instead"
+    )
+    sub.add_argument("--gpus", type=int, metavar="N", help="with --model: number of GPUs; 0 for a CPU host")
+    sub.add_argument(
+        "--gpu", default="h100", metavar="KIND", help="with --model: kind of GPU (default: %(default)s)"
+    )
+    sub.add_argument(
+        "--data", type=Path, metavar="FILE", help="with --model: prompts, as JSON lines or Parquet"
+    )
+    sub.add_argument(
+        "--reward",
+        metavar="FILE:FUNCTION",
+        help="with --model: reward function, or the name of a built-in reward",
+    )
     sub = add(
         "try",
         lambda args: try_out(args, supervise, check_plugins),
@@ -53,11 +69,29 @@ def add_own(add: Add, supervise: Supervise, check_plugins: Callable[[Config], No
 
 
 def new(args: argparse.Namespace) -> int:
+    """Write the starter folder, or with --model a folder with a config for that model."""
+    if args.model is not None:
+        return new_for_model(args)
+    for option in ("gpus", "data", "reward"):
+        if getattr(args, option) is not None:
+            raise UserError(f"--{option}: expected --model FOLDER beside it")
     for path in write_starter(args.folder):
         print(f"  {path}")
     config = args.folder / "config.yaml"
     print(f"next: rlsys try {config}\n      rlsys train {config}")
     print(f"      python -m pytest {args.folder}    (pip install pytest)")
+    return 0
+
+
+def new_for_model(args: argparse.Namespace) -> int:
+    """Write NAME/config.yaml with a recommended value for each field that depends on the model or the machine."""
+    if args.gpus is None or not 0 <= args.gpus <= 65536:
+        raise UserError(f"--gpus {args.gpus}: expected a number from 0 to 65536 beside --model")
+    data = data_section(args.data, args.reward)
+    recommendation = recommend(args.model, args.gpus, args.gpu, data)
+    config = write_config(args.folder, recommendation.sections, data)
+    print(f"  {config}")
+    print(f"next: rlsys explain {config}\n      rlsys rehearse {config}\n      rlsys train {config}")
     return 0
 
 

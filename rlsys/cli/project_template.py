@@ -7,8 +7,10 @@ import os
 import random
 import shlex
 from pathlib import Path
+from typing import Any
 
 from rlsys.core.errors import UserError, disk_errors
+from rlsys.planner.recommendation import Sections, as_yaml
 
 LINES = 200
 _CONFIG = """\
@@ -63,6 +65,53 @@ def test_the_right_answer_is_rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert score(prompt, right) == 1
     assert score(prompt, right.replace("<answer>", "<answer>1")) == 0
 """
+
+
+_MODEL_CONFIG = """\
+# rlsys explain {config}      shows sizes, memory and time, and tries data and reward
+# rlsys train {config}
+# The values suit the model and the machine; the comment behind each says why.
+run: {{dir: {run}}}
+"""
+_TABLES = {".jsonl": "jsonl", ".json": "jsonl", ".gz": "jsonl", ".zst": "jsonl", ".parquet": "parquet"}
+"""Suffix of a data file -> prompt source."""
+
+
+def data_section(data: Path | None, reward: str | None) -> dict[str, Any]:
+    """Make the config section `data` from the options of `rlsys new`.
+
+    Raises:
+        UserError: The file does not exist, or no prompt source reads its kind.
+    """
+    if data is None:
+        section: dict[str, Any] = {"source": "reasoning_gym", "params": {"task": "gsm_symbolic"}}
+        return section | ({"reward": reward} if reward else {})
+    if data.suffix not in _TABLES:
+        raise UserError(f"--data {data}: expected a file that ends in {', '.join(_TABLES)}")
+    if not data.is_file():
+        raise UserError(f"--data {data}: no such file")
+    return {"source": _TABLES[data.suffix], "params": {"path": str(data)}, "reward": reward or "math"}
+
+
+def write_config(folder: Path, sections: Sections, data: dict[str, Any]) -> Path:
+    """Write a new folder with a config.
+
+    Returns:
+        The config's path.
+
+    Raises:
+        UserError: The folder exists, or cannot be written.
+    """
+    config = folder / "config.yaml"
+    text = _MODEL_CONFIG.format(config=shlex.quote(config.as_posix()), run=_quoted(f"runs/{folder.name}"))
+    text += f"data: {json.dumps(data, ensure_ascii=False)}\n{as_yaml(sections)}"
+    with disk_errors(folder, UserError):
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise UserError(f"{folder}: exists already; rlsys new writes a new folder") from None
+        config.write_text(text, encoding="utf-8")
+    return config
 
 
 def write_starter(folder: Path) -> list[Path]:

@@ -1,0 +1,94 @@
+"""Test of configs that `rlsys new --model` writes: they load, fit, and hold the samples in flight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlsys.cli.main import main
+from rlsys.config import load_config
+from rlsys.convert.config import HFConfig
+from rlsys.core.errors import UserError
+from rlsys.planner.layout import lay_out
+from rlsys.planner.memory import odd_sizes
+from rlsys.planner.recommendation import recommend
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = ROOT / "configs/models"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [
+        ("Qwen2.5-7B-Instruct", 8),
+        ("Qwen2.5-7B-Instruct", 24),
+        ("Qwen3-30B-A3B", 8),
+        ("Qwen3-30B-A3B", 64),
+        ("GLM-4.5-Air", 64),
+        pytest.param("DeepSeek-V3", 512, marks=pytest.mark.gate),
+        ("quickstart-moe", 1),
+        ("quickstart-moe", 0),
+    ],
+)
+def test_the_written_config_loads_and_fits(
+    model: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "mine", "--model", str(MODELS / model), "--gpus", str(gpus)]) == 0
+    config = load_config(Path("mine/config.yaml"), [])
+    hf = HFConfig.read(config.model.path)
+    assert config == recommend(MODELS / model, gpus, data=config.data.model_dump()).config.model_copy(
+        update={"run": config.run}
+    )
+    shares = lay_out(config)
+    devices = {(s.node, gpu) for unit in (shares.trainer, *shares.engines) for s in unit for gpu in s.gpus}
+    assert len(devices) == gpus == config.launch.nodes * config.launch.gpus_per_node
+    notes = odd_sizes(config, hf, 80.0) if gpus else []
+    assert not [note for note in notes if "GB" in note]
+    longest = config.rollout.max_response_tokens
+    assert config.engine.max_total_tokens >= config.max_running_requests * longest // 2
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "enough"), [("DeepSeek-V3", 8, 128), ("GLM-4.5-Air", 8, 16), ("Qwen3-30B-A3B", 1, 8)]
+)
+def test_a_model_that_is_too_large_names_a_sufficient_number(model: str, gpus: int, enough: int) -> None:
+    message = f"does not fit {gpus} GPUs of 80 GB .h100.; {enough} GPUs .{enough // 8} nodes. are enough"
+    with pytest.raises(UserError, match=message):
+        recommend(MODELS / model, gpus)
+    assert recommend(MODELS / model, enough)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "8"], "--gpus: expected --model FOLDER beside it"),
+        (["--model", "M"], "--gpus None: expected a number from 0 to 65536 beside --model"),
+        (["--model", "M", "--gpus", "-1"], "--gpus -1: expected a number from 0 to 65536"),
+        (["--model", "M", "--gpus", "8", "--gpu", "tpu"], "--gpu tpu: expected one of"),
+        (
+            ["--model", "M", "--gpus", "8", "--data", "rows.csv"],
+            "--data rows.csv: expected a file that ends in",
+        ),
+        (["--model", "M", "--gpus", "8", "--data", "rows.jsonl"], "--data rows.jsonl: no such file"),
+        (["--model", "nowhere", "--gpus", "8"], "nowhere"),
+    ],
+)
+def test_bad_options_are_named(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    words = [str(MODELS / "Qwen3-30B-A3B") if word == "M" else word for word in options]
+    assert main(["new", "mine", *words]) == 2
+    assert message in capsys.readouterr().err and not Path("mine").exists()
+
+
+def test_data_and_reward_are_in_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    command = ["new", "mine", "--model", str(MODELS / "Qwen3-30B-A3B"), "--gpus", "8", "--data", "rows.jsonl"]
+    assert main([*command, "--reward", "score.py:score"]) == 0
+    data = load_config(Path("mine/config.yaml"), []).data
+    assert (data.source, data.params, data.reward_name) == ("jsonl", {"path": "rows.jsonl"}, "score.py:score")
