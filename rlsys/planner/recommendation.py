@@ -97,8 +97,8 @@ def recommend(
     if machine not in machines():
         raise UserError(f"--gpu {machine}: expected one of {', '.join(sorted(machines()))}")
     memory = machines()[machine].memory
-    if (chosen := _first_fit(model, hf, gpus, memory, data or {})) is not None:
-        return chosen
+    if (recommendation := _first_fit(model, hf, gpus, memory, data or {})) is not None:
+        return recommendation
     enough = _enough(model, hf, gpus, memory)
     hint = f"{enough} GPUs ({enough // GPUS_PER_NODE} nodes) are enough" if enough else "no number is enough"
     raise UserError(f"{model}: full training does not fit {gpus} GPUs of {memory:g} GB ({machine}); {hint}")
@@ -288,8 +288,8 @@ def _add_pool(sections: Sections, config: Config, size: ModelSize, memory: float
     per_token = value_bytes(config) * size.layers * size.kv_values / kv_share
     if config.launch.gpus_per_node:
         resting = need.weights + need.gradients + need.optimizer
-        left = MEMORY_SHARE * memory * GB - need.engine_weights - need.graphs - resting
-        tokens = min(tokens, int(POOL_SHARE * max(left, 0.0) / per_token))
+        available = MEMORY_SHARE * memory * GB - need.engine_weights - need.graphs - resting
+        tokens = min(tokens, int(POOL_SHARE * max(available, 0.0) / per_token))
         if tokens < min(in_flight, MIN_RUNNING_REQUESTS) * longest // 2:
             raise UserError(f"the KV pool holds {tokens} tokens")
     tokens = tokens // 1024 * 1024 + 1024
