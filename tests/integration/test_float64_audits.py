@@ -142,19 +142,18 @@ def test_the_rest_behind_an_engine_teachers_most_probable_tokens(
     batch = trainer.passes.pack(taught)
     for module in trainer.models:
         module.zero_grad_buffer()
-    result = trainer.passes.accumulate(batch, divergences)
+    trainer.passes.accumulate(batch, divergences)
 
     model = Float64Model(folder)
     total, rests = torch.zeros((), dtype=torch.float64), []
-    for sample, (ids, logp) in zip(plain, said, strict=True):
+    for sample, (best, chances) in zip(plain, said, strict=True):
         everything = [*map(int, sample.prompt_ids), *map(int, sample.response_ids)]
         table = model.logprobs(everything)[len(sample.prompt_ids) - 1 : -1]
-        for place, (here, there) in enumerate(zip(ids, logp, strict=True)):
-            total = total + kl_with_rest(table[place], here, there, direction)
+        for row, here, there in zip(table, best, chances, strict=True):
+            total = total + kl_with_rest(row, here, there, direction)
             rests.append(1 - float(np.exp(there).sum()))
     assert min(rests) < 0.05 and max(rests) > 0.5
     total.backward()
-    print(result)
     assert_equal_gradients(gradients_of(trainer), model)
 
 
@@ -169,11 +168,12 @@ def test_adapters_merged_from_tensor_and_expert_parallel_ranks(folder: Path) -> 
     subprocess.run(command, check=True, env=env)
     plain = load_file(folder / "model.safetensors")
     for layout in LAYOUTS:
-        merged = {}
+        merged: dict[str, Tensor] = {}
         for part in sorted((folder.parent / f"merged-{layout}").glob("*.safetensors")):
             merged |= load_file(part)
         held = load_file(folder.parent / f"adapter-{layout}" / "adapter_model.safetensors")
-        expected, adapted = {}, 0
+        expected: dict[str, Tensor] = {}
+        adapted = 0
         for name, weight in plain.items():
             factors = [
                 held.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB"

@@ -65,7 +65,7 @@ class Engine:
         parameters = {"temperature": 1.0, "max_new_tokens": 30, **sampling}
         if seed is not None:
             parameters["sampling_seed"] = seed
-        body = {"input_ids": prompt, "sampling_params": parameters}
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": parameters}
         body |= {"return_logprob": True, "top_logprobs_num": logprobs} if logprobs else {}
         async with self.session.post(f"{self.url}/generate", json=body) as answer:
             assert answer.status == 200, await answer.text()
