@@ -187,7 +187,7 @@ class EngineConfig(Section):
     sample; a smaller value sends more messages. null: a 64th of rollout.max_response_tokens, but 16 to 256."""
     deterministic: bool = True
     """Make a sample's tokens depend on its seed alone, whatever else is in the batch (SGLang's deterministic
-    inference). It makes decoding slower on GPUs."""
+    inference with a draw by token id; docs/rollout.md says what is promised). It makes decoding slower on GPUs."""
     ngram_drafts: Annotated[int, Field(ge=0, le=64)] = 0
     """Nodes of the tree of guesses that an engine checks in one pass, the last real token among them: what has
     followed the same tokens before (SGLang's NGRAM). It pays where responses repeat themselves or each other and the

@@ -30,17 +30,19 @@ def as_in_folders(name: str, folder_names: Iterable[str]) -> str:
 
 
 class Reference:
-    """Model and prediction layer of a folder, in float32, with gradients."""
+    """Model and prediction layer of a folder, in float64, with gradients."""
 
     def __init__(self, folder: Path, tensors: Tensors) -> None:
         import transformers
 
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
+            folder, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager"
         ).eval()
         layers, self._names = self.model.model.layers, tensors.keys()
         self._prefix = f"model.layers.{len(layers)}."
-        own = {n.removeprefix(self._prefix): t for n, t in tensors.items() if n.startswith(self._prefix)}
+        own = {
+            n.removeprefix(self._prefix): t.double() for n, t in tensors.items() if n.startswith(self._prefix)
+        }
         self._layer = copy.deepcopy(layers[-1])
         state = self._layer.state_dict()
         self._layer.load_state_dict({name: _held(name, own) for name in state})
@@ -69,7 +71,7 @@ class Reference:
         joined = linear(both, around["eh_proj.weight"])
         n = joined.shape[1]
         places = torch.arange(n)[None]
-        causal = torch.full((n, n), float("-inf")).triu(1)[None, None]
+        causal = torch.full((n, n), float("-inf"), dtype=torch.float64).triu(1)[None, None]
         out = self._layer(
             joined, attention_mask=causal, position_ids=places,
             position_embeddings=base.rotary_emb(joined, position_ids=places),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
 from rlsys.algo.planners import Accept, Decision, More, Planner, Prefix
 from rlsys.config import Config
 from rlsys.core.forks import Forced
@@ -41,3 +44,49 @@ class Repairing(Planner):
             return Accept()
         at = min(3, group.samples[0].tokens - 1)
         return More(2, prefixes=(Prefix(0, at, (98, 99)),) * 2)
+
+
+def token_names(stems: Sequence[int], forks: Sequence[int], lengths: Sequence[int]) -> list[list[str]]:
+    """Of each sample of a group, its tokens by name: equal where they are shared, and only there. stems: the place of
+    the sample that each branches off, -1 for none; forks: at which of its tokens."""
+    names: dict[int, list[str]] = {}
+
+    def of(place: int) -> list[str]:
+        if place not in names:
+            stem = stems[place]
+            shared = of(stem)[: forks[place]] if stem >= 0 else []
+            names[place] = shared + [f"{place}.{t}" for t in range(len(shared), lengths[place])]
+        return names[place]
+
+    return [of(place) for place in range(len(stems))]
+
+
+def depth_wise_advantages(rewards: Sequence[float], texts: Sequence[Sequence[str]]) -> list[list[float]]:
+    """BranchGRPO's advantage of each token of a group, divided among the samples that share it, in float64.
+
+    Token by token from the texts alone: a node is the set of samples with the same prefix, a fork is where that set
+    changes, and a node is compared with all nodes behind as many forks.
+    """
+    everybody = range(len(texts))
+
+    def sharing(i: int, t: int) -> frozenset[int]:
+        prefix = list(texts[i][: t + 1])
+        return frozenset(j for j in everybody if list(texts[j][: t + 1]) == prefix)
+
+    nodes = [[sharing(i, t) for t in range(len(texts[i]))] for i in everybody]
+    depths = [[sum(own[k] != own[k - 1] for k in range(1, t + 1)) for t in range(len(own))] for own in nodes]
+    means = {node: fmean(rewards[m] for m in node) for own in nodes for node in own}
+    at_depth: dict[int, set[frozenset[int]]] = {}
+    for own, levels in zip(nodes, depths, strict=True):
+        for node, depth in zip(own, levels, strict=True):
+            at_depth.setdefault(depth, set()).add(node)
+    out = []
+    for own, levels in zip(nodes, depths, strict=True):
+        values = []
+        for node, depth in zip(own, levels, strict=True):
+            peers = [means[peer] for peer in at_depth[depth]]
+            spread = stdev(peers) if len(peers) > 1 else 0.0
+            advantage = 0.0 if spread < 1e-6 else (means[node] - fmean(peers)) / (spread + 1e-8)
+            values.append(advantage / len(node))
+        out.append(values)
+    return out

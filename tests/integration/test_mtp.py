@@ -28,7 +28,9 @@ from tests.helpers.tiny import TINY
 pytestmark = pytest.mark.integration
 
 PREDICTING = ("deepseek-v3", "glm-4.5", "glm-4.7-flash", "moonlight", "hy-v3")
-SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 30 + 7 * i)] for i in range(1, 5)]
+LENGTHS = (3, 36, 4, 3, 43, 50, 57, 3)
+"""Of the shortest, which have one or two tokens that two others precede, one begins and one ends the packed row."""
+SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, n + 1)] for i, n in enumerate(LENGTHS, 1)]
 PROMPT = 2
 LOGPS, COSINE = 5e-5, 0.99999
 TRAINED = {"trainer": {"mtp_loss": 1.0}}

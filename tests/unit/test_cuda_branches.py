@@ -175,7 +175,7 @@ def test_an_engine_on_cuda_gets_no_hook_of_a_cpu(
     monkeypatch.setattr(hooks, "register_scheme", lambda: None)
     with mock.patch.dict(sys.modules, {"sglang.srt.plugins.hook_registry": registry}):
         hooks.register()
-    assert hooks.rope_hooks.TARGET in registered
+    assert hooks.rope_hooks.TARGET in registered and hooks.sampler_hooks.TARGET in registered
     assert not any(
         "_cuda_host_register" in target or "FlattenedTensorBucket" in target for target in registered
     )

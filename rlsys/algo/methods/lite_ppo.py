@@ -18,13 +18,14 @@ class LitePPO(Advantage):
     """
 
     paper: ClassVar[str] = (
-        "Tricks or traps? A deep dive into RL for LLM reasoning (Lite PPO); TRL grpo_trainer.py"
+        "Tricks or traps? A deep dive into RL for LLM reasoning (Lite PPO, arXiv 2508.08221), reward_norm of ROLL, "
+        "the authors' framework; TRL grpo_trainer.py"
     )
-    evidence: ClassVar[str] = "F"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     eps: Eps = 1e-4
-    """Added to the standard deviation."""
+    """Added to the standard deviation. 1e-4 is TRL's; ROLL adds 1e-6."""
 
     def __call__(self, samples: Samples) -> Tensor:
         return dr_grpo(samples.reward, samples.group_ids) / (deviation(samples.reward) + self.eps)

@@ -19,9 +19,9 @@ class Opo(Advantage):
     """
 
     paper: ClassVar[str] = (
-        "On-policy RL with optimal reward baseline (OPO, arXiv 2505.23585); verl core_algos.py"
+        "On-policy RL with optimal reward baseline (OPO, arXiv 2505.23585), the authors' microsoft/LMOps opo"
     )
-    evidence: ClassVar[str] = "F"
+    evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:

@@ -44,9 +44,9 @@ class OptimalTokenBaseline(Advantage):
     """
 
     paper: ClassVar[str] = (
-        "Optimal token baseline; verl core_algos.py compute_optimal_token_baseline_advantage"
+        "The optimal token baseline (OTB, arXiv 2602.07078), verl core_algos.py, an author's own pull request 4678"
     )
-    evidence: ClassVar[str] = "F"
+    evidence: ClassVar[str] = "R"
     of_samples: ClassVar[bool] = False
     lone: bool = True
     """Whether tokens at a place that no other response of the group reaches have an advantage."""

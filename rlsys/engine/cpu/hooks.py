@@ -1,5 +1,5 @@
-"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs, routes into files, all tokens before a pause; with
-CUDA, heads of any size; on a CPU, seeded sampling, routes and forks.
+"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs, routes into files, all tokens before a pause,
+draws by token id; with CUDA, heads of any size; on a CPU, seeded sampling, routes and forks.
 
 `register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlsys.core.rendezvous import register_scheme
 from rlsys.engine.cpu import lora, ngram, ops
-from rlsys.engine.hooks import bucket_hooks, pause_hooks, rope_hooks, route_hooks
+from rlsys.engine.hooks import bucket_hooks, pause_hooks, rope_hooks, route_hooks, sampler_hooks
 from rlsys.obs.role import show_stack_on_signal
 
 _MASK = 0xFFFFFFFF
@@ -102,6 +102,7 @@ def _register_hooks() -> None:
     for target, around in bucket_hooks.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
     HookRegistry.register(pause_hooks.TARGET, pause_hooks.send_what_is_made, HookType.AFTER)
+    HookRegistry.register(sampler_hooks.TARGET, sampler_hooks.draw_by_token_id, HookType.AROUND)
     if torch.cuda.is_available():
         HookRegistry.register(
             rope_hooks.TARGET, rope_hooks.fused_where_the_kernel_has_the_size, HookType.AFTER
@@ -115,8 +116,8 @@ def _register_hooks() -> None:
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
-    # torch_native attends to each sequence by itself, so a batch cannot change its numbers; only the Triton
-    # GEMMs that deterministic inference would switch on have to stay off.
+    # torch_native attends to each sequence by itself. The Triton GEMMs that deterministic inference would switch on
+    # have to stay off; ops.DETERMINISTIC stands in for them.
     for names in (
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
         choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
@@ -140,6 +141,9 @@ def _register_hooks() -> None:
         lora.without_pinned_memory()
         for target, replacement in lora.REPLACED.items():
             HookRegistry.register(target, replacement, HookType.REPLACE)
+    if "--enable-deterministic-inference" in sys.argv:
+        for target, around in ops.DETERMINISTIC.items():
+            HookRegistry.register(target, around, HookType.AROUND)
     for target, around in ops.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
     # Only where models are checked against a list of backends: gpt-oss would refuse torch_native, which cpu_ops has

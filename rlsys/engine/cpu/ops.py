@@ -70,6 +70,29 @@ def topk_with_flat_bias(upstream: Callable[..., Any], *args: Any, **kwargs: Any)
     return upstream(*args, **kwargs)
 
 
+def linear_of_full_blocks(
+    upstream: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Deterministic inference: a product of fewer than BLOCK rows is computed with rows of zeros below.
+
+    A library sums in another order for one to three rows, so a token's numbers would depend on how many tokens share
+    its forward pass or its expert.
+    """
+    if rows.dim() != 2 or not 0 < len(rows) < BLOCK:
+        return upstream(rows, weight, bias)
+    return upstream(torch.nn.functional.pad(rows, (0, 0, 0, BLOCK - len(rows))), weight, bias)[: len(rows)]
+
+
+def lm_head_of_full_blocks(
+    upstream: Callable[..., Tensor], processor: Any, hidden: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The same for the product with the vocabulary, which SGLang writes as a matmul. hidden `[tokens, h]`."""
+    if not 0 < len(hidden) < BLOCK:
+        return upstream(processor, hidden, *args, **kwargs)
+    padded = torch.nn.functional.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
+    return upstream(processor, padded, *args, **kwargs)[: len(hidden)]
+
+
 def attention_with_sinks(
     upstream: Callable[..., Tensor],
     backend: Any,
@@ -176,6 +199,8 @@ def decode_side_by_side(
 WIDTH = 32
 GATHERED = 2**22
 """Numbers of keys that are gathered at once: 16 MB."""
+BLOCK = 4
+"""Rows from which on MKL's products give each row the same numbers, whatever the other rows are."""
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 REPLACED: dict[str, Callable[..., Any]] = {
     **delta.REPLACED,
@@ -193,3 +218,8 @@ AROUND: dict[str, Callable[..., Any]] = {
     _TORCH_NATIVE + "_run_sdpa_forward_decode": decode_side_by_side,
 }
 """SGLang's operator -> ours, which gets SGLang's first."""
+DETERMINISTIC: dict[str, Callable[..., Any]] = {
+    "torch.nn.functional.linear": linear_of_full_blocks,
+    "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": lm_head_of_full_blocks,
+}
+"""The same, on an engine with `--enable-deterministic-inference` only."""

@@ -14,6 +14,7 @@ from rlsys.algo.methods.branch_grpo import Node, by_depth, paths
 from rlsys.algo.reduction import alone
 from rlsys.algo.registry import build
 from tests.helpers.algo_world import DOUBLE, World, packed, table
+from tests.helpers.tree_cases import depth_wise_advantages, token_names
 
 
 def test_the_nodes_of_a_tree_by_hand() -> None:
@@ -38,54 +39,28 @@ def test_depth_wise_advantages_by_hand() -> None:
         assert [a for _, a in own] == pytest.approx([a for _, a in wanted])
 
 
-def random_tree(r: random.Random, size: int) -> tuple[list[int], list[int], list[list[str]]]:
-    """Stems, forks, and responses whose tokens are equal only where they are shared."""
-    stems, forks, texts = [-1], [0], [[f"0.{t}" for t in range(12)]]
+def random_tree(r: random.Random, size: int) -> tuple[list[int], list[int]]:
+    """Stems and forks of responses of 12 tokens."""
+    stems, forks = [-1], [0]
     for place in range(1, size):
         stem = r.choice([-1, *range(place)])
-        at = r.randrange(1, 12) if stem >= 0 else 0
         stems.append(stem)
-        forks.append(at)
-        texts.append([*(texts[stem][:at] if stem >= 0 else []), *(f"{place}.{t}" for t in range(at, 12))])
-    return stems, forks, texts
-
-
-def brute_force(rewards: list[float], texts: list[list[str]]) -> list[list[float]]:
-    """Token by token from the texts alone: a node is a set of samples with the same prefix, a fork is where that
-    set changes."""
-    size, steps = len(texts), len(texts[0])
-    everybody = range(size)
-
-    def sharing(i: int, t: int) -> frozenset[int]:
-        return frozenset(j for j in everybody if texts[j][: t + 1] == texts[i][: t + 1])
-
-    groups = [[sharing(i, t) for t in range(steps)] for i in everybody]
-    depth = [[sum(own[k] != own[k - 1] for k in range(1, t + 1)) for t in range(steps)] for own in groups]
-    out = []
-    for i in range(size):
-        own = []
-        for t in range(steps):
-            peers = {groups[j][u] for j in everybody for u in range(steps) if depth[j][u] == depth[i][t]}
-            means = torch.tensor([sum(rewards[m] for m in peer) / len(peer) for peer in peers], dtype=DOUBLE)
-            mine = sum(rewards[m] for m in groups[i][t]) / len(groups[i][t])
-            flat = len(means) < 2 or float(means.std()) < 1e-6
-            advantage = 0.0 if flat else float((mine - means.mean()) / (means.std() + 1e-8))
-            own.append(advantage / len(groups[i][t]))  # all that share it together train it once
-        out.append(own)
-    return out
+        forks.append(r.randrange(1, 12) if stem >= 0 else 0)
+    return stems, forks
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_token_has_the_advantage_that_brute_force_finds(seed: int) -> None:
     r = random.Random(seed)
-    stems, forks, texts = random_tree(r, 6)
+    stems, forks = random_tree(r, 6)
+    texts = token_names(stems, forks, [12] * 6)
     rewards = [r.choice([0.0, 0.5, 1.0]) for _ in texts]
     tree = {"place": torch.arange(6), "stem": torch.tensor(stems), "fork_at": torch.tensor(forks)}
     samples = replace(table(rewards, [0] * 6, [12] * 6, **tree), counted=torch.ones(6, dtype=torch.bool))
     batch = packed([12] * 6)
     method = build("advantage", "branch_grpo")
     (found,) = method.per_token(method(samples), samples, [batch], alone)
-    expected = torch.tensor(brute_force(rewards, texts), dtype=DOUBLE).flatten()
+    expected = torch.tensor(depth_wise_advantages(rewards, texts), dtype=DOUBLE).flatten()
     assert torch.allclose(found, expected, atol=1e-9)
 
 

@@ -1,0 +1,81 @@
+"""A hook into SGLang's sampler: the draw of a seeded sample does not depend on what else is in its batch.
+
+Symptom: one greedy, `top_k` or `top_p` request in a batch changes the tokens of all seeded samples beside it, until
+the batch is empty. SGLang's deterministic inference adds to each log-probability a noise that follows from the seed,
+the position and the column. The column is the token id where every request of the batch draws from the whole
+vocabulary, and the rank by probability as soon as one does not. `min_p` ends the engine in an assertion.
+
+Here the column is always the token id: truncation sets the probability of the dropped ids to 0 where they stand. A
+request that draws from the whole vocabulary gets exactly the numbers of SGLang's own path for such batches.
+
+To delete when SGLang draws by token id (github.com/sgl-project/sglang/pull/35697); seen in 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TARGET = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
+_ONE = 2**40
+"""Probability 1 in fixed point. Sums of integers are exact, so they do not depend on how a device orders them."""
+
+
+def draw_by_token_id(
+    upstream: Callable[..., Any],
+    sampler: Any,
+    probs: Tensor,
+    info: Any,
+    positions: Tensor,
+    simple_sampling_case: bool,
+) -> Any:
+    """Draw one token for each row of `probs`, `[rows, vocabulary]`. Called around SGLang's own.
+
+    Args:
+        info: SGLang's SamplingBatchInfo of the rows; `sampling_seed` is None on an engine that is not deterministic.
+        positions: Of the tokens in their sequences, `[rows]`.
+        simple_sampling_case: Every row draws from the whole vocabulary.
+
+    Returns: Token ids `[rows]` int32, and what the rows with `return_sampling_mask` keep.
+    """
+    if info.sampling_seed is None or simple_sampling_case:
+        return upstream(sampler, probs, info, positions, simple_sampling_case)
+    from sglang.srt.layers import sampler as sglang_sampler
+
+    kept = truncate(probs, info.top_ks, info.top_ps, info.min_ps)
+    columns = sglang_sampler.multinomial_with_seed(torch.log(kept), info.sampling_seed, positions)
+    rows = info.sampling_mask_batch_indices
+    capture = None
+    if rows is not None:
+        weights = kept.index_select(0, rows)
+        capture = sglang_sampler._SamplingMaskCapture(
+            weights=weights,
+            token_ids=None,
+            selected_weight=weights.gather(1, columns.index_select(0, rows)).squeeze(1),
+            batch_rows=rows,
+        )
+    return columns.view(-1).to(torch.int32), capture
+
+
+def truncate(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> Tensor:
+    """The probabilities of the ids that are kept, 0 for others, in vocabulary order, not renormalised.
+
+    Kept are the `top_k` most probable ids, of equal ones the lower ids first; of these, those before which a mass of
+    at most `top_p` lies; of these, those of at least `min_p` times the largest probability. A row is a function of
+    the same row of the arguments.
+
+    Args:
+        probs: `[rows, vocabulary]`.
+        top_ks, top_ps, min_ps: `[rows]`.
+    """
+    values, ids = probs.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    parts = (values.double() * _ONE).long()
+    before = parts.cumsum(-1) - parts
+    dropped = ranks >= top_ks[:, None]
+    dropped |= (top_ps < 1)[:, None] & (before > (top_ps.double() * _ONE).long()[:, None])
+    dropped |= values < values[:, :1] * min_ps[:, None]
+    return torch.zeros_like(probs).scatter_(1, ids, values.masked_fill(dropped, 0.0))
