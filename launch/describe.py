@@ -10,6 +10,7 @@ from typing import Any
 from launch.plan import LaunchPlan, Role
 from rlsys.config import Config
 from rlsys.config.algo import Spec
+from rlsys.core.hub import snapshot_name
 from rlsys.planner.memory import Fact
 
 _PARAMS = 100
@@ -76,12 +77,17 @@ def describe_parts(config: Config) -> list[Fact]:
     parts = [f"{what} {' + '.join(map(_short, specs))}" for what, specs in named if specs]
     params = f" with {_flat(data.params)}" if data.params else ""
     return [
-        ("model", f"{config.model.path}, {config.model.dtype}"),
+        ("model", f"{_model(config.model.path)}, {config.model.dtype}"),
         ("prompts", f"{data.source}{params}"),
         ("reward", data.reward_name),
         ("algorithm", ", ".join([*parts, f"anchor {algo.anchor}"])),
         ("mode", mode(config)),
     ]
+
+
+def _model(folder: Path) -> str:
+    name = snapshot_name(folder)
+    return str(folder) if name is None else f"{name} in {folder}"
 
 
 def _short(spec: Spec) -> str:
