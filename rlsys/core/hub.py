@@ -41,6 +41,8 @@ def fetch_snapshot(
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     noun = _NOUNS[kind]
+    of_the_way: tuple[type[Exception], ...] = (EntryNotFoundError, *HfHubHTTPError.__bases__)
+    """OSError, and the HTTPError of its HTTP library, among them."""
     try:
         return Path(
             huggingface_hub.snapshot_download(
@@ -49,7 +51,7 @@ def fetch_snapshot(
         )
     except HFValidationError as e:
         raise UserError(f"{field} = {name!r}: no id of a {noun}: {_first_line(e)}") from None
-    except (EntryNotFoundError, *HfHubHTTPError.__bases__) as e:  # OSError, and its HTTP library's HTTPError
+    except of_the_way as e:
         at = f" at revision {revision}" if revision else ""
         copy = "only a part of it" if hasattr(e, "snapshot_path") else f"no copy{at}"
         if constants.HF_HUB_OFFLINE:

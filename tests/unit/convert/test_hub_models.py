@@ -85,6 +85,7 @@ def test_explain_needs_no_weights(asked: list[str], monkeypatch: pytest.MonkeyPa
         pin_models(config("me/tiny"))
 
 
+@pytest.mark.gate
 def test_what_cannot_be_had_is_one_line_that_names_the_field(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
