@@ -136,7 +136,8 @@ def describe_arithmetic(config: Config) -> list[Fact]:
         (
             "whole run",
             f"{config.trainer.steps} steps = {config.trainer.steps * n} samples, "
-            f"{evaluations(config)} evaluations of {config.eval.prompts} prompts",
+            f"{evaluations(config) or 'no'} evaluations"
+            + (f" of {config.eval.prompts} prompts" if config.eval.prompts else ""),
         ),
     ]
 
@@ -152,6 +153,8 @@ def mode(config: Config) -> str:
 
 
 def evaluations(config: Config) -> int:
-    """One before the first step, one every eval.every steps, one after the last."""
+    """One before the first step, one every eval.every steps, one after the last; none of 0 prompts."""
+    if not config.eval.prompts:
+        return 0
     steps, every = config.trainer.steps, config.eval.every
     return 1 + -(-steps // every)

@@ -123,6 +123,8 @@ def tenants(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     """Of a config's model, a folder, or a run's checkpoint: the held-out prompts, and eval.sets."""
     subject = find_subject(args.target, args.checkpoint, args.overrides)
+    if not subject.config.eval.prompts:
+        raise UserError("eval.prompts = 0: nothing is measured; expected more than 0")
     with subject.served() as config:
         check_model(config)
         layout = lay_out(config)

@@ -17,16 +17,19 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.engine_requests import Limits
 from rlsys.rollout.canaries import CANARIES, Canaries
 from rlsys.rollout.trial import try_rollout
-from rlsys.train import Run
+from rlsys.train import Loop
 
 
 def config(tmp_path: Path, rows: int = 1, *more: str) -> Config:
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(rows)))
+    file.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(rows))
+    )
     data = f"data={{source: jsonl, params: {{path: {file}}}, reward: exact_answer}}"
     return load_config(Path("quickstart"), [data, "eval.prompts=0", f"run.dir={tmp_path / 'run'}", *more])
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("rows", [1, 40])
 def test_a_run_without_evaluations_passes_every_check(tmp_path: Path, rows: int) -> None:
     tried = try_rollout(config(tmp_path, rows))
@@ -34,7 +37,7 @@ def test_a_run_without_evaluations_passes_every_check(tmp_path: Path, rows: int)
 
 
 def test_nothing_is_asked(tmp_path: Path) -> None:
-    run = cast(Any, Run.__new__(Run))
+    run = cast(Any, Loop.__new__(Loop))
     run.config, run.step = config(tmp_path), 0
     run.end_evaluation = lambda **_: pytest.fail("an evaluation is waited for")
     run.rollout = SimpleNamespace(evaluate=lambda: pytest.fail("an evaluation"))
