@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from rlsys.core.errors import UserError
 from tests.helpers import tiny
 from tests.helpers.odd_values import instead, texts, values
 
+pytestmark = pytest.mark.gate
 RAW = tiny.raw_config(tiny.TINY["qwen3-moe"])
 HF = HFConfig.of(RAW, "config.json")
 SHAPES = {name: shape for entry in entries(HF) for name, shape in entry.hf.items()}

@@ -27,6 +27,7 @@ from rlsys.data.rows import key_columns, quick_key, read_row
 from rlsys.data.tables import Arrow, read_lines, read_parquet
 from tests.helpers.odd_values import ATOMS, instead, texts, values
 
+pytestmark = pytest.mark.gate
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
 CONFIG = Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "exact_answer"}})
 TOKENIZER = Tokenizer(MODEL)
