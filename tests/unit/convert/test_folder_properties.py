@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,7 +25,8 @@ from tests.helpers import tiny
 from tests.helpers.odd_values import instead, texts, values
 
 pytestmark = pytest.mark.gate
-RAW = tiny.raw_config(tiny.TINY["qwen3-moe"])
+SMALL = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "num_experts": 2}
+RAW = tiny.raw_config(tiny.TINY["qwen3-moe"]) | SMALL
 HF = HFConfig.of(RAW, "config.json")
 SHAPES = {name: shape for entry in entries(HF) for name, shape in entry.hf.items()}
 NAMES = sorted(SHAPES)
@@ -38,6 +39,8 @@ FILES = st.sampled_from(
         "a.safetensors",
     )
 )
+FIND = (Phase.explicit, Phase.generate)
+"""The first example that fails is shown as it is: to make it smaller takes minutes."""
 NO_WEIGHTS = st.sampled_from(
     (torch.int8, torch.int32, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.complex64)
 )
@@ -83,7 +86,7 @@ def assert_right(found: dict[str, Tensor] | str, folder: Path, *, may_refuse: bo
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=60, phases=FIND)
 def test_left_over_files_change_nothing_or_are_named(data: st.DataObject) -> None:
     """Duplication: with an index, names that other files hold a second time, with other numbers."""
     files, places = split(data)
@@ -106,7 +109,7 @@ def test_left_over_files_change_nothing_or_are_named(data: st.DataObject) -> Non
 
 
 @given(data=st.data(), dtype=st.one_of(NO_WEIGHTS, WEIGHTS))
-@settings(max_examples=60)
+@settings(max_examples=60, phases=FIND)
 def test_a_stored_type_is_a_weights_or_is_named(data: st.DataObject, dtype: torch.dtype) -> None:
     files, places = split(data)
     name = data.draw(st.sampled_from(NAMES))
@@ -123,7 +126,7 @@ def test_a_stored_type_is_a_weights_or_is_named(data: st.DataObject, dtype: torc
 
 
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=3))
-@settings(max_examples=60)
+@settings(max_examples=60, phases=FIND)
 def test_another_size_or_name_is_named(data: st.DataObject, shape: list[int]) -> None:
     files, places = split(data)
     name = data.draw(st.sampled_from(NAMES))
@@ -152,7 +155,7 @@ def test_another_size_or_name_is_named(data: st.DataObject, shape: list[int]) ->
         texts(halves=False),
     )
 )
-@settings(max_examples=60)
+@settings(max_examples=60, phases=FIND)
 def test_any_index_is_read_or_named(index: str) -> None:
     with tempfile.TemporaryDirectory() as where:
         folder = written(Path(where), {"model.safetensors": TENSORS}, None)
@@ -161,7 +164,7 @@ def test_any_index_is_read_or_named(index: str) -> None:
 
 
 @given(at=st.integers(0, 400), bytes_=st.binary(max_size=12), cut=st.booleans())
-@settings(max_examples=80)
+@settings(max_examples=80, phases=FIND)
 def test_any_header_is_read_or_named(at: int, bytes_: bytes, cut: bool) -> None:
     with tempfile.TemporaryDirectory() as where:
         folder = written(Path(where), {"model.safetensors": TENSORS}, None)
@@ -179,7 +182,7 @@ CONFIGS = st.one_of(instead(RAW), values(2))
 
 
 @given(raw=CONFIGS)
-@settings(max_examples=150)
+@settings(max_examples=150, phases=FIND)
 def test_any_config_is_read_or_named(raw: Any) -> None:
     with tempfile.TemporaryDirectory() as where:
         (Path(where) / "config.json").write_text(json.dumps(raw))

@@ -56,7 +56,7 @@ ROWS = st.one_of(
     st.fixed_dictionaries(
         {"messages": PROMPTS, "reward_model": instead({"ground_truth": "2", "style": "rule"})}
     ),
-    st.fixed_dictionaries({"prompt": texts(), "images": values(1), "tools": values(2)}),
+    st.fixed_dictionaries({"prompt": texts()}, optional={"images": values(1), "tools": values(2)}),
     instead(CHAT),
     values(2),
 )
