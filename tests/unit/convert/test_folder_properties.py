@@ -33,12 +33,10 @@ NAMES = sorted(SHAPES)
 TENSORS = {name: torch.full(shape, i + 1.0) for i, (name, shape) in enumerate(sorted(SHAPES.items()))}
 FILES = st.sampled_from(
     (
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors",
-        "a.safetensors",
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors",
+        "a.safetensors", "z.safetensors",
     )
-)
+)  # fmt: skip
 FIND = (Phase.explicit, Phase.generate)
 """The first example that fails is shown as it is: to make it smaller takes minutes."""
 NO_WEIGHTS = st.sampled_from(
@@ -86,7 +84,7 @@ def assert_right(found: dict[str, Tensor] | str, folder: Path, *, may_refuse: bo
 
 
 @given(data=st.data())
-@settings(max_examples=60, phases=FIND)
+@settings(max_examples=150, phases=FIND)
 def test_left_over_files_change_nothing_or_are_named(data: st.DataObject) -> None:
     """Duplication: with an index, names that other files hold a second time, with other numbers."""
     files, places = split(data)

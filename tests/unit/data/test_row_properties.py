@@ -58,6 +58,7 @@ ROWS = st.one_of(
     ),
     st.fixed_dictionaries({"prompt": texts()}, optional={"images": values(1), "tools": values(2)}),
     instead(CHAT),
+    st.dictionaries(st.sampled_from(key_columns(KEYS)), values(1), max_size=2).map(lambda more: CHAT | more),
     values(2),
 )
 
