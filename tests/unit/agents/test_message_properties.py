@@ -33,11 +33,9 @@ ROWS = st.one_of(
     st.just(USER),
     instead(USER),
     instead({"role": "assistant", "content": "", "tool_calls": [CALL]}),
-    st.fixed_dictionaries(
-        {
-            "role": st.just("assistant"),
-            "tool_calls": st.lists(st.one_of(instead(CALL), values(1)), max_size=2),
-        }
+    st.builds(
+        lambda calls: {"role": "assistant", "content": "", "tool_calls": calls},
+        st.one_of(values(1), st.lists(st.one_of(instead(CALL), values(1)), max_size=2)),
     ),
     instead({"role": "tool", "tool_call_id": "c", "content": "7"}),
     instead(
@@ -53,18 +51,17 @@ OPTIONS = {
     "thinking": {"type": "adaptive"}, "response_format": {"type": "text"}, "logprobs": False, "system": "Add.",
     "instructions": "Add.", "store": False, "user": "me", "presence_penalty": 0,
 }  # fmt: skip
+STOPS = st.one_of(
+    st.lists(st.one_of(st.just(""), texts(most=2)), min_size=1, max_size=2), texts(most=1), values(1)
+)
 ODD_OPTIONS = st.one_of(
-    st.just({}),
-    instead(OPTIONS).flatmap(
-        lambda o: st.lists(st.sampled_from(sorted(o) or ["user"]), max_size=3).map(
-            lambda names: {name: o[name] for name in names if name in o}
-        )
-    ),
-    st.dictionaries(
-        st.sampled_from(("stop", "stop_sequences")), st.one_of(texts(), st.lists(texts(), max_size=3))
-    ),
-    st.dictionaries(
-        st.just("tools"), st.lists(st.one_of(instead(TOOL), instead(TOOL["function"]), values(1)))
+    st.builds(lambda stop: {"stop": stop}, STOPS),
+    st.builds(lambda stop: {"stop_sequences": stop}, STOPS),
+    st.builds(lambda name, value: {name: value}, st.sampled_from(sorted(OPTIONS)), values(2)),
+    st.lists(st.sampled_from(sorted(OPTIONS)), max_size=3).map(lambda names: {n: OPTIONS[n] for n in names}),
+    st.builds(
+        lambda tools: {"tools": tools},
+        st.lists(st.one_of(instead(TOOL), instead(TOOL["function"]), values(1)), max_size=2),
     ),
     st.dictionaries(texts(most=3), values(1), max_size=2),
 )
@@ -97,16 +94,20 @@ def asked(api: ModuleType, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", APIS)
-@given(rows=st.one_of(st.lists(ROWS, max_size=3), values(2)), options=ODD_OPTIONS)
-@settings(max_examples=300)
-def test_any_request_is_answered_or_refused(name: str, rows: Any, options: dict[str, Any]) -> None:
+@given(
+    request=st.one_of(
+        st.tuples(st.just([USER]), ODD_OPTIONS),
+        st.tuples(ROWS.map(lambda row: [USER, row]), st.just({})),
+        st.tuples(ROWS.map(lambda row: [row, USER]), st.just({})),
+        st.tuples(st.one_of(st.lists(ROWS, max_size=3), values(2)), ODD_OPTIONS),
+    )
+)
+@settings(max_examples=400)
+def test_any_request_is_answered_or_refused(name: str, request: tuple[Any, dict[str, Any]]) -> None:
     api, field = APIS[name]
+    rows, options = request
+    most = {"max_tokens": 9} if name == "anthropic" else {}
     try:
-        asked(
-            api,
-            {"model": "policy", "max_tokens": 9, field: rows, **options}
-            if name == "anthropic"
-            else {"model": "policy", field: rows, **options},
-        )
+        asked(api, {"model": "policy", **most, field: rows, **options})
     except BadRequest as e:
         assert str(e)
