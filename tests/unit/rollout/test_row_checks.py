@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,16 +101,23 @@ def test_the_counts_are_kept_until_the_data_or_what_checks_them_change(
     monkeypatch.setattr(row_check, "checking_files", lambda: [code])
     checks: list[int] = []
     check = row_check.check_rows
-    monkeypatch.setattr(row_check, "check_rows", lambda *a: (checks.append(1), check(*a))[1])
+
+    def counted(*args: Any) -> row_check.RowCounts:
+        checks.append(1)
+        return check(*args)
+
+    monkeypatch.setattr(row_check, "check_rows", counted)
 
     def count(rows: list[dict[str, object]], room: int = 512) -> None:
         source = build_source(config_of(tmp_path, rows), Tokenizer(MODEL))
         assert isinstance(source, RowSource)
         row_check.row_counts(source, Limits(128, room))
 
-    count(ROWS), count(ROWS)
+    count(ROWS)
+    count(ROWS)
     assert len(checks) == 1
-    count(ROWS[::-1]), count(ROWS, 256)
+    count(ROWS[::-1])
+    count(ROWS, 256)
     assert len(checks) == 3
     code.write_text("b")
     count(ROWS)
