@@ -10,6 +10,7 @@ from typing import Any
 from launch.plan import LaunchPlan, Role
 from rlsys.config import Config
 from rlsys.config.algo import Spec
+from rlsys.core.hub import snapshot_name
 from rlsys.planner.memory import Fact
 
 _PARAMS = 100
@@ -76,12 +77,17 @@ def describe_parts(config: Config) -> list[Fact]:
     parts = [f"{what} {' + '.join(map(_short, specs))}" for what, specs in named if specs]
     params = f" with {_flat(data.params)}" if data.params else ""
     return [
-        ("model", f"{config.model.path}, {config.model.dtype}"),
+        ("model", f"{_model(config.model.path)}, {config.model.dtype}"),
         ("prompts", f"{data.source}{params}"),
         ("reward", data.reward_name),
         ("algorithm", ", ".join([*parts, f"anchor {algo.anchor}"])),
         ("mode", mode(config)),
     ]
+
+
+def _model(folder: Path) -> str:
+    name = snapshot_name(folder)
+    return str(folder) if name is None else f"{name} in {folder}"
 
 
 def _short(spec: Spec) -> str:
@@ -130,7 +136,8 @@ def describe_arithmetic(config: Config) -> list[Fact]:
         (
             "whole run",
             f"{config.trainer.steps} steps = {config.trainer.steps * n} samples, "
-            f"{evaluations(config)} evaluations of {config.eval.prompts} prompts",
+            f"{evaluations(config) or 'no'} evaluations"
+            + (f" of {config.eval.prompts} prompts" if config.eval.prompts else ""),
         ),
     ]
 
@@ -146,6 +153,8 @@ def mode(config: Config) -> str:
 
 
 def evaluations(config: Config) -> int:
-    """One before the first step, one every eval.every steps, one after the last."""
+    """One before the first step, one every eval.every steps, one after the last; none of 0 prompts."""
+    if not config.eval.prompts:
+        return 0
     steps, every = config.trainer.steps, config.eval.every
     return 1 + -(-steps // every)

@@ -142,7 +142,10 @@ class Loop:
             self.begun = step
 
     def evaluate(self) -> float | None:
-        """Held-out accuracy of the weights that the engines have; None while it is measured in the background."""
+        """Held-out accuracy of the weights that the engines have; None while it is measured in the background, and
+        for a run without evaluations."""
+        if not self.config.eval.prompts:
+            return None
         self.end_evaluation(wait=True)
         beside = self.config.eval.background and self.step < self.config.trainer.steps
         if beside and self.on_main(self.rollout.begin_evaluation):

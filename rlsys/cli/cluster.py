@@ -18,6 +18,7 @@ from launch.rundir import CONFIG_FILE
 from launch.status import role_logs, show_logs, status_lines
 from launch.submit import SCRIPT, JobOptions, job_script, submit
 from rlsys.config import Config, load_config
+from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
 from rlsys.obs.coordinator import Silent
 from rlsys.obs.doctor import Finding, examine
@@ -69,7 +70,7 @@ def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus, try_bu
 
 def submit_run(check_plugins: Check, args: argparse.Namespace) -> int:
     nodes = [f"launch.nodes={args.nodes}"] if args.nodes is not None else []
-    config = load_config(args.config, [*args.overrides, *nodes, "launch.backend=slurm"])
+    config = pin_models(load_config(args.config, [*args.overrides, *nodes, "launch.backend=slurm"]))
     options = JobOptions(args.time, args.partition, tuple(args.sbatch))
     check_model(config)
     must_reach(config)

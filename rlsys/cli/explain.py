@@ -17,6 +17,7 @@ from launch.diagram import Fold, draw, fold
 from launch.environment import allocator_notes
 from launch.plan import LaunchPlan, Node, Ports, build_plan
 from rlsys.config import Config, add_config, dump_config, load_config
+from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
 from rlsys.core.machines import machines
 from rlsys.engine.launch_args import attention_notes, engine_command, have_cuda
@@ -62,7 +63,11 @@ def explain(args: argparse.Namespace) -> int:
     from rlsys.cli.preflight import check_start  # imports torch
 
     config = load_config(args.config, args.overrides)
-    screen, plan = describe_run(config, args.gpu_memory)
+    try:
+        config, absent = pin_models(config, weights=False), None
+    except UserError as e:
+        absent = str(e)
+    screen, plan = describe_run(config, args.gpu_memory, absent)
     check_trackers(config.run.trackers)
     check_spans(config.run.spans)
     notes = check_start(config)
@@ -81,8 +86,13 @@ def explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
-    """What `explain` tells but for what `check_start` finds, and the processes. Raises UserError."""
+def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tuple[Screen, LaunchPlan]:
+    """What `explain` tells but for what `check_start` finds, and the processes. Raises UserError.
+
+    Args:
+        gpu_gb: Memory of one GPU.
+        absent: Why a model cannot be had.
+    """
     from rlsys.algo.no_effect import describe_passes  # imports torch
 
     passes = [("" if i else "log-prob passes", line) for i, line in enumerate(describe_passes(config))]
@@ -98,9 +108,8 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
         duration = estimated(config, hf)
     else:
         duration = "not known without the model's config.json"
-        odd.append(
-            f"NOT CHECKED: {config.model.path} is not here: whether it fits the layout, parameters, memory"
-        )
+        why = absent or f"{config.model.path} is not here"
+        odd.append(f"NOT CHECKED: {why}: whether it fits the layout, parameters, memory")
     plan, layout = made_up_plan(config), lay_out(config)  # of a layout that the model has been held against
     odd += describe_idle(config, plan) + allocator_notes(config) + attention_notes(config)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):

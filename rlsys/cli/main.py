@@ -45,6 +45,7 @@ from rlsys.cli.tenants import add_tenants, key_lines, read_options
 from rlsys.cli.view import add_look, followed_by_trackers
 from rlsys.config import Config, add_config, load_config
 from rlsys.config.precision import check_device, device_capability
+from rlsys.convert.hub import pin_models
 from rlsys.core.devices import have_cuda
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.data.pin import pin_data
@@ -67,7 +68,7 @@ def train(args: argparse.Namespace) -> int:
     """Start or continue a run, and report it."""
     from rlsys.rollout.preflight import check_names
 
-    config = pin_data(load_config(args.config, args.overrides))
+    config = pin_data(pin_models(load_config(args.config, args.overrides)))
     check_gpus(config)
     check_model(config)
     check_sinks(config)
@@ -90,7 +91,7 @@ def train(args: argparse.Namespace) -> int:
 
 def sft(args: argparse.Namespace) -> int:
     """Learn from answers that are there (docs/sft.md); the quickstart's checkpoint was made so."""
-    config = load_config(args.config, args.overrides)
+    config = pin_models(load_config(args.config, args.overrides))
     check_model(config)
     layout = lay_out(config)
     supervise(
@@ -122,6 +123,8 @@ def tenants(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     """Of a config's model, a folder, or a run's checkpoint: the held-out prompts, and eval.sets."""
     subject = find_subject(args.target, args.checkpoint, args.overrides)
+    if not subject.config.eval.prompts:
+        raise UserError("eval.prompts = 0: nothing is measured; expected more than 0")
     with subject.served() as config:
         check_model(config)
         layout = lay_out(config)
@@ -299,7 +302,7 @@ def check_algo(args: argparse.Namespace) -> int:
     """Try whether a plug-in keeps what all of its kind promise."""
     from rlsys.algo.contract import kind_of, known_kind, promises
 
-    config = load_config(args.config, args.overrides)
+    config = pin_models(load_config(args.config, args.overrides), weights=False)
     kind = kind_of(args.name) if args.kind is None else known_kind(args.kind)
     for line in promises(config, kind, args.name):
         print(f"ok  {line}")
@@ -395,7 +398,8 @@ def make_parser() -> Parser:
     )
     sub.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
-        help="model folder or checkpoint; the config's model, or the run's newest checkpoint, when not given",
+        help="model folder, a hub's owner/name[@REVISION], or checkpoint; the config's model, or the run's newest "
+        "checkpoint, when not given",
     )  # fmt: skip
     sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
     sub = add("algo", algo, "list the algorithms that a config can name, or show one")

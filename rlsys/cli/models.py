@@ -13,10 +13,12 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from rlsys.config import Config, load_config
+from rlsys.convert.hub import find_folder, pin_models
 from rlsys.core.errors import UserError
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+_OF_A_HUB = "owner/name[@REVISION] of a hub"
 _SIZES = {
     "tp": "tensor parallel size",
     "pp": "pipeline parallel size",
@@ -30,7 +32,13 @@ def add_model_commands(add: Add) -> None:
     kinds = convert.add_subparsers(required=True, metavar="hf-to-megatron|megatron-to-hf|verify")
     kind = kinds.add_parser("hf-to-megatron", help="a checkpoint with one file for each rank of a layout")
     kind.set_defaults(run_command=convert_to_megatron)
-    kind.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face folder")
+    kind.add_argument(
+        "--hf",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help=f"Hugging Face folder, or {_OF_A_HUB}",
+    )
     kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     for name, what in _SIZES.items():
         kind.add_argument(f"--{name}", type=int, metavar="N", help=what)
@@ -48,7 +56,10 @@ def add_model_commands(add: Add) -> None:
     kind.set_defaults(run_command=compare)
     for name in ("a", "b"):
         kind.add_argument(
-            name, type=Path, metavar=name.upper(), help="Hugging Face folder, checkpoint or run"
+            name,
+            type=Path,
+            metavar=name.upper(),
+            help=f"Hugging Face folder, checkpoint, run, or {_OF_A_HUB}",
         )
 
 
@@ -56,8 +67,9 @@ def convert_to_megatron(args: argparse.Namespace) -> int:
     from rlsys.trainer.checkpoints.conversion import hf_to_megatron
 
     layout = {name: value for name in _SIZES if (value := getattr(args, name)) is not None}
+    folder = find_folder(args.hf, "--hf")
     with _bar(f"{args.hf} -> {args.out}") as advance:
-        done = hf_to_megatron(args.hf, args.out, layout, advance)
+        done = hf_to_megatron(folder, args.out, layout, advance)
     print(f"{args.out}: {done.tensors} tensors, {done.elements:,} parameters")
     if done.carried:
         print(f"carried along unchanged: {done.carried} tensors that are not trained")
@@ -77,8 +89,9 @@ def compare(args: argparse.Namespace) -> int:
     """RunError (exit code 1) when the models differ."""
     from rlsys.trainer.checkpoints.conversion import verify
 
+    a, b = (find_folder(path, name) for name, path in (("A", args.a), ("B", args.b)))
     with _bar(f"{args.a} = {args.b}?") as advance:
-        done = verify(args.a, args.b, advance)
+        done = verify(a, b, advance)
     print(f"bit-equal: {done.tensors} tensors, {done.elements:,} parameters")
     return 0
 
@@ -125,8 +138,9 @@ def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]
     if run is not None and not (run / METRICS_FILE).is_file():
         raise UserError(_no_run(run))
     config = load_config(target / "config.yaml" if run else target, overrides)
+    config = pin_models(config, weights=checkpoint is None)
     if checkpoint is not None:
-        model = checkpoint
+        model = find_folder(checkpoint, "--checkpoint")
     elif run is not None:
         from rlsys.trainer.checkpoints.conversion import find_checkpoint
 

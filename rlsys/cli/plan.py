@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlsys.config import Config, add_config, load_config
+from rlsys.convert.hub import pin_models
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.machines import machines
 from rlsys.planner.calibration import calibrated
@@ -69,7 +70,7 @@ def add_plan(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
-    config = load_config(args.config, args.overrides)
+    config = pin_models(load_config(args.config, args.overrides), weights=False)
     basis = _basis(args, config)
     hf = read_model(config)
     machine = None if args.calibrate else machines()[args.gpu]

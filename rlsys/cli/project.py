@@ -19,6 +19,7 @@ from launch.plan import LaunchPlan, build_asking_plan
 from launch.ports import choose_ports
 from rlsys.cli.project_template import data_section, write_config, write_starter
 from rlsys.config import Config, add_config, load_config
+from rlsys.convert.hub import pin_models
 from rlsys.core.errors import RunError, UserError, disk_errors
 from rlsys.engine.launch_args import engine_command
 from rlsys.evaluation.tryout import FILE_NAME
@@ -97,7 +98,7 @@ def new_for_model(args: argparse.Namespace) -> int:
 
 def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Callable[[Config], None]) -> int:
     """Starts an engine or what the config has of them, asks, and takes everything down again."""
-    config = load_config(args.config, args.overrides)
+    config = pin_models(load_config(args.config, args.overrides))
     check_model(config)
     check_plugins(config)
     folder = folder_beside(config.run.dir)

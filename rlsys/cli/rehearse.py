@@ -18,6 +18,7 @@ from typing import IO
 from rlsys.config import Config, add_config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
+from rlsys.convert.hub import model_overrides, pin_models
 from rlsys.core.errors import RunError, UserError
 from rlsys.planner.memory import budget, model_size
 from rlsys.planner.model_preflight import read_model
@@ -65,7 +66,8 @@ def add_rehearse(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def rehearse(args: argparse.Namespace) -> int:
     """Raises RunError (exit code 1) when a rank would fail."""
-    config = load_config(args.config, args.overrides)
+    config = pin_models(load_config(args.config, args.overrides), weights=False)
+    overrides = [*args.overrides, *model_overrides(config)]
     hf = _checked(args, config)
     on_gpus = config.launch.gpus_per_node > 0
     gpu_gb = args.gpu_memory if args.gpu_memory is not None else 80.0 if on_gpus else None
@@ -77,7 +79,7 @@ def rehearse(args: argparse.Namespace) -> int:
         kind = name_of_kind(stage_of(config, rank), config.parallel.pp)
         print(f"rlsys: rank {rank} of {config.parallel.world_size}, {kind}", file=sys.stderr, flush=True)
         try:
-            found.append(run_rank(args.config, args.overrides, Request(rank, args.skew)))
+            found.append(run_rank(args.config, overrides, Request(rank, args.skew)))
         except RankFailed as e:
             print(*(f"    {line}" for line in e.lines), sep="\n", file=sys.stderr)
             failures.append(f"{kind} (rank {rank}) fails in {e.during}: {e}")

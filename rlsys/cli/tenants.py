@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.config import Config, add_config, load_config
+from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
 from rlsys.tenants.keys import check_names, key_file, key_of
 
@@ -47,7 +48,7 @@ def read_options(args: argparse.Namespace) -> TenantsOptions:
     check_names(args.tenant)
     if not 1 <= args.port <= 65535:
         raise UserError(f"--port {args.port}: expected 1 to 65535, the same at every start")
-    config = load_config(args.config, [*args.overrides, "weights.method=adapter"])
+    config = pin_models(load_config(args.config, [*args.overrides, "weights.method=adapter"]))
     if config.parallel.world_size != 1:
         raise UserError(f"parallel: {config.parallel.world_size} ranks; `rlsys tenants` has one so far")
     if config.engine.count != 1 or config.engine.reference is not None:

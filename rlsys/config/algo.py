@@ -40,8 +40,8 @@ class CriticSection(Section):
 
 class TeacherSection(Section):
     path: FilePath
-    """Folder of the teacher: any model that can be trained here, with the policy's vocabulary. Every rank holds its
-    part of it, in `model.dtype`, beside the policy's, if no engine serves it."""
+    """Folder of the teacher, or owner/name[@REVISION] of a hub: any model that can be trained here, with the policy's
+    vocabulary. Every rank holds its part of it, in `model.dtype`, beside the policy's, if no engine serves it."""
     engine: Annotated[str, Field(pattern=r"^(own|https?://\S+)$")] | None = None
     """Server with the teacher's weights, which is asked about each response before its reward: its URL. own starts
     one more engine. The trainer then holds no teacher, and the folder may be of any family that SGLang serves. A

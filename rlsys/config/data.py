@@ -115,9 +115,9 @@ class EvalConfig(Section):
     every: Positive = 10
     """Train steps between two held-out evaluations. One more runs before the first step and one after the last.
     The next step waits for it, unless it runs in the background."""
-    prompts: Annotated[int, Field(gt=0, le=65536)] = 128
+    prompts: Annotated[int, Field(ge=0, le=65536)] = 128
     """Number of held-out prompts. None of them is ever trained on. More prompts make the accuracy more exact
-    and the evaluation longer."""
+    and the evaluation longer. 0: no evaluations; what a source holds out is not trained all the same."""
     seed: NonNegative = 999
     """Seed of the held-out prompts."""
     background: bool = False
@@ -132,4 +132,8 @@ class EvalConfig(Section):
         names = [s.name for s in self.sets]
         if twice := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"sets: the name {twice!r} is there {names.count(twice)} times")
+        if not self.prompts and (self.sets or self.background):
+            raise ValueError(
+                "prompts = 0: no evaluations, so sets and background have no effect; leave them out"
+            )
         return self

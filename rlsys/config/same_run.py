@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from rlsys.config.schema import Config
+from rlsys.core.hub import snapshot_name
 
 
 def identity_fields(config: Config) -> dict[str, Any]:
@@ -26,9 +28,17 @@ def identity_fields(config: Config) -> dict[str, Any]:
         data["trainer"].pop(key)
     if (teacher := data["algo"]["teacher"]) is not None and teacher.pop("engine") is not None:
         teacher["engine"] = "engine"  # its server may move
+    models = [data["model"]] if teacher is None else [data["model"], teacher, teacher["by_source"]]
+    for section in models:
+        section |= {name: _model_name(value) for name, value in section.items()}
     data.pop("eval")
     data.pop("parallel")  # a checkpoint loads in any layout
     return data
+
+
+def _model_name(value: Any) -> Any:
+    """A folder in a hub's cache is the commit of a model, wherever the cache is."""
+    return (snapshot_name(Path(value)) or value) if isinstance(value, str) else value
 
 
 def identity(config: Config) -> str:

@@ -16,7 +16,8 @@ Schedule = Literal["constant", "linear", "cosine"]
 class ModelConfig(Section):
     path: FilePath
     """Hugging Face folder that the run starts from: config.json, *.safetensors, and a tokenizer that transformers'
-    AutoTokenizer reads."""
+    AutoTokenizer reads. Or a model of a hub, owner/name or owner/name@REVISION, which is fetched before the start;
+    the run's config.yaml records its commit."""
     trust_remote_code: bool = False
     """Whether code of the folder may run: where its tokenizer is converted, and in engines. Kimi-K2 and Moonlight
     need it, since their tokenizers are code. Read it first."""

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+_BREAK = re.compile("[ \\t]*[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]\\s*")
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys, what turns the direction of text, and halves of characters."""
+
 
 class RlsysError(Exception):
-    """Base of every error we raise on purpose."""
+    """Base of every error we raise on purpose. Its text is one line, whatever names of strangers are in it: line
+    breaks become blanks, and controls are written as escapes."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        line = _BREAK.sub(" ", super().__str__())
+        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], line)
 
 
 class UserError(RlsysError):

@@ -13,7 +13,7 @@ TOKENIZER = "tokenizer.json"
 _TEXT, _VISION = "text_config", "vision_config"
 _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 """Files that hold a vocabulary in another form than tokenizer.json."""
-_WEIGHTS = frozenset({
+WEIGHT_SUFFIXES = frozenset({
     ".bin", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pt", ".pth", ".safetensors",
     ".tensors",
 })  # fmt: skip
@@ -51,13 +51,13 @@ def side_files(folder: Path) -> list[Path]:
     """
     names = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
     names = [n for n in names if not any(part.startswith(".") for part in n.parts)]
-    weights = [n for n in names if n.suffix in _WEIGHTS]
+    weights = [n for n in names if n.suffix in WEIGHT_SUFFIXES]
     others = {n.parts[0] for n in weights if len(n.parts) > 1}
     left_out = _OF_WEIGHTS | (_OF_A_CHECKPOINT if (folder / ".metadata").is_file() else frozenset())
     return sorted(
         n
         for n in names
-        if n.suffix not in _WEIGHTS
+        if n.suffix not in WEIGHT_SUFFIXES
         and not n.name.endswith(".index.json")
         and n.name not in left_out
         and (len(n.parts) == 1 or n.parts[0] not in others)

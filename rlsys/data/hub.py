@@ -1,8 +1,7 @@
 """Data sets of the `datasets` library: a folder on disk, or one of a Hugging Face hub by its id.
 
-The roles of a run read only what is on this disk (HF_HUB_OFFLINE), so a data set of a hub is fetched before they
-start: by the trial of `rlsys explain`, `try`, `train` and `submit`. `HF_ENDPOINT` names another hub than Hugging
-Face's own.
+A data set of a hub is fetched (rlsys/core/hub.py) before the roles of a run start: by the trial of `rlsys explain`,
+`try`, `train` and `submit`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.core.errors import UserError
+from rlsys.core.hub import fetch_snapshot
 from rlsys.data.tables import Arrow
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
@@ -48,23 +48,9 @@ def read_dataset(name: str, subset: str | None, split: str, revision: str | None
 def fetch(name: str, revision: str | None) -> Path:
     """The folder of a hub's data set, in the cache of huggingface_hub. Asks the hub where that is allowed, and takes
     what the cache has when the hub does not answer. Raises UserError."""
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
     if not _HUB_ID.fullmatch(name):
         raise UserError(f"data.params.name = {name!r}: no such folder, and no id of a data set, owner/name")
-    try:
-        return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision))
-    except HFValidationError as e:
-        raise UserError(f"data.params.name = {name!r}: no id of a data set: {_first_line(e)}") from None
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, OSError) as e:
-        where = huggingface_hub.constants.ENDPOINT
-        at = f" at revision {revision}" if revision else ""
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
-            why = f"and the cache has no copy{at}; rlsys explain fetches one where HF_HUB_OFFLINE is not set"
-        else:
-            why = f"and {where} gives no data set of this name{at}: {_first_line(e)}"
-        raise UserError(f"data.params.name = {name!r}: no such folder, {why}") from None
+    return fetch_snapshot("data.params.name", name, revision, "dataset")
 
 
 def head(name: str, revision: str | None) -> str | None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from rlsys.config import load_config
@@ -30,8 +31,8 @@ from rlsys.data.tables import Table
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.engine_requests import Limits, RefusedPrompt
 
-VERSION = 1
-"""Of what a check looks at."""
+_READERS = ("datasets", "jinja2", "msgspec", "pyarrow", "tokenizers")
+"""Packages that read, render and encode rows."""
 SHOWN = 3
 """Rows of a kind that are named; the others are counted."""
 ROWS_A_PROCESS = 2000
@@ -118,10 +119,18 @@ def row_counts(source: RowSource, limits: Limits, *, most: int | None = None) ->
     return found
 
 
+def checking_files() -> list[Path]:
+    """The source of what reads and checks a row: other code may count otherwise."""
+    rlsys = Path(__file__).parents[1]
+    packages = (rlsys / "data", rlsys / "engine_requests")
+    return [*(file for package in packages for file in sorted(package.glob("*.py"))), rlsys / "core/texts.py"]
+
+
 def _fingerprint(tables: Sequence[Table], source: RowSource, limits: Limits) -> str:
     tokenizer = source.tokenizer
     parts = [
-        VERSION,
+        [hashlib.sha256(file.read_bytes()).hexdigest() for file in checking_files()],
+        [version(package) for package in _READERS],
         [(table.name, table.digest) for table in tables],
         source.keys.model_dump(),
         files_digest(tokenizer.path),

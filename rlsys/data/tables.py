@@ -254,20 +254,45 @@ def _spans(path: Path, data: Data, spans: Sequence[tuple[int, int]], newlines: n
 
 def _newlines(path: Path, data: Data) -> np.ndarray:
     """Where line feeds are, the only ends of lines. Raises UserError naming the line that is not UTF-8 text."""
+    if not _is_utf8(data):
+        raise UserError(_not_utf8(path, data))
     found = []
+    for start in range(0, len(data), _CHUNK):
+        part = np.frombuffer(data, np.uint8, min(_CHUNK, len(data) - start), start)  # no copy
+        found.append(np.flatnonzero(part == ord("\n")) + start)
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _is_utf8(data: Data) -> bool:
+    """Arrow checks text ten times as fast as Python decodes it, and copies nothing."""
+    if len(data) <= _CHUNK:
+        try:
+            data[:].decode()
+        except UnicodeDecodeError:
+            return False
+        return True
+    import pyarrow
+
+    ends = pyarrow.py_buffer(np.array([0, len(data)], np.int64))
+    whole = pyarrow.Array.from_buffers(pyarrow.large_binary(), 1, [None, ends, pyarrow.py_buffer(data)])
+    try:
+        whole.cast(pyarrow.large_utf8())
+    except pyarrow.ArrowInvalid:
+        return False
+    return True
+
+
+def _not_utf8(path: Path, data: Data) -> str:
+    """What to say of the first byte that is not UTF-8 text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(data), _CHUNK):
-        chunk = data[start : start + _CHUNK]
-        found.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + start)
-        if chunk.isascii() and not decoder.getstate()[0]:
-            continue
         try:
-            decoder.decode(chunk, final=start + _CHUNK >= len(data))
+            decoder.decode(data[start : start + _CHUNK], final=start + _CHUNK >= len(data))
         except UnicodeDecodeError as e:
             at = max(start + e.start - len(decoder.getstate()[0]), 0)
-            line = 1 + sum(int(np.count_nonzero(n < at)) for n in found)
-            raise UserError(f"{path}:{line}: cannot read: not UTF-8 text: {e.reason}") from None
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+            line = 1 + sum(data[i : min(i + _CHUNK, at)].count(b"\n") for i in range(0, at, _CHUNK))
+            return f"{path}:{line}: cannot read: not UTF-8 text: {e.reason}"
+    raise AssertionError("unreachable")
 
 
 def _content(path: Path) -> Data:

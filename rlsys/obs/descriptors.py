@@ -19,7 +19,8 @@ def raise_descriptors(requests: int, asked_by: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     needed = requests + RESERVE
     if hard != resource.RLIM_INFINITY and hard < needed:
+        less = f", or ask for at most {hard - RESERVE}" if hard > RESERVE else ""
         raise UserError(
             f"{asked_by}: up to {requests} requests in flight need {needed} file descriptors; the hard limit is "
-            f"{hard} (ulimit -Hn): raise it, or ask for less"
+            f"{hard} (ulimit -Hn): raise it{less}"
         )

@@ -82,13 +82,7 @@ def read_model(config: Config) -> HFConfig:
 def check_folder(path: Path, field: str = "model.path") -> None:
     """Raises UserError unless `path` looks like a model folder."""
     if not path.exists():
-        hub = len(path.parts) == 2 and not path.is_absolute() and path.parts[0] not in (".", "..")
-        hint = (
-            f"; if it is a model of a hub: hf download {path} --local-dir FOLDER, and give FOLDER"
-            if hub
-            else ""
-        )
-        raise UserError(f"{field} = {path}: no such folder{hint}")
+        raise UserError(f"{field} = {path}: no such folder")
     if not path.is_dir():
         raise UserError(f"{field} = {path}: not a folder; expected a Hugging Face model folder")
     if not (path / "config.json").is_file():

@@ -8,11 +8,12 @@ from functools import cached_property
 from rlsys.core.types import Sample, SampleGroup
 from rlsys.data import PromptSource
 from rlsys.engine_requests import Limits
+from rlsys.generators.censoring import train_prompt
 
 CANARIES = 4
 """How many prompts, and how many responses."""
 CANDIDATES = 16 * CANARIES
-"""Held-out prompts among which those that serve as canaries are chosen."""
+"""Prompts among which those that serve as canaries are chosen."""
 CANARY_TOKENS = 512
 """Of a prompt, and of a response with its prompt, so many are compared: wrong weights show on any token, and the
 comparison stands between every push and the next token."""
@@ -22,8 +23,8 @@ class Canaries:
     """Owns the longest responses taken last."""
 
     def __init__(self, source: PromptSource, heldout: int, limits: Callable[[], Limits]) -> None:
-        """`heldout`: how many held-out prompts the run has a use for. `limits`: of engines, read when they are
-        needed."""
+        """`heldout`: how many held-out prompts the run has a use for; 0 takes training prompts. `limits`: of engines,
+        read when they are needed."""
         self._source, self._limits = source, limits
         self._candidates = min(CANDIDATES, heldout)
         self._responses: list[list[int]] = []
@@ -47,7 +48,9 @@ class Canaries:
     @cached_property
     def _prompts(self) -> list[list[int]]:
         """A source always gives the same ones."""
-        prompts = [p.ids for p in self._source.heldout(self._candidates) if p.ids]
+        source, count = self._source, self._candidates
+        found = source.heldout(count) if count else [train_prompt(source, i) for i in range(CANDIDATES)]
+        prompts = [p.ids for p in found if p.ids]
         ordered = sorted(prompts, key=lambda ids: len(ids) > CANARY_TOKENS)
         return [ids for ids in map(self._cut, ordered) if self._limits().fits(ids)][:CANARIES]
 

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback with one data set: what huggingface_hub asks for, and nothing else."""
+"""A Hugging Face hub on loopback with one repository: what huggingface_hub asks for, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
 
 COMMIT = "a1" * 20
 
 
 @contextlib.contextmanager
-def hub(name: str, files: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
-    """Its URL, and the paths that it was asked for, as they come."""
+def hub(
+    name: str,
+    files: dict[str, bytes],
+    kind: Literal["datasets", "models"] = "datasets",
+    revisions: dict[str, str] | None = None,
+) -> Iterator[tuple[str, list[str]]]:
+    """Its URL, and the paths that it was asked for, as they come. All `revisions`, commits by their names, have the
+    same files; `revisions` may change meanwhile."""
     asked: list[str] = []
+    commits = {"main": COMMIT} if revisions is None else revisions
+    prefix = "datasets/" if kind == "datasets" else ""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -39,16 +48,24 @@ def hub(name: str, files: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
             pass
 
     def find(path: str) -> tuple[bytes | None, dict[str, str]]:
-        if path.startswith(f"/api/datasets/{name}/tree/"):
+        api, at = f"/api/{kind}/{name}", f"/{prefix}{name}/resolve/"
+        if path.startswith(f"{api}/tree/"):
             tree = [{"type": "file", "path": f, "size": len(b), "oid": digest(b)} for f, b in files.items()]
             return json.dumps(tree).encode(), {}
-        if path.startswith(f"/api/datasets/{name}/revision/") or path == f"/api/datasets/{name}":
-            about = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": f} for f in files], "tags": []}
-            return json.dumps(about).encode(), {}
-        at = f"/datasets/{name}/resolve/{COMMIT}/"
-        if path.startswith(at) and (body := files.get(path.removeprefix(at))) is not None:
-            return body, {"ETag": f'"{digest(body)}"', "X-Repo-Commit": COMMIT}
+        if path == api or path.startswith(f"{api}/revision/"):
+            revision = path.removeprefix(api).removeprefix("/revision/") or "main"
+            if (commit := commits.get(revision)) is None:
+                return (None, {}) if revision not in commits.values() else about(revision)
+            return about(commit)
+        if path.startswith(at):
+            commit, _, file = path.removeprefix(at).partition("/")
+            if commit in commits.values() and (body := files.get(file)) is not None:
+                return body, {"ETag": f'"{digest(body)}"', "X-Repo-Commit": commit}
         return None, {}
+
+    def about(commit: str) -> tuple[bytes, dict[str, str]]:
+        siblings = [{"rfilename": f} for f in files]
+        return json.dumps({"id": name, "sha": commit, "siblings": siblings, "tags": []}).encode(), {}
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlsys.obs.metrics import read_metrics
-from tests.helpers import tiny
+from tests.helpers import published_families, tiny
+from tests.helpers.published_tokenizers import CODE_FORMS
 from tests.helpers.runs import ROOT, SYNCHRONOUS, checked_ledger, train_locally
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -65,3 +66,30 @@ def test_three_steps_replay_the_engines_experts(family: str, tmp_path: Path) -> 
     assert json.loads((run / "exports" / "step-000003" / "config.json").read_text())["architectures"] == [
         tiny.TINY[family].architecture
     ]
+
+
+PUBLISHED = {
+    "qwen3-moe": "grouped heads with norms",
+    "deepseek-v3": "latent",
+    "gpt-oss": "sinks and windows",
+    "qwen3-next": "gated delta net",
+}
+"""One family for each kind of attention."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_folder_as_published_is_served_as_it_is_trained(family: str, tmp_path: Path) -> None:
+    """With the makers' tokenizer, template, stop ids and files: an engine samples, and the trainer's log-probs of the
+    same tokens are the engine's."""
+    one, run = published_families.FAMILIES[family], tmp_path / "run"
+    folder = published_families.write(tmp_path / "model", one)
+    train_locally(
+        run, *SYNCHRONOUS, *REPLAYED, "parallel.ep=1", "trainer.steps=1", "eval.prompts=0", f"model.path={folder}",
+        f"model.trust_remote_code={str(one.form in CODE_FORMS).lower()}", "rollout.max_response_tokens=32",
+        "data.reward=tests.helpers.length_reward:shorter",
+    )  # fmt: skip
+    (step,) = read_metrics(run).steps
+    assert step["push_tensors_unknown"] == 0
+    assert step["replay_share"] == 1
+    assert step["mismatch_mean"] < 2e-5
+    checked_ledger(run)

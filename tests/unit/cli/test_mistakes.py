@@ -15,6 +15,7 @@ import pytest
 
 from rlsys.cli.main import main
 from rlsys.config import Config, load_config
+from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt
 from rlsys.planner.model_preflight import check_model
@@ -78,7 +79,7 @@ TABLE: list[tuple[str, str]] = [
     (rows_of("verl.parquet"), "verl.parquet: a Parquet file; data.source = parquet reads it"),
     (
         "model.path=Qwen/Qwen3-4B",
-        "no such folder; if it is a model of a hub: hf download Qwen/Qwen3-4B --local-dir",
+        "model.path = 'Qwen/Qwen3-4B': no such folder, and the cache has no copy; `hf download Qwen/Qwen3-4B`",
     ),
     (reward("mine.py:compute_score"), STARTS),
     (reward("mine.py:custom_rm"), STARTS),
@@ -199,9 +200,8 @@ def test_a_mistake_is_one_line(folder: Path, given: str, told: str) -> None:
     field = given.partition("=")[0]
     overrides = [given] if field == "data" else [OURS, given]
     try:
-        config = load_config(
-            Path("quickstart"), [*([] if field.startswith("eval") else ["eval.prompts=2"]), *overrides]
-        )
+        prompts = [] if field.startswith("eval") else ["eval.prompts=2"]
+        config = pin_models(load_config(Path("quickstart"), [*prompts, *overrides]))
         check_model(config)
         check_names(config)
         try_rollout(config)

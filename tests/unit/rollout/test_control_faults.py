@@ -275,6 +275,18 @@ async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
             raise_descriptors(hard, "x")
 
 
+@pytest.mark.parametrize(("hard", "advice"), [(256, "raise it"), (300, "raise it, or ask for at most 44")])
+def test_too_few_descriptors_say_what_would_help(hard: int, advice: str) -> None:
+    """What is reserved beside requests is not to be saved by asking for less."""
+    code = (
+        "import resource; from rlsys.obs.descriptors import raise_descriptors\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard})); raise_descriptors(48, 'x')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    needed = "x: up to 48 requests in flight need 304 file descriptors"
+    assert done.stderr.strip().endswith(f"{needed}; the hard limit is {hard} (ulimit -Hn): {advice}")
+
+
 # -- the front (14) ------------------------------------------------------------------------------------------
 
 

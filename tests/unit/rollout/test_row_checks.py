@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsys.config import Config, dump_config
 from rlsys.core.errors import UserError
-from rlsys.data import Tokenizer, build_source
+from rlsys.data import Tokenizer, build_source, row_check
+from rlsys.data.row_source import RowSource
+from rlsys.engine_requests import Limits
 from rlsys.rollout.row_checks import RowChecks, check_same_rows
 
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
@@ -87,3 +90,43 @@ async def test_all_rows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "rows_unanswered": 1,
         }
     assert len(list((tmp_path / "cache/rlsys/rows").iterdir())) == 1
+
+
+def test_the_counts_are_kept_until_the_data_or_what_checks_them_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    code = tmp_path / "check.py"
+    code.write_text("a")
+    monkeypatch.setattr(row_check, "checking_files", lambda: [code])
+    checks: list[int] = []
+    check = row_check.check_rows
+
+    def counted(*args: Any) -> row_check.RowCounts:
+        checks.append(1)
+        return check(*args)
+
+    monkeypatch.setattr(row_check, "check_rows", counted)
+
+    def count(rows: list[dict[str, object]], room: int = 512) -> None:
+        source = build_source(config_of(tmp_path, rows), Tokenizer(MODEL))
+        assert isinstance(source, RowSource)
+        row_check.row_counts(source, Limits(128, room))
+
+    count(ROWS)
+    count(ROWS)
+    assert len(checks) == 1
+    count(ROWS[::-1])
+    count(ROWS, 256)
+    assert len(checks) == 3
+    code.write_text("b")
+    count(ROWS)
+    assert len(checks) == 4
+    monkeypatch.setattr(row_check, "version", lambda package: f"{package} 2")
+    count(ROWS)
+    assert len(checks) == 5
+
+
+def test_what_checks_a_row_is_known_by_its_source() -> None:
+    names = {f"{file.parent.name}/{file.name}" for file in row_check.checking_files()}
+    assert {"data/rows.py", "data/chat_template.py", "engine_requests/limits.py", "core/texts.py"} <= names

@@ -1,0 +1,83 @@
+"""Models of a Hugging Face hub in the place of folders: `owner/name`, or `owner/name@REVISION`.
+
+Every field and argument that names a model may name one so. The command that starts a run puts the folder of the
+snapshot in its place; that folder's name has the commit, and the run's config.yaml records it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from rlsys.config import Config, load_config
+from rlsys.config.shipped import exists
+from rlsys.core.hub import fetch_snapshot, snapshot_name
+from rlsys.core.model_folder import WEIGHT_SUFFIXES
+
+_NAME = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(\S+))?", re.ASCII)
+_NOT_READ = [f"*{suffix}" for suffix in sorted(WEIGHT_SUFFIXES - {".safetensors"})] + ["*/*.safetensors"]
+"""Weights in formats or folders that nothing here reads."""
+_CONFIG, _MODEL, _TEACHER = "config.yaml", "model.path", "algo.teacher."
+
+
+def find_folder(path: Path, field: str, *, weights: bool = True, commit: str | None = None) -> Path:
+    """`path`, or the snapshot of the hub's model that it names.
+
+    A path that exists is never taken for a name.
+
+    Args:
+        field: Of the config or the command line that has `path`, for errors.
+        weights: Whether the weights are needed; config.json, tokenizer and templates always are.
+        commit: Of the snapshot, where `path` has no revision.
+
+    Raises:
+        UserError: The name's model cannot be had.
+    """
+    match = _NAME.fullmatch(str(path))
+    if match is None or exists(path):
+        return path
+    without = _NOT_READ if weights else [*_NOT_READ, "*.safetensors"]
+    return fetch_snapshot(field, match[1], match[2] or commit, "model", without)
+
+
+def pin_models(config: Config, *, weights: bool = True) -> Config:
+    """With a folder for each model of a hub: at the revision that its name has, else at that of the snapshot with
+    which the run in `run.dir` began, else at the hub's newest.
+
+    Args:
+        weights: Whether the weights are needed.
+
+    Raises:
+        UserError: A model cannot be had.
+    """
+    file = config.run.dir / _CONFIG
+    before = _folders(load_config(file)) if file.is_file() else {}
+
+    def found(path: Path, field: str) -> Path:
+        name, _, commit = (snapshot_name(before.get(field, Path())) or "").partition("@")
+        return find_folder(path, field, weights=weights, commit=commit if str(path) == name else None)
+
+    folders = {field: found(path, field) for field, path in _folders(config).items()}
+    model = config.model.model_copy(update={"path": folders[_MODEL]})
+    algo = config.algo
+    if (teacher := algo.teacher) is not None:
+        by_source = {source: folders[f"{_TEACHER}by_source.{source}"] for source in teacher.by_source}
+        changes = {"path": folders[f"{_TEACHER}path"], "by_source": by_source}
+        algo = algo.model_copy(update={"teacher": teacher.model_copy(update=changes)})
+    return config.model_copy(update={"model": model, "algo": algo})
+
+
+def model_overrides(config: Config) -> list[str]:
+    """The folders of `config`'s models as overrides, for another process that reads the same file."""
+    overrides = [f"model.path={json.dumps(str(config.model.path))}"]
+    if (teacher := config.algo.teacher) is not None:
+        folders = teacher.model_dump(mode="json", include={"path", "by_source"})
+        overrides.append(f"algo.teacher={json.dumps(folders)}")
+    return overrides
+
+
+def _folders(config: Config) -> dict[str, Path]:
+    """Of all models of a run, by the field that names each."""
+    teacher = config.algo.teacher.folders if config.algo.teacher is not None else {}
+    return {_MODEL: config.model.path, **{f"{_TEACHER}{field}": path for field, path in teacher.items()}}

@@ -1,0 +1,190 @@
+"""Model folders as strangers leave them: whatever lies in a folder, and in whatever order, a tensor is the one that
+the index names, or the folder is refused in one line that names what is wrong. Strategies: which files hold which
+tensors (order, duplication), left-over files, other types, sizes, names, headers that are cut or have other bytes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlsys.convert.config import HFConfig
+from rlsys.convert.folder import INDEX
+from rlsys.convert.hf import HFTensors
+from rlsys.convert.table import entries
+from rlsys.core.errors import UserError
+from tests.helpers import tiny
+from tests.helpers.odd_values import instead, texts, values
+
+pytestmark = pytest.mark.gate
+SMALL = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "num_experts": 2}
+RAW = tiny.raw_config(tiny.TINY["qwen3-moe"]) | SMALL
+HF = HFConfig.of(RAW, "config.json")
+SHAPES = {name: shape for entry in entries(HF) for name, shape in entry.hf.items()}
+NAMES = sorted(SHAPES)
+TENSORS = {name: torch.full(shape, i + 1.0) for i, (name, shape) in enumerate(sorted(SHAPES.items()))}
+FILES = st.sampled_from(
+    (
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors",
+        "a.safetensors", "z.safetensors",
+    )
+)  # fmt: skip
+FIND = (Phase.explicit, Phase.generate)
+"""The first example that fails is shown as it is: to make it smaller takes minutes."""
+NO_WEIGHTS = st.sampled_from(
+    (torch.int8, torch.int32, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.complex64)
+)
+WEIGHTS = st.sampled_from((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
+
+def written(folder: Path, files: dict[str, dict[str, Tensor]], index: dict[str, str] | None) -> Path:
+    (folder / "config.json").write_text(json.dumps(RAW))
+    for file, tensors in files.items():
+        save_file(tensors, folder / file)
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def split(data: st.DataObject) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """All tensors over one to three files, and their index."""
+    chosen = data.draw(st.lists(FILES, min_size=1, max_size=3, unique=True))
+    places = {name: chosen[i % len(chosen)] for i, name in enumerate(data.draw(st.permutations(NAMES)))}
+    files: dict[str, dict[str, Tensor]] = {file: {} for file in chosen}
+    for name, file in places.items():
+        files[file][name] = TENSORS[name]
+    return files, places
+
+
+def read(folder: Path) -> dict[str, Tensor] | str:
+    """All tensors, or the refusal."""
+    try:
+        stored = HFTensors(folder, HFConfig.read(folder))
+        return {name: stored.read(name) for name in stored.names}
+    except UserError as e:
+        return str(e)
+
+
+def assert_right(found: dict[str, Tensor] | str, folder: Path, *, may_refuse: bool) -> None:
+    if isinstance(found, str):
+        assert may_refuse, found
+        assert "\n" not in found and str(folder) in found
+    else:
+        assert found.keys() == TENSORS.keys()
+        wrong = [name for name in NAMES if not torch.equal(found[name], TENSORS[name])]
+        assert not wrong, wrong[:3]
+
+
+@given(data=st.data())
+@settings(max_examples=150, phases=FIND)
+def test_left_over_files_change_nothing_or_are_named(data: st.DataObject) -> None:
+    """Duplication: with an index, names that other files hold a second time, with other numbers."""
+    files, places = split(data)
+    left = {
+        name: torch.zeros(SHAPES[name]) for name in data.draw(st.lists(st.sampled_from(NAMES), max_size=4))
+    }
+    file = data.draw(FILES)
+    clash = file in files
+    if left and not clash:
+        files[file] = left
+    indexed = data.draw(st.booleans())
+    with tempfile.TemporaryDirectory() as name:
+        folder = written(Path(name), files, places if indexed else None)
+        found = read(folder)
+        whole = not left or clash
+        shards_of_two = any("-of-" in f for f in files) and not indexed
+        assert_right(found, folder, may_refuse=not (indexed or whole) or shards_of_two)
+        if isinstance(found, str) and left and not clash and not indexed:
+            assert file in found or "-of-" in found or "expected" in found
+
+
+@given(data=st.data(), dtype=st.one_of(NO_WEIGHTS, WEIGHTS))
+@settings(max_examples=60, phases=FIND)
+def test_a_stored_type_is_a_weights_or_is_named(data: st.DataObject, dtype: torch.dtype) -> None:
+    files, places = split(data)
+    name = data.draw(st.sampled_from(NAMES))
+    files[places[name]][name] = torch.ones(SHAPES[name]).to(dtype)
+    with tempfile.TemporaryDirectory() as where:
+        folder = written(Path(where), files, places)
+        found = read(folder)
+        if dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            assert not isinstance(found, str), found
+            assert torch.equal(found[name].double(), torch.ones(SHAPES[name]).double())
+        else:
+            assert isinstance(found, str), dtype
+            assert name in found and "\n" not in found
+
+
+@given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=3))
+@settings(max_examples=60, phases=FIND)
+def test_another_size_or_name_is_named(data: st.DataObject, shape: list[int]) -> None:
+    files, places = split(data)
+    name = data.draw(st.sampled_from(NAMES))
+    known = data.draw(st.booleans())
+    called = name if known else data.draw(texts(halves=False, most=4)) + ".weight"
+    file = places[name]
+    del files[file][name]
+    files[file][called] = torch.ones(shape)
+    index = {**{n: f for n, f in places.items() if n != name}, called: file}
+    with tempfile.TemporaryDirectory() as where:
+        folder = written(Path(where), files, index)
+        found = read(folder)
+        assert isinstance(found, str) or tuple(shape) == SHAPES[name], (called, shape)
+        if isinstance(found, str):
+            assert name in found or called in found or "\\x" in found or not called.isprintable()
+            assert "\n" not in found
+
+
+@given(
+    index=st.one_of(
+        values(2).map(json.dumps),
+        instead({"metadata": {}, "weight_map": dict.fromkeys(NAMES, "model.safetensors")}).map(json.dumps),
+        st.dictionaries(texts(halves=False, most=3), values(1), max_size=3).map(
+            lambda m: json.dumps({"weight_map": m})
+        ),
+        texts(halves=False),
+    )
+)
+@settings(max_examples=60, phases=FIND)
+def test_any_index_is_read_or_named(index: str) -> None:
+    with tempfile.TemporaryDirectory() as where:
+        folder = written(Path(where), {"model.safetensors": TENSORS}, None)
+        (folder / INDEX).write_text(index)
+        assert_right(read(folder), folder, may_refuse=True)
+
+
+@given(at=st.integers(0, 400), bytes_=st.binary(max_size=12), cut=st.booleans())
+@settings(max_examples=80, phases=FIND)
+def test_any_header_is_read_or_named(at: int, bytes_: bytes, cut: bool) -> None:
+    with tempfile.TemporaryDirectory() as where:
+        folder = written(Path(where), {"model.safetensors": TENSORS}, None)
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:at] + bytes_ + (b"" if cut else content[at + len(bytes_) :]))
+        found = read(folder)
+        if isinstance(found, str):
+            assert "\n" not in found and str(folder) in found
+        else:
+            assert not cut and found.keys() == TENSORS.keys()
+
+
+CONFIGS = st.one_of(instead(RAW), values(2))
+
+
+@given(raw=CONFIGS)
+@settings(max_examples=150, phases=FIND)
+def test_any_config_is_read_or_named(raw: Any) -> None:
+    with tempfile.TemporaryDirectory() as where:
+        (Path(where) / "config.json").write_text(json.dumps(raw))
+        try:
+            HFConfig.read(Path(where))
+        except UserError as e:
+            assert "\n" not in str(e) and "config.json" in str(e)

@@ -1,0 +1,217 @@
+"""Rows as strangers write them: what is a row is read as it was written, whatever the form of its file; what is no
+prompt is one line that names file and line. Strategies: tests/helpers/odd_values.py."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.config import Config
+from rlsys.config.data import KeysConfig
+from rlsys.core.errors import UserError
+from rlsys.data import Tokenizer
+from rlsys.data.row_source import RowSource, prompt_of_row, scan_rows
+from rlsys.data.rows import key_columns, quick_key, read_row
+from rlsys.data.tables import Arrow, read_lines, read_parquet
+from tests.helpers.odd_values import ATOMS, instead, texts, values
+
+pytestmark = pytest.mark.gate
+MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
+CONFIG = Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "exact_answer"}})
+TOKENIZER = Tokenizer(MODEL)
+KEYS = KeysConfig()
+HALF = "\ud83d"
+FIRST = {"prompt": "1+1="}
+"""A file that begins with a list is one list of all rows."""
+
+MESSAGE = {"role": "user", "content": "1+1="}
+CHAT = {"prompt": [MESSAGE], "answer": "2", "data_source": "sums", "tools": None}
+CONTENTS = st.one_of(
+    texts(), st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts()}), max_size=2)
+)
+MESSAGES = st.one_of(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(("system", "user", "assistant", "tool")), "content": CONTENTS}
+    ),
+    instead(MESSAGE),
+    values(1),
+)
+PROMPTS = st.one_of(texts(), st.lists(MESSAGES, max_size=3), values(2))
+ROWS = st.one_of(
+    st.fixed_dictionaries(
+        {"prompt": PROMPTS}, optional={"answer": values(1), "data_source": ATOMS, "note": values()}
+    ),
+    st.fixed_dictionaries(
+        {"messages": PROMPTS, "reward_model": instead({"ground_truth": "2", "style": "rule"})}
+    ),
+    st.fixed_dictionaries({"prompt": texts()}, optional={"images": values(1), "tools": values(2)}),
+    instead(CHAT),
+    st.dictionaries(texts(most=2), ATOMS, min_size=1, max_size=3),
+    st.dictionaries(st.sampled_from(key_columns(KEYS)), values(1), max_size=2).map(lambda more: CHAT | more),
+    values(2),
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, with NaN equal to itself, and 1 other than 1.0 and True."""
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(v, b[k]) for k, v in a.items())
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def packed(form: str, content: bytes) -> bytes:
+    return {"plain": bytes, "gz": gzip.compress, "zst": zstandard.compress}[form](content)
+
+
+@given(
+    rows=st.lists(st.dictionaries(texts(most=3), values(), max_size=3), min_size=1, max_size=4),
+    ascii_only=st.booleans(),
+    end=st.sampled_from(("\n", "\r\n", "\n\n", " \t\n")),
+    last=st.booleans(),
+    mark=st.booleans(),
+    form=st.sampled_from(("plain", "gz", "zst")),
+    kind=st.sampled_from(("lines", "array", "pretty array")),
+)
+def test_rows_are_read_as_they_were_written(
+    rows: list[dict[str, Any]], ascii_only: bool, end: str, last: bool, mark: bool, form: str, kind: str
+) -> None:
+    """Halves of characters stand in files as escapes alone."""
+    written = [json.dumps(row) for row in rows]
+    if not ascii_only:
+        whole = [json.dumps(row, ensure_ascii=False) for row in rows]
+        written = [a if HALF in b else b for a, b in zip(written, whole, strict=True)]
+    if kind == "lines":
+        content = end.join(written) + end * last
+        lines = [1 + i * end.count("\n") for i in range(len(rows))]
+    else:
+        between = ",\n" if kind == "pretty array" else ", "
+        content = f"[{between.join(written)}]"
+        lines = [1 + i * between.count("\n") for i in range(len(rows))]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_bytes(packed(form, b"\xef\xbb\xbf" * mark + content.encode()))
+        table = read_lines([file])
+        assert len(table) == len(rows)
+        for i, row in enumerate(rows):
+            assert same(table.row(i), row)
+            assert table.place(i) == f"{file}:{lines[i]}"
+
+
+@given(rows=st.lists(ROWS, min_size=1, max_size=5))
+def test_a_row_is_a_prompt_or_one_line_that_names_its_place(rows: list[Any]) -> None:
+    rows = [FIRST, *rows]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table = read_lines([file])
+        assert len(table) == len(rows)
+        for i in range(len(rows)):
+            prompt = prompt_of_row(table, i, KEYS, TOKENIZER, i)
+            assert prompt.where == f"{file}:{i + 1}"
+            if prompt.refusal:
+                assert f"{file}:{i + 1}" in prompt.refusal
+                assert prompt.refusal.splitlines() == [prompt.refusal]
+                assert not prompt.ids
+            else:
+                assert prompt.ids == TOKENIZER.encode(prompt.text)
+
+
+@given(rows=st.lists(ROWS, min_size=1, max_size=5))
+def test_the_quick_way_finds_what_the_whole_row_says(rows: list[Any]) -> None:
+    """All rows are looked at by a few of their keys."""
+    rows = [FIRST, *rows]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table = read_lines([file])
+        for i, few in enumerate(table.columns(key_columns(KEYS))):
+            if (key := quick_key(few, KEYS)) is not None:
+                assert key == read_row(table.row(i), KEYS, table.place(i)).key
+        try:
+            hashes = scan_rows(table, KEYS).hashes.tolist()
+        except UserError as e:
+            assert str(e).startswith(f"{file}:") and str(e).splitlines() == [str(e)]
+        else:
+            alone = [scan_rows(Arrow([table.row(i)], "one"), KEYS).hashes.tolist() for i in range(len(rows))]
+            assert hashes == [h for one in alone for h in one]
+
+
+TABLES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "prompt": st.lists(
+                st.fixed_dictionaries({"content": texts(halves=False), "role": st.just("user")}),
+                min_size=1,
+                max_size=2,
+            ),
+            "reward_model": st.fixed_dictionaries(
+                {"ground_truth": texts(halves=False), "style": st.just("rule")}
+            ),
+            "extra": st.one_of(st.none(), st.integers(-9, 9)),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(rows=TABLES)
+def test_parquet_and_json_lines_give_the_same_prompts(rows: list[dict[str, Any]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        lines, parquet = Path(folder) / "rows.jsonl", Path(folder) / "rows.parquet"
+        lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), parquet)
+        tables = read_lines([lines]), read_parquet([parquet])
+        for i in range(len(rows)):
+            one, other = (prompt_of_row(table, i, KEYS, TOKENIZER, i) for table in tables)
+            assert (one.ids, one.entry, bool(one.refusal)) == (other.ids, other.entry, bool(other.refusal))
+
+
+def source(rows: Sequence[Any]) -> RowSource:
+    return RowSource(CONFIG, TOKENIZER, Arrow(list(rows), "rows"), None, 0)
+
+
+@given(data=st.data(), count=st.integers(1, 60), copies=st.integers(0, 3))
+@settings(max_examples=40)
+def test_a_prompt_is_on_one_side_whatever_the_order_and_its_copies(
+    data: st.DataObject, count: int, copies: int
+) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i)} for i in range(count)]
+    more = data.draw(st.lists(st.sampled_from(rows), min_size=copies, max_size=copies))
+    mixed = source(data.draw(st.permutations([*rows, *more])))
+    plain = source(rows)
+    assert set(mixed.held_keys.tolist()) == set(plain.held_keys.tolist())
+    held = {p.question for p in mixed.heldout(len(mixed.held_keys))} if len(mixed.held_keys) else set()
+    trained = [mixed.train(i).question for i in range(len(mixed._train))]
+    assert held.isdisjoint(trained)
+    assert len(trained) == sum(row["prompt"] not in held for row in [*rows, *more])
+    assert set(trained) | held == {row["prompt"] for row in rows}
+
+
+@pytest.mark.parametrize("key", ["prompt", "note", "tools", "answer"])
+def test_deep_nesting_is_a_row_like_others_or_one_line(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    deep = "[" * 3000 + "]" * 3000
+    file.write_text(f'{{"prompt": "1+1=", "answer": "2", "{key}": {deep}}}\n{{"prompt": "1+2="}}\n')
+    table = read_lines([file])
+    prompt = prompt_of_row(table, 0, KEYS, TOKENIZER, 0)
+    assert not prompt.refusal or (f"{file}:1" in prompt.refusal and "\n" not in prompt.refusal)
+    assert not prompt_of_row(table, 1, KEYS, TOKENIZER, 1).refusal
