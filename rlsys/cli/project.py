@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from launch.plan import LaunchPlan, build_asking_plan
 from launch.ports import choose_ports
 from rlsys.cli.project_template import data_section, write_config, write_starter
 from rlsys.config import Config, add_config, load_config
-from rlsys.convert.hub import pin_models
+from rlsys.convert.hub import find_folder, pin_models
 from rlsys.core.errors import RunError, UserError, disk_errors
 from rlsys.engine.launch_args import engine_command
 from rlsys.evaluation.tryout import FILE_NAME
@@ -46,7 +47,10 @@ def add_own(add: Add, supervise: Supervise, check_plugins: Callable[[Config], No
     sub = add("new", new, "write a small folder of your own that trains at once: config, data, reward, test")
     sub.add_argument("folder", type=Path, metavar="NAME", help="new folder")
     sub.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="write a config for this Hugging Face folder instead"
+        "--model",
+        type=Path,
+        metavar="FOLDER_OR_ID",
+        help="write a config for this Hugging Face folder, or model of a hub, instead",
     )
     sub.add_argument("--gpus", type=int, metavar="N", help="with --model: number of GPUs; 0 for a CPU host")
     sub.add_argument(
@@ -89,8 +93,10 @@ def new_for_model(args: argparse.Namespace) -> int:
     if args.gpus is None or not 0 <= args.gpus <= 65536:
         raise UserError(f"--gpus {args.gpus}: expected a number from 0 to 65536 beside --model")
     data = data_section(args.data, args.reward)
-    recommendation = recommend(args.model, args.gpus, args.gpu, data)
-    config = write_config(args.folder, recommendation.sections, data)
+    snapshot = find_folder(args.model, "--model", weights=False)
+    sections = recommend(snapshot, args.gpus, args.gpu, data).sections
+    sections["model"]["path"] = replace(sections["model"]["path"], value=str(args.model))
+    config = write_config(args.folder, sections, data)
     print(f"  {config}")
     print(f"next: rlsys explain {config}\n      rlsys rehearse {config}\n      rlsys train {config}")
     return 0

@@ -16,6 +16,7 @@ from rlsys.planner.recommendation import recommend
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "configs/models"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.mark.parametrize(
@@ -92,3 +93,25 @@ def test_data_and_reward_are_in_the_config(tmp_path: Path, monkeypatch: pytest.M
     assert main([*command, "--reward", "score.py:score"]) == 0
     data = load_config(Path("mine/config.yaml"), []).data
     assert (data.source, data.params, data.reward_name) == ("jsonl", {"path": "rows.jsonl"}, "score.py:score")
+
+
+def test_a_model_of_a_hub_is_written_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot's config.json decides; the config keeps the name, which a run pins to a commit."""
+    monkeypatch.chdir(tmp_path)
+    cached = cache_snapshot(tmp_path / "cache", "me/small", MODELS / "quickstart-moe/config.json")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["new", "mine", "--model", "me/small", "--gpus", "0"]) == 0
+    assert cached.is_dir()
+    assert 'path: "me/small"' in Path("mine/config.yaml").read_text()
+
+
+def cache_snapshot(cache: Path, name: str, file: Path) -> Path:
+    """Lay out a repository as huggingface_hub does; return the snapshot's folder."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(COMMIT)
+    (snapshot / "config.json").write_bytes(file.read_bytes())
+    return snapshot
