@@ -53,7 +53,7 @@ class Loop:
         self.on_main(lambda: self.rollout.restore(self.step))
         self._write("run", event="resume" if self.step else "start")
         self.push()
-        if self.step == 0:
+        if self.step == 0 and self.config.eval.due(0, False):
             self.evaluate()
         while self.step < self.config.trainer.steps:
             start = time.monotonic()
@@ -131,7 +131,7 @@ class Loop:
         step, t, accuracy = self.step, self.config.trainer, None
         last = step == t.steps
         self.end_evaluation(wait=False)
-        if last or step % self.config.eval.every == 0:
+        if self.config.eval.due(step, last):
             accuracy = self.evaluate()
         if t.export_every and step % t.export_every == 0:
             self.trainer.export(self.config.run.dir / "exports" / f"step-{step:06d}")
@@ -142,10 +142,7 @@ class Loop:
             self.begun = step
 
     def evaluate(self) -> float | None:
-        """Held-out accuracy of the weights that the engines have; None while it is measured in the background, and
-        for a run without evaluations."""
-        if not self.config.eval.prompts:
-            return None
+        """Held-out accuracy of the weights that the engines have; None while it is measured in the background."""
         self.end_evaluation(wait=True)
         beside = self.config.eval.background and self.step < self.config.trainer.steps
         if beside and self.on_main(self.rollout.begin_evaluation):

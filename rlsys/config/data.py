@@ -127,6 +127,10 @@ class EvalConfig(Section):
     """Further named sets, each with its own prompts, reward and sampling. They are asked after the held-out
     prompts, by the same weights."""
 
+    def due(self, step: int, last: bool) -> bool:
+        """Whether the weights of so many train steps are evaluated. `last`: they are the run's last."""
+        return self.prompts > 0 and (last or step % self.every == 0)
+
     @model_validator(mode="after")
     def _names(self) -> Self:
         names = [s.name for s in self.sets]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.config import dump_config, load_config
 from rlsys.obs.metrics import read_metrics
 from tests.helpers.runs import RLSYS, ROOT, TINY, checked_ledger, logs_of
 
@@ -52,19 +53,21 @@ CASES = {
         line=r"127\.0\.0\.1",
     ),
     "disk": Case(
-        "a disk that is full at a checkpoint", "mount -t tmpfs -o size=12m tmpfs {run}", own=("--mount",),
-        line=r"No space left|is full|disk",
+        "a disk that is full at a checkpoint", "mount -t tmpfs -o size=4m tmpfs {run}/checkpoints", own=("--mount",),
+        line=r"checkpoints/.*the disk is full",
     ),
 }  # fmt: skip
 
 
 def launch(case: Case, run: Path, tmp: Path) -> subprocess.CompletedProcess[str]:
-    run.mkdir(exist_ok=True)
+    (run / "checkpoints").mkdir(parents=True)
     env = {**os.environ, **case.env}
     if "TMPDIR" in case.env:
         env["TMPDIR"] = str(tmp / case.env["TMPDIR"])
-    command = [*RLSYS, "train", "configs/quickstart.yaml", f"run.dir={run}", *TINY, "parallel.ep=1"]
-    command += [f"trainer.steps={STEPS}", "rollout.over_provision=1", *case.words]
+    words = [f"run.dir={run}", *TINY, "parallel.ep=1", f"trainer.steps={STEPS}", "rollout.over_provision=1"]
+    config = load_config(Path("configs/quickstart.yaml"), [*words, *case.words])
+    (run / "config.yaml").write_text(dump_config(config))  # so that the folder of checkpoints is the run's
+    command = [*RLSYS, "train", "configs/quickstart.yaml", *words, *case.words]
     shell = ["sh", "-c", f'{case.before.format(run=run)} && exec "$@"', "sh", *command]
     own = ["unshare", *case.own] if case.own else []
     return subprocess.run([*own, *shell], cwd=ROOT, env=env, capture_output=True, text=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from rlsys.trainer.checkpoints import manifest
+
+FULL_BYTES = 2**20
+"""A disk with less room is full: no part of a checkpoint would fit."""
 
 
 class Writing:
@@ -53,16 +57,22 @@ class Writing:
             )
             _, results[i] = answer.get()
             if isinstance(results[i], Exception):
-                self.error = f"{type(results[i]).__name__}: {results[i]}"
+                self.error = self._cause(results[i])
                 return
             try:
                 self.checksums[Path(bucket[0]).name] = manifest.sha256(Path(bucket[0]))
             except OSError as e:
-                self.error = f"{type(e).__name__}: {e}"  # told to all ranks by Checkpoints.finish
+                self.error = self._cause(e)  # told to all ranks by Checkpoints.finish
                 return
         if self._buckets:
             self._results = results
         self._buckets = []
+
+    def _cause(self, error: Exception) -> str:
+        """torch's writer raises an assertion about positions in its file where the disk takes no more."""
+        free = shutil.disk_usage(self.folder).free
+        full = f"the disk is full, {free} bytes are left; " if free < FULL_BYTES else ""
+        return f"{full}{type(error).__name__}: {error}"
 
     def done(self, wait: bool) -> bool:
         if wait:

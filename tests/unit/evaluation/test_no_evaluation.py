@@ -36,13 +36,20 @@ def test_a_run_without_evaluations_passes_every_check(tmp_path: Path, rows: int)
     assert tried.rewards is not None
 
 
-def test_nothing_is_asked(tmp_path: Path) -> None:
-    run = cast(Any, Loop.__new__(Loop))
-    run.config, run.step = config(tmp_path), 0
-    run.end_evaluation = lambda **_: pytest.fail("an evaluation is waited for")
-    run.rollout = SimpleNamespace(evaluate=lambda: pytest.fail("an evaluation"))
-    assert run.evaluate() is None
-    assert "no evaluations" in dict(describe_arithmetic(run.config))["whole run"]
+@pytest.mark.parametrize("step", [1, 20, 60])
+def test_nothing_is_asked(tmp_path: Path, step: int) -> None:
+    loop = cast(Any, Loop.__new__(Loop))
+    loop.config, loop.step, loop.evaluating = config(tmp_path), step, None
+    loop.evaluate = lambda: pytest.fail("an evaluation")
+    saved: list[Any] = []
+    loop.trainer = SimpleNamespace(
+        finish_checkpoint=lambda wait: None, save_checkpoint=lambda *a: saved.append(a), export=None
+    )
+    loop.objective = None
+    loop.keep()
+    assert saved == ([] if step == 1 else [(step, None, None)])
+    assert not any(loop.config.eval.due(step, last) for step in (0, 10) for last in (False, True))
+    assert "no evaluations" in dict(describe_arithmetic(loop.config))["whole run"]
 
 
 def test_pushes_are_compared_on_training_prompts(tmp_path: Path) -> None:
