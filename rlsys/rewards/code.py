@@ -21,9 +21,12 @@ from rlsys.config import Config
 from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt
 from rlsys.data.tokenizer import Tokenizer
+from rlsys.obs.direct import opener
 from rlsys.rewards.sandbox import Outcome, run_program
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+LARGEST_ANSWER = 2**24
+"""Bytes, of SandboxFusion."""
 Run = Callable[[str, str], Outcome]
 """(program, standard input) -> what came of it."""
 
@@ -142,10 +145,9 @@ def _fusion(url: str, program: str, said: str, seconds: float, memory_mb: int) -
     }  # fmt: skip
     address = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=seconds * 2 + 10) as answer:
-            found = json.loads(answer.read())
+            found = json.loads(answer.read(LARGEST_ANSWER))
         result = found.get("run_result") or {}
         if found["status"] == "SandboxError":
             raise RuntimeError(f"{address}: {found.get('message')}")

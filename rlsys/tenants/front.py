@@ -24,6 +24,8 @@ from typing import Any
 from aiohttp import web
 
 from rlsys.core.errors import UserError
+from rlsys.http_server.connections import ServerLimits
+from rlsys.http_server.server import Handler, Refusal, api_key, guarded_app
 from rlsys.tenants.keys import Keys
 from rlsys.tenants.ledger import Conflict
 from rlsys.tenants.messages import NotServed, read_request
@@ -45,7 +47,8 @@ from rlsys.tenants.service import NotThere, Service, Tenant, TooMany
 from rlsys.tenants.wire import BadMessage
 from rlsys.tenants.work import model_id, sampler_id
 
-BODY_BYTES = 32 * 2**20
+LIMITS = ServerLimits(connections=512, body_bytes=32 * 2**20)
+STATUSES = {NotThere: 404, TooMany: 429, Conflict: 422, BadMessage: 400, NotServed: 400}
 CHUNK_BYTES = 4_000_000
 """The client cuts a forward pass into requests of about so many bytes."""
 WAIT_SECONDS = 20.0
@@ -54,8 +57,8 @@ _PROTOBUF = "application/x-protobuf"
 _IN_PROTOBUF = ("forward", "forward_backward", "sample")
 _API = "/api/v1"
 _HEALTH = f"{_API}/healthz"
+_TENANT = web.RequestKey("tenant", str)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = Callable[[Tenant, web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -77,7 +80,6 @@ class Front:
         self._service, self._keys, self._served = service, keys, served
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[_errors])
         posts: dict[str, Answer] = {
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
@@ -101,20 +103,22 @@ class Front:
             "samplers/{sampler}": self._sampler,
             "training_runs/{model}/checkpoints": self._checkpoints,
         }
-        app.router.add_get(_HEALTH, _healthy)
-        for path, answer in posts.items():
-            app.router.add_post(f"{_API}/{path}", self._for_tenant(answer))
-        for path, answer in gets.items():
-            app.router.add_get(f"{_API}/{path}", self._for_tenant(answer))
-        app.router.add_route("*", "/{any:.*}", self._for_tenant(_nothing))
-        return app
+        routes = [
+            web.get(_HEALTH, _healthy),
+            *(web.post(f"{_API}/{path}", self._for_tenant(answer)) for path, answer in posts.items()),
+            *(web.get(f"{_API}/{path}", self._for_tenant(answer)) for path, answer in gets.items()),
+        ]
+        return guarded_app(routes, LIMITS, statuses=STATUSES, admit=self._admit)
+
+    def _admit(self, request: web.Request) -> None:
+        tenant = self._keys.tenant(api_key(request))
+        if tenant is None and request.path != _HEALTH:
+            raise Refusal(401, "X-API-Key: no key of this server")
+        request[_TENANT] = tenant or ""
 
     def _for_tenant(self, answer: Answer) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            name = self._keys.tenant(request.headers.get("X-API-Key", ""))
-            if name is None:  # before a byte of the body is read
-                return _error(401, "X-API-Key: no key of this server")
-            return await answer(self._service.tenants[name], request)
+            return await answer(self._service.tenants[request[_TENANT]], request)
 
         return handler
 
@@ -188,7 +192,7 @@ class Front:
 
     async def _forward_backward(self, tenant: Tenant, request: web.Request) -> web.Response:
         if request.content_type != _PROTOBUF:
-            return _error(415, f"Content-Type: expected {_PROTOBUF}")
+            raise Refusal(415, f"Content-Type: expected {_PROTOBUF}")
         body = await request.read()
         asked = read_request(body)
         model = tenant.model(asked.model_id)
@@ -293,31 +297,3 @@ class Front:
 
 async def _healthy(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
-
-
-async def _nothing(tenant: Tenant, request: web.Request) -> web.Response:
-    return _error(404, f"{request.method} {request.path[:200]}: this server has no such thing")
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except NotThere as e:
-        return _error(404, str(e))
-    except TooMany as e:
-        return _error(429, str(e))
-    except Conflict as e:
-        return _error(422, str(e))
-    except BadMessage as e:
-        return _error(400, f"the body is no message of the protocol: {e}")
-    except (UserError, NotServed) as e:
-        return _error(400, str(e))
-    except web.HTTPRequestEntityTooLarge:
-        return _error(413, f"the body is larger than {BODY_BYTES} bytes")
-    except web.HTTPException as e:
-        return _error(e.status, f"{request.method} {request.path[:200]}: {e.reason}")
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)

@@ -1,4 +1,4 @@
-"""Findings of the security review of 919cd76 that are still there: each a strict xfail, named after the finding.
+"""Findings of the security review of 919cd76, named after the finding; those that are still there are strict xfails.
 
 tests/findings_security.md has the table.
 """
@@ -28,6 +28,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
+from launch.exporter import Exporter, exported
 from launch.rundir import open_run_dir
 from rlsys.agents.endpoint import Endpoint
 from rlsys.agents.multi_policy import REWARD_KEY, REWARD_URL, SAMPLE, Meeting
@@ -38,18 +39,19 @@ from rlsys.core.identity import NOBODY
 from rlsys.core.owner import claim
 from rlsys.core.types import Prompt, Response
 from rlsys.engine.wire import UNPLANNED, make_session
-from rlsys.environments.contract import Opening, Refused
-from rlsys.environments.leases import Leases
+from rlsys.http_server.server import guarded_app, serving
 from rlsys.rewards.code import read_tests
 from rlsys.rewards.judges import JudgeError, UrlJudge
 from rlsys.rewards.sandbox import run_program
 from rlsys.rewards.shapes import json_schema
-from rlsys.tenants.front import _errors as tenants_errors
+from rlsys.tenants.front import LIMITS, STATUSES, Front
+from rlsys.tenants.keys import Keys
 from rlsys.tenants.ledger import Ledger
 from rlsys.tenants.messages import _packed
 from rlsys.tenants.requests import OptimStep, read
 from rlsys.tenants.sampler import Engine
 from rlsys.tenants.service import Service
+from rlsys.viewer.server import Dashboard
 from rlsys.viewer.server import _pattern as dash_pattern
 from rlsys.weights_relay.pieces import Piece, read_piece
 from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
@@ -161,7 +163,6 @@ async def flooded(port: int, path: str) -> str:
         return (await asyncio.to_thread(client.communicate))[0]
 
 
-@finding
 @pytest.mark.gate
 async def test_security_a05_agents_are_served_beside_connections_that_say_nothing() -> None:
     async with Endpoint().listening() as endpoint:
@@ -169,11 +170,38 @@ async def test_security_a05_agents_are_served_beside_connections_that_say_nothin
         assert "served 401" in await flooded(port, "/x/v1/models")
 
 
-@finding
 @pytest.mark.gate
 async def test_security_a05_a_meeting_serves_beside_connections_that_say_nothing() -> None:
     async with aiohttp.ClientSession() as session, Meeting(("a", "b"), 30, session).listening(0) as base:
         assert "served 200" in await flooded(int(base.rsplit(":", 1)[1]), "/")
+
+
+@pytest.mark.gate
+async def test_security_a05_the_dashboard_serves_beside_connections_that_say_nothing() -> None:
+    async with serving(Dashboard([], "token").app(), "127.0.0.1") as url:
+        assert "served 403" in await flooded(int(url.rsplit(":", 1)[1]), "/")
+
+
+@pytest.mark.gate
+async def test_security_a05_the_tenants_server_serves_beside_connections_that_say_nothing() -> None:
+    front = Front(cast(Any, None), Keys({}), cast(Any, None))
+    async with serving(front.app(), "127.0.0.1") as url:
+        assert "served 200" in await flooded(int(url.rsplit(":", 1)[1]), "/api/v1/healthz")
+
+
+@pytest.mark.gate
+async def test_security_a05_the_exporter_serves_and_leaves_the_supervisor_its_descriptors(
+    tmp_path: Path,
+) -> None:
+    """Without them it could not read metrics.jsonl, and the run ended."""
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("{}")
+    with exported(Exporter(cast(Any, None)), 0, tmp_path / "run", []) as port:
+        flood = asyncio.create_task(flooded(port, "/metrics"))
+        while not flood.done():
+            assert log.read_text() == "{}"
+            await asyncio.sleep(0.01)
+        assert "served 200" in await flood
 
 
 # -- A6, A7: tenants ------------------------------------------------------------------------------------------
@@ -193,13 +221,11 @@ def test_security_a06_the_time_for_a_shape_does_not_grow_with_its_square() -> No
     assert seconds(2**17) < 8 * max(seconds(2**15), 1e-4)
 
 
-@finding
 async def test_security_a06_a_full_disk_is_answered_in_words() -> None:
     async def full(_: web.Request) -> web.Response:
         raise RunError("ledger.sqlite: No space left on device")
 
-    app = web.Application(middlewares=[tenants_errors])
-    app.router.add_get("/", full)
+    app = guarded_app([web.get("/", full)], LIMITS, statuses=STATUSES)
     async with TestClient(TestServer(app)) as client, client.get("/") as answer:
         assert "No space left" in await answer.text()
 
@@ -366,7 +392,6 @@ def test_security_a11_a_schema_of_a_row_fetches_nothing() -> None:
         assert not paths
 
 
-@finding
 async def test_security_a11_a_judges_redirect_is_not_followed() -> None:
     with listener({}) as (inner, inner_paths):
         models = (200, {"Content-Type": "application/json"}, b'{"data": [{"id": "m"}]}')
@@ -392,40 +417,9 @@ def test_security_a11_the_metadata_of_a_checkpoint_runs_no_code(tmp_path: Path) 
     assert not (tmp_path / "made").exists()
 
 
-# -- A12: an environment and its agents -----------------------------------------------------------------------
-
-
-@finding
-def test_security_a12_one_client_cannot_take_all_leases() -> None:
-    """Leases have no owner, so whoever has the service's one key may take all of them."""
-
-    class Env:
-        def open(self, task: Any, seed: int) -> Any:
-            class Episode:
-                opening = Opening()
-
-                def close(self) -> None: ...
-
-            return Episode()
-
-    leases = Leases(cast(Any, Env()), 16, 600.0)
-    for i in range(16):
-        try:
-            leases.open(f"greedy-{i}", {}, 0)
-        except Refused:
-            break
-    try:
-        leases.open("honest", {}, 0)
-        opened = True
-    except Refused:
-        opened = False
-    assert opened
-
-
 # -- A14, A15: minor ------------------------------------------------------------------------------------------
 
 
-@finding
 @pytest.mark.parametrize("text", ["(" * 2000 + ")" * 2000, "a{99999999999}"])
 def test_security_a14_a_pattern_of_the_dashboard_is_refused_in_words(text: str) -> None:
     try:
