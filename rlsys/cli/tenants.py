@@ -10,9 +10,7 @@ from pathlib import Path
 from rlsys.config import Config, add_config, load_config
 from rlsys.core.errors import UserError
 from rlsys.tenants.keys import check_names, key_file, key_of
-
-ADAPTERS_AT_ONCE = 8
-"""In one batch of the engine."""
+from rlsys.tenants.sampler import ADAPTERS_AT_ONCE
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,20 @@ What belongs to another tenant is answered as what is not there is. Every refusa
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
+from pydantic import BaseModel
 
 from rlsys.core.errors import UserError
 from rlsys.http_server.connections import ServerLimits
 from rlsys.http_server.server import Handler, Refusal, api_key, guarded_app
 from rlsys.tenants.keys import Keys
-from rlsys.tenants.ledger import Conflict
+from rlsys.tenants.ledger import Conflict, TooMany
 from rlsys.tenants.messages import NotServed, read_request
 from rlsys.tenants.requests import (
     CreateModel,
@@ -43,11 +45,12 @@ from rlsys.tenants.requests import (
     read,
 )
 from rlsys.tenants.sampler import check_sample
-from rlsys.tenants.service import NotThere, Service, Tenant, TooMany
+from rlsys.tenants.service import NotThere, Service, Tenant
 from rlsys.tenants.wire import BadMessage
 from rlsys.tenants.work import model_id, sampler_id
 
 LIMITS = ServerLimits(connections=512, body_bytes=32 * 2**20)
+JSON_BYTES, SMALL_BYTES = 4 * 2**20, 2**14
 STATUSES = {NotThere: 404, TooMany: 429, Conflict: 422, BadMessage: 400, NotServed: 400}
 CHUNK_BYTES = 4_000_000
 """The client cuts a forward pass into requests of about so many bytes."""
@@ -59,6 +62,7 @@ _API = "/api/v1"
 _HEALTH = f"{_API}/healthz"
 _TENANT = web.RequestKey("tenant", str)
 
+T = TypeVar("T", bound=BaseModel)
 Answer = Callable[[Tenant, web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -145,7 +149,8 @@ class Front:
         return web.json_response({"type": "create_session", "session_id": session, "info_message": told})
 
     async def _heartbeat(self, tenant: Tenant, request: web.Request) -> web.Response:
-        tenant.check_session(read(OfSession, await request.read()).session_id)
+        asked, _ = await _read(tenant, request, OfSession)
+        tenant.check_session(asked.session_id)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, tenant: Tenant, request: web.Request) -> web.Response:
@@ -160,8 +165,7 @@ class Front:
     # -- training -------------------------------------------------------------------------------------------------
 
     async def _create_model(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(CreateModel, body)
+        asked, body = await _read(tenant, request, CreateModel)
         tenant.check_session(asked.session_id)
         self._check_model(asked)
         model = model_id(asked.session_id, asked.model_seq_id)
@@ -184,7 +188,8 @@ class Front:
             )
 
     async def _info(self, tenant: Tenant, request: web.Request) -> web.Response:
-        model = tenant.model(read(OfModel, await request.read()).model_id)
+        asked, _ = await _read(tenant, request, OfModel)
+        model = tenant.model(asked.model_id)
         of = self._served
         data = {"arch": of.name, "model_name": of.name, "tokenizer_id": of.tokenizer}
         told = {"type": "get_info", "model_data": data, "model_id": model.id, "is_lora": True}
@@ -193,8 +198,9 @@ class Front:
     async def _forward_backward(self, tenant: Tenant, request: web.Request) -> web.Response:
         if request.content_type != _PROTOBUF:
             raise Refusal(415, f"Content-Type: expected {_PROTOBUF}")
-        body = await request.read()
-        asked = read_request(body)
+        async with tenant.reading:
+            body = await request.read()
+        asked = await asyncio.to_thread(read_request, body)
         model = tenant.model(asked.model_id)
         if asked.seq_id < 1:
             raise UserError(f"seq_id = {asked.seq_id}: expected 1 or more")
@@ -202,23 +208,19 @@ class Front:
         return await self._accepted(tenant, model.id, asked.seq_id, kind, body)
 
     async def _optim_step(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(OptimStep, body)
+        asked, body = await _read(tenant, request, OptimStep)
         return await self._of_model(tenant, asked.model_id, asked.seq_id, "optim_step", body)
 
     async def _save_weights(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(SaveWeights, body)
+        asked, body = await _read(tenant, request, SaveWeights)
         return await self._of_model(tenant, asked.model_id, asked.seq_id, "save_weights", body)
 
     async def _save_for_sampler(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(SaveForSampler, body)
+        asked, body = await _read(tenant, request, SaveForSampler)
         return await self._of_model(tenant, asked.model_id, asked.seq_id, "save_weights_for_sampler", body)
 
     async def _load_weights(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(LoadWeights, body)
+        asked, body = await _read(tenant, request, LoadWeights)
         if asked.base_model not in (None, self._served.name):
             raise UserError(
                 f"base_model = {str(asked.base_model)[:100]}: this server has {self._served.name}"
@@ -258,7 +260,7 @@ class Front:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     async def _create_sampling_session(self, tenant: Tenant, request: web.Request) -> web.Response:
-        asked = read(CreateSamplingSession, await request.read())
+        asked, _ = await _read(tenant, request, CreateSamplingSession)
         tenant.check_session(asked.session_id)
         if asked.base_model not in (None, self._served.name):
             raise UserError(
@@ -277,15 +279,16 @@ class Front:
         return web.json_response(told)
 
     async def _sample(self, tenant: Tenant, request: web.Request) -> web.Response:
-        asked = read(Sample, await request.read())
+        asked, _ = await _read(tenant, request, Sample)
         tenant.sampled_path(asked.sampling_session_id)
-        asked = check_sample(asked, self._served.vocab_size, self._served.room)
+        asked = await asyncio.to_thread(check_sample, asked, self._served.vocab_size, self._served.room)
         series, body = asked.sampling_session_id, asked.model_dump_json().encode()
         ids = [f"{series}:{asked.seq_id}:{i}" for i in range(asked.num_samples)]
         return await self._accepted(tenant, series, asked.seq_id, "sample", body, sample_sequence_ids=ids)
 
     async def _retrieve(self, tenant: Tenant, request: web.Request) -> web.Response:
-        request_id = read(Retrieve, await request.read()).request_id
+        asked, _ = await _read(tenant, request, Retrieve)
+        request_id = asked.request_id
         found = await self._service.result(tenant, request_id, WAIT_SECONDS)
         if found is None:
             told = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
@@ -293,6 +296,18 @@ class Front:
         kind, failed, result = found
         in_protobuf = kind in _IN_PROTOBUF and not failed
         return web.Response(body=result, content_type=_PROTOBUF if in_protobuf else "application/json")
+
+
+async def _read(tenant: Tenant, request: web.Request, kind: type[T]) -> tuple[T, bytes]:
+    """A body in JSON, read and as it came. What takes time for it is done outside of the event loop."""
+    if 0 <= (request.content_length or -1) < SMALL_BYTES:
+        body = await request.read()
+        return read(kind, body), body
+    async with tenant.reading:
+        body = await request.read()
+    if len(body) > JSON_BYTES:
+        raise Refusal(413, f"the body is larger than {JSON_BYTES} bytes")
+    return await asyncio.to_thread(read, kind, body), body
 
 
 async def _healthy(request: web.Request) -> web.Response:

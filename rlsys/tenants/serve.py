@@ -35,7 +35,7 @@ log = logging.getLogger("rlsys.tenants")
 async def serve(config: Config, engine_url: str, host: str, port: int, tenants: list[str]) -> None:
     owner, _ = of_process(config.run.dir)
     keys = Keys({name: key_of(config.run.dir, name) for name in tenants})
-    ledgers = {name: Ledger(config.run.dir / FOLDER / name) for name in tenants}
+    ledgers = {name: Ledger(config.run.dir / FOLDER / name, owner.check) for name in tenants}
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "trainer") as trainer:
         learner = await loop.run_in_executor(trainer, Learner, config)
