@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from numpy.typing import NDArray
 
 from launch.exporter import Exporter, exported
 from launch.rundir import open_run_dir
@@ -53,9 +55,9 @@ from rlsys.tenants.service import Service
 from rlsys.tenants.wire import packed
 from rlsys.viewer.server import Dashboard
 from rlsys.viewer.server import _pattern as dash_pattern
-from rlsys.weights_relay.pieces import Piece, read_piece
+from rlsys.weights_relay.pieces import Piece, digest, encode, read_piece
 from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
-from rlsys.weights_relay.store import Store
+from rlsys.weights_relay.store import Store, TooLarge
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
 
@@ -255,17 +257,49 @@ def test_security_a07_a_tenants_server_that_was_replaced_accepts_nothing(tmp_pat
 # -- A8: the relay --------------------------------------------------------------------------------------------
 
 
-@finding
 def test_security_a08_a_piece_of_a_file_larger_than_a_machine_is_refused() -> None:
+    with pytest.raises(TooLarge, match=r"bytes, of .* of this machine's memory"):
+        Store().content(read_piece(json.dumps([0, 2**42, 1, 0, "x"])))
+
+
+def test_security_a08_files_of_a_push_leave_descriptors_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    store = Store()
     try:
-        piece = read_piece(json.dumps([0, 2**42, 1, 0, "x"]))
-        size = len(Store().content(Piece(piece.file, piece.size, piece.width, piece.place, "x")))
-    except (ValueError, OSError, MemoryError):
-        size = 0
-    assert size == 0
+        with pytest.raises(TooLarge, match="11 files, of 20 file descriptors"):
+            for number in range(30):
+                store.content(Piece(number, 8, 1, 0, "x"))
+    finally:
+        store.close()
 
 
-@finding
+def test_security_a08_what_was_checked_is_what_is_loaded() -> None:
+    """Before: the token was good until the next push, and a piece that came meanwhile was in the engine's file."""
+    right, wrong = (np.full(100, value, np.uint8) for value in (1, 2))
+    relay, store = Relay(), Store()
+    relay.open("token", [], 1.0)
+
+    def bring(content: NDArray[np.uint8], token: str = "token") -> int:
+        piece = Piece(0, len(content), 1, 0, digest(content))
+        return relay.take(token, piece, encode(piece, content, None, ""))
+
+    piece = Piece(0, 100, 1, 0, digest(right))
+    store.write(piece, right)
+    root = store.root(1)
+    assert bring(wrong) == 200
+    assert relay.state(1, root)["folder"] is None
+    assert relay.renew("another")["success"]
+    assert (bring(wrong), bring(right, "another")) == (200, 200), "the first one changes nothing"
+    folder = Path(relay.state(1, root)["folder"])
+    assert (bring(wrong, "another"), bring(right, "another")) == (403, 200)
+    assert (folder / "model-00000.safetensors").read_bytes() == right.tobytes()
+    relay.open("next", [], 1.0)
+    assert bring(wrong, "next") == 200
+    store.close()
+
+
 async def test_security_a08_nested_lists_are_no_server_error() -> None:
     relay = Relay()
     relay.open("token", [], 1.0)
