@@ -42,12 +42,22 @@ from rlsys.agents.hosting import AgentHost
 from rlsys.agents.policy_endpoint import MOST_BYTES, Arrival, Gone, Said, Seat
 from rlsys.core.types import is_reward
 from rlsys.http_server.clients import read_bounded
-from rlsys.http_server.server import Refusal, api_key, guarded_app, read_json, same_secret, serving
+from rlsys.http_server.server import (
+    Refusal,
+    api_key,
+    check_same_user,
+    guarded_app,
+    read_json,
+    same_secret,
+    serving,
+)
 
 log = logging.getLogger("rlsys.meeting")
 
 Place = tuple[str, int, str]
 """A row's digest, a seed, and which evaluation it is of, if any: what samples that meet have in common."""
+MOST_EPISODES = 2**14
+"""That wait, are played, or have ended a while ago."""
 KEPT_EVALUATIONS = 3
 """The newest ones stay: a run that goes back to a checkpoint evaluates once more, and its partners do not."""
 
@@ -144,12 +154,15 @@ class Meeting:
             raise Refusal(404, f"policy {policy}: expected one of {', '.join(self._policies)}")
         if request.content_type != "application/json":  # no page of a browser can send that here
             raise Refusal(415, "expected application/json")
+        await check_same_user(request)
+        if len(self._episodes) >= MOST_EPISODES:
+            raise Refusal(503, f"{len(self._episodes)} episodes are here, {MOST_EPISODES} is the most")
         arrival = _read_arrival(policy, await read_json(request, strict=False))
         episode = self._episode(arrival)
         seat = episode.seats[policy]
         if (before := seat.arrival) is not None:
             before.answer(409, "its run has sent this sample once more")
-            seat.leave(before)
+        seat.replace(arrival)  # now: the episode of a seat that is empty is forgotten
         self.counts["came_again"] += seat.used
         sitting = asyncio.create_task(self._sit(episode, seat, arrival))
         try:

@@ -94,10 +94,14 @@ class Seat:
         """Whether its policy has been asked."""
         return bool(self._exchanges)
 
-    async def take(self, arrival: Arrival) -> bool:
-        """The sample is here, or here again: it is told what was said, from the beginning. False: it says something
-        else now, so nobody may go on with it."""
+    def replace(self, arrival: Arrival) -> None:
+        """The sample is here, or here again; nobody is asked before `take`."""
         self.arrival = arrival
+        self._ready.clear()
+
+    async def take(self, arrival: Arrival) -> bool:
+        """Tell the sample what was said, from the beginning. False: it says something else now, so nobody may go on
+        with it."""
         for exchange in [e for e in self._exchanges if e.said is not None]:
             said = await self._forward(arrival, exchange)
             if self.arrival is not arrival or said is None:

@@ -10,9 +10,13 @@ API. Whoever listens raises the soft limit of file descriptors first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hmac
 import logging
+import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -255,6 +259,36 @@ async def read_json(request: web.Request, *, strict: bool = True) -> Any:
         raise Refusal(400, f"the body is no JSON: {e}") from None
     except RecursionError:
         raise Refusal(400, "the body is no JSON: it is nested too deeply") from None
+
+
+def user_of_client(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """The id of the user who owns the other end of a TCP connection over IPv4 within this machine, as the kernel
+    says; None: it does not say.
+
+    Args:
+        client: address and port from which the connection comes.
+        server: address and port to which it goes.
+    """
+
+    def coded(address: tuple[str, int]) -> str:
+        number = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
+        return f"{number:08X}:{address[1]:04X}"
+
+    ends = coded(client), coded(server)
+    with contextlib.suppress(OSError, ValueError), Path("/proc/net/tcp").open() as table:
+        for line in table:
+            _, local, remote, _, _, _, _, user, *_ = [*line.split(), *[""] * 8]
+            if (local, remote) == ends:
+                return int(user)
+    return None
+
+
+async def check_same_user(request: web.Request) -> None:
+    """Raises Refusal (403) for a client on this machine of another user than this process'."""
+    assert request.transport is not None
+    ends = [request.transport.get_extra_info(name) for name in ("peername", "sockname")]
+    if await asyncio.to_thread(user_of_client, *ends) != os.geteuid():
+        raise Refusal(403, f"{request.path[:200]}: for the user of this server only")
 
 
 def bearer_token(request: web.Request) -> str:

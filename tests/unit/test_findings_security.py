@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -41,7 +42,7 @@ from rlsys.core.identity import NOBODY
 from rlsys.core.owner import Deposed, claim
 from rlsys.core.types import Prompt, Response
 from rlsys.engine.wire import UNPLANNED, make_session
-from rlsys.http_server.server import guarded_app, serving
+from rlsys.http_server.server import guarded_app, serving, user_of_client
 from rlsys.rewards.code import read_tests
 from rlsys.rewards.judges import JudgeError, UrlJudge
 from rlsys.rewards.sandbox import run_program
@@ -328,7 +329,6 @@ async def test_security_a08_nested_lists_are_no_server_error() -> None:
 # -- A9: a meeting --------------------------------------------------------------------------------------------
 
 
-@finding
 async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> None:
     """Its first arrival forgets the episode in which the second one sits."""
     async with aiohttp.ClientSession() as session:
@@ -355,6 +355,23 @@ async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> Non
                 task.cancel()
             await asyncio.gather(again, other, return_exceptions=True)
             assert places == [2]
+
+
+async def test_security_a09_samples_of_another_user_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with aiohttp.ClientSession() as session, Meeting(("a", "b"), 30, session).listening(0) as base:
+        place = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
+        monkeypatch.setattr(os, "geteuid", lambda: 54777)
+        async with session.post(f"{base}/a", json=_arrival({"question": "x"}, place)) as answer:
+            assert answer.status == 403
+            assert "for the user of this server only" in await answer.text()
+
+
+def test_security_a09_the_kernel_says_whose_a_connection_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as client:
+            assert user_of_client(client.getsockname(), address) == os.geteuid()
+            assert user_of_client(("127.0.0.1", 1), address) is None
 
 
 def _arrival(row: dict[str, Any], place: dict[str, str]) -> dict[str, Any]:
