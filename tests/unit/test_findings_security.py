@@ -43,9 +43,7 @@ from rlsys.core.owner import Deposed, claim
 from rlsys.core.types import Prompt, Response
 from rlsys.engine.wire import UNPLANNED, make_session
 from rlsys.http_server.server import guarded_app, serving, user_of_client
-from rlsys.rewards.code import read_tests
 from rlsys.rewards.judges import JudgeError, UrlJudge
-from rlsys.rewards.sandbox import run_program
 from rlsys.rewards.shapes import json_schema
 from rlsys.tenants.front import LIMITS, STATUSES, Front
 from rlsys.tenants.keys import Keys
@@ -63,62 +61,6 @@ from rlsys.weights_relay.store import Store, TooLarge
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
 
 finding = pytest.mark.xfail(strict=True, raises=AssertionError)
-
-
-# -- A4: programs of responses --------------------------------------------------------------------------------
-
-
-def worth(tests: dict[str, Any], program: str) -> float:
-    cases = read_tests(tests)
-    return sum(
-        bool(case(program, lambda p, said: run_program(p, said, seconds=5, memory_mb=512))) for case in cases
-    ) / len(cases)
-
-
-ADD = {"functional": "assert add(1, 2) == 3"}
-CALLED = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
-EQUAL = "class E:\n  def __eq__(s, o): return True\n"
-
-
-@finding
-@pytest.mark.parametrize(
-    ("tests", "program"),
-    [
-        (ADD, "import sys\nprint(eval(open(__file__).read().split()[-1][6:-1]))\nsys.exit(0)"),
-        (ADD, EQUAL + "def add(a, b): return E()"),
-        (
-            CALLED,
-            f"import json\n{EQUAL}json.loads = lambda *a, **k: ([], E())\njson.dumps = lambda *a, **k: ''\n"
-            "def add(*a): return 0",
-        ),
-    ],
-    ids=["reads its own last line", "an object that equals all", "json replaced"],
-)
-def test_security_a04_a_program_that_computes_nothing_is_worth_0(tests: dict[str, Any], program: str) -> None:
-    assert worth(tests, "def add(a, b): return 0") == 0
-    assert worth(tests, program) == 0
-
-
-@finding
-def test_security_a04_a_program_cannot_end_other_processes_of_the_user() -> None:
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        program = f"import os, signal\nos.kill({victim.pid}, signal.SIGKILL)"
-        run_program(program, "", seconds=5, memory_mb=512)
-        time.sleep(0.2)
-        assert victim.poll() is None
-    finally:
-        victim.kill()
-        victim.wait()
-
-
-@finding
-def test_security_a04_a_program_cannot_write_into_the_users_folders(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text("secret")
-    program = f"open({str(key)!r}, 'w').write('mine')"
-    run_program(program, "", seconds=5, memory_mb=512)
-    assert key.read_text() == "secret"
 
 
 # -- A5: connections that say nothing -------------------------------------------------------------------------
