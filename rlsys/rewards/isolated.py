@@ -41,7 +41,14 @@ KNOWN = {
     "Fraction": fractions.Fraction,
 }
 """What tests use without importing it is Python's, not the program's."""
-_CONTAINERS = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque, "n": iter}
+_CONTAINERS: dict[str, Any] = {
+    "l": list,
+    "t": tuple,
+    "s": set,
+    "f": frozenset,
+    "q": collections.deque,
+    "n": iter,
+}
 _SPECIAL = (
     "len", "getitem", "setitem", "delitem", "contains", "str", "repr", "bool", "int", "float", "index", "neg", "abs",
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "enter", "exit", "next", "call",
@@ -59,7 +66,7 @@ class Channel(NamedTuple):
         self.out.flush()
 
 
-_BUILTIN = {
+_BUILTIN: dict[str, Any] = {
     "__call__": lambda target, *args, **named: target(*args, **named),
     "__bool__": bool,
     "__iter__": iter,
@@ -84,7 +91,7 @@ def encode(value: Any, objects: list[Any]) -> Any:
     if isinstance(value, dict):
         return {"d": [[encode(k, objects), encode(v, objects)] for k, v in value.items()]}
     for tag, kind in _CONTAINERS.items():
-        if isinstance(kind, type) and isinstance(value, kind):
+        if kind is not iter and isinstance(value, kind):
             return {tag: [encode(item, objects) for item in value]}
     if hasattr(value, "__next__") and not isinstance(value, Remote):
         items = [item for item, _ in zip(value, range(MOST_OF_AN_ITERATOR), strict=False)]
@@ -180,8 +187,9 @@ class Program:
         answer = json.loads(line)
         if "raises" in answer:
             kind = getattr(builtins, str(answer["raises"]), None)
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if known else Exception)(str(answer.get("words")))
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = Exception
+            raise kind(str(answer.get("words")))
         for arg, after in zip(args, answer["args"], strict=True):
             if isinstance(arg, list | dict | set | collections.deque):
                 _update(arg, decode(after, self._object))

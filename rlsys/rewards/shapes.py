@@ -51,7 +51,7 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
     a schema that is none.
     """
     import jsonschema
-    import jsonschema_specifications
+    import jsonschema_specifications  # type: ignore[import-untyped]
     import referencing.exceptions
 
     tokenizer = Tokenizer.of(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from rlsys.core.errors import RunError, UserError
+from rlsys.engine.hooks.sockets import limit_connections
 from rlsys.http_server.clients import RedirectRefused, TooLong, direct_session, read_bounded
 from rlsys.http_server.connections import ConnectionLimiter, ServerLimits
 from rlsys.http_server.server import (
@@ -229,3 +231,53 @@ async def test_who_hangs_up_is_told_to_the_server_behind_the_limiter() -> None:
     gate.connection_made(asyncio.Transport())
     gate.connection_lost(None)
     assert seen == ["made", "lost"]
+
+
+# -- servers of others, SGLang's for one ---------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def uvicorn_server(limits: ServerLimits) -> AsyncIterator[int]:
+    import uvicorn
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"here"})
+
+    config = uvicorn.Config(app, lifespan="off", log_level="critical")
+    limit_connections(config, limits)
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(config)
+    serving_it = asyncio.create_task(server.serve([listening]))
+    try:
+        while not server.started:
+            await asyncio.sleep(0)
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving_it
+
+
+async def test_an_engines_connections_that_say_nothing_keep_nobody_out() -> None:
+    async with uvicorn_server(ServerLimits(connections=4, head_seconds=3600)) as port:
+        silent = []
+        for _ in range(8):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD + b"X-A: ")
+            silent.append((reader, writer))
+        for _ in range(3):
+            reader, writer = await ask(port, "/")
+            assert (await reader.readuntil(b"here")).startswith(b"HTTP/1.1 200")
+            writer.close()
+        assert await ended(silent[0][0]) == b""
+
+
+async def test_an_engines_heads_and_bodies_have_their_time() -> None:
+    async with uvicorn_server(ServerLimits(connections=4, head_seconds=0.1, body_seconds=0.1)) as port:
+        for begun in (HEAD, HEAD + b"Content-Length: 100\r\n\r\n{"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(begun)
+            assert await ended(reader) == b""
+        assert b"200 OK" in await _post(port, b"{}")

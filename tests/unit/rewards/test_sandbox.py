@@ -167,7 +167,8 @@ def test_an_object_of_the_program_equals_no_plain_value() -> None:
     thing = object()
     assert encode([thing], objects) == {"l": [{"o": 0}]} and objects == [thing]
     remote = decode({"o": 0}, lambda place: Remote(None, place))  # type: ignore[arg-type]
-    assert not any(remote == plain for plain in (3, [], None, True))
+    plain_values: tuple[Any, ...] = (3, [], None, True)
+    assert not any(remote == plain for plain in plain_values)
 
 
 def test_names_that_tests_do_not_define_are_the_programs() -> None:
