@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlsys.core.sockets import role_folder
 from rlsys.rewards import isolated
 
 OUTPUT_BYTES = 2**20
@@ -115,7 +116,7 @@ class Sandbox:
         out: BinaryIO | int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
         """isolated.py with this role; ended, with all that it has started, at the end."""
-        with tempfile.TemporaryDirectory(prefix="rlsys-code-") as folder:
+        with tempfile.TemporaryDirectory(dir=role_folder()) as folder:
             program = Path(folder, "program.py")
             program.write_text(source, encoding="utf-8", errors="replace")
             program.chmod(0o644)

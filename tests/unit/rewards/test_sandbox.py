@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
+from rlsys.core.sockets import role_folder
 from rlsys.rewards import sandbox
 from rlsys.rewards.code import code, read_tests
 from rlsys.rewards.isolated import Remote, decode, encode, free_names
@@ -236,7 +236,7 @@ def test_security_a04_a_program_reaches_neither_network_nor_files_nor_processes(
 @isolating
 @pytest.mark.gate
 def test_security_a04_a_program_cannot_fill_memory_and_leaves_nothing() -> None:
-    before = set(Path(tempfile.gettempdir()).glob("rlsys-code-*"))
+    before = set(role_folder().iterdir())
     fill = (
         "def fill(folder):\n  n = 0\n  try:\n    while n < 100:\n"
         "      open(f'{folder}/{n}', 'wb').write(bytes(2 ** 23)); n += 1\n  except OSError: pass\n  return n\n"
@@ -253,7 +253,7 @@ def test_security_a04_a_program_cannot_fill_memory_and_leaves_nothing() -> None:
     assert BOX.run(deep, "").output == "made\n"
     links = "import os\nos.mkfifo('/tmp/.stdout')\nos.symlink('/etc/passwd', '/tmp/program')\nprint('made')"
     assert BOX.run(links, "") == sandbox.Outcome(True, "made\n")
-    assert set(Path(tempfile.gettempdir()).glob("rlsys-code-*")) == before
+    assert set(role_folder().iterdir()) == before
 
 
 @isolating
