@@ -158,10 +158,8 @@ def exported(exporter: Exporter, port: int, run: Path, engines: Iterable[str]) -
         encode, kind = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": kind})
 
-    def make_app() -> web.Application:
-        return guarded_app([web.get("/", scrape), web.get("/metrics", scrape)], LIMITS)
-
-    with serving_in_thread(make_app, HOST, port, "launch.metrics_port =") as address:
+    app = guarded_app([web.get("/", scrape), web.get("/metrics", scrape)], LIMITS)
+    with serving_in_thread(app, HOST, port, "launch.metrics_port =") as address:
         port = urlsplit(address).port or 0
         targets = [{"targets": [f"{HOST}:{port}"], "labels": {"job": "rlsys", "run": run.name}}]
         for url in engines:

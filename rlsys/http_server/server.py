@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -217,33 +216,22 @@ async def _listen(
 
 
 @contextmanager
-def serving_in_thread(
-    make_app: Callable[[], web.Application], host: str, port: int, field: str
-) -> Iterator[str]:
+def serving_in_thread(app: web.Application, host: str, port: int, field: str) -> Iterator[str]:
     """As `serving`, in a thread of its own, for processes without an event loop. Raises UserError."""
-    address: Future[str] = Future()
-    loops: list[asyncio.AbstractEventLoop] = []
-    stop = asyncio.Event()
-
-    async def serve() -> None:
-        loops.append(asyncio.get_running_loop())
-        try:
-            async with serving(make_app(), host, port, field=field) as url:
-                address.set_result(url)
-                await stop.wait()
-        except Exception as e:
-            if address.done():
-                raise
-            address.set_exception(e)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="http", daemon=True)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="http", daemon=True)
     thread.start()
+    listening = serving(app, host, port, field=field)
     try:
-        yield address.result()
+        url = asyncio.run_coroutine_threadsafe(listening.__aenter__(), loop).result()
+        try:
+            yield url
+        finally:
+            asyncio.run_coroutine_threadsafe(listening.__aexit__(None, None, None), loop).result()
     finally:
-        if address.exception() is None:
-            loops[0].call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        loop.close()
 
 
 async def read_json(request: web.Request, *, strict: bool = True) -> Any:
