@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, start_http_server
+from aiohttp import web
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
 from launch.backends import Backend
 from launch.console import Display
@@ -33,10 +35,12 @@ from launch.rundir import RunDir
 from launch.stops import StopSignals
 from launch.supervisor import Supervisor
 from rlsys.config import Config
-from rlsys.core.errors import UserError
+from rlsys.http_server.connections import ServerLimits
+from rlsys.http_server.server import guarded_app, serving_in_thread
 from rlsys.obs.coordinator import replace
 
 HOST = "127.0.0.1"
+LIMITS = ServerLimits(connections=64, body_bytes=0, head_seconds=10.0)
 TARGETS = "prometheus"
 """Folder beside the runs: file_sd_configs finds all files of one folder, and not one file in each of many."""
 _NOT_ALLOWED = re.compile(r"[^a-zA-Z0-9_]")
@@ -149,12 +153,14 @@ def exported(exporter: Exporter, port: int, run: Path, engines: Iterable[str]) -
     path = targets_of(run)
     registry = CollectorRegistry()
     registry.register(exporter)
-    try:
-        server, thread = start_http_server(port, HOST, registry)
-    except OSError as e:
-        raise UserError(f"launch.metrics_port = {port}: {e.strerror or e}; choose another") from None
-    try:
-        port = server.server_port
+
+    async def scrape(request: web.Request) -> web.Response:
+        encode, kind = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(registry), headers={"Content-Type": kind})
+
+    app = guarded_app([web.get("/", scrape), web.get("/metrics", scrape)], LIMITS)
+    with serving_in_thread(app, HOST, port, "launch.metrics_port =") as address:
+        port = urlsplit(address).port or 0
         targets = [{"targets": [f"{HOST}:{port}"], "labels": {"job": "rlsys", "run": run.name}}]
         for url in engines:
             place = urlsplit(url)
@@ -162,12 +168,10 @@ def exported(exporter: Exporter, port: int, run: Path, engines: Iterable[str]) -
             targets.append({"targets": [f"{place.hostname}:{place.port}"], "labels": labels})
         path.parent.mkdir(exist_ok=True)
         replace(path, json.dumps(targets, indent=1).encode())
-        yield port
-    finally:
-        path.unlink(missing_ok=True)
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        try:
+            yield port
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def run_plan(

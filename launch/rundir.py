@@ -49,7 +49,7 @@ class RunDir:
 
 @contextlib.contextmanager
 def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]:
-    """Create or reopen the folder and write its config.
+    """Create or reopen the folder, for this user or for its group too, and write its config.
 
     Raises UserError when it holds a run of another config, something else, or a run that is in use.
     `say` is told when the processes of a dead supervisor are waited for.
@@ -60,6 +60,8 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
     except OSError as e:
         raise UserError(f"run.dir = {path}: cannot create it: {e.strerror}") from None
     with disk_errors(path, UserError):
+        if path.stat().st_uid == os.geteuid():  # a folder of somebody else's has the mode that he gave it
+            path.chmod(0o750 if config.run.share == "group" else 0o700)
         fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with disk_errors(path, UserError):

@@ -2,6 +2,7 @@
 
     http://127.0.0.1:PORT/SESSION/v1/chat/completions, /v1/responses, /v1/messages
     http://127.0.0.1:PORT/SESSION/reward                what the agent says that its response was worth
+    http://127.0.0.1:PORT/SESSION/environment/open, /step, /close    the agent's episode of the run's environment
 
 A request may have to wait for a train step, a push or a new engine. So that no client gives up meanwhile, one that
 waits gets white space before its JSON, or comments in its stream (as DeepSeek's API does it). A request whose client
@@ -11,15 +12,13 @@ has gone is answered all the same: the client that asks once more gets that answ
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from rlsys.agents import anthropic, chat, responses
@@ -27,13 +26,21 @@ from rlsys.agents.host import REWARD_URL
 from rlsys.agents.messages import Answer, Asked, BadRequest
 from rlsys.core.texts import load_json
 from rlsys.core.types import is_reward
+from rlsys.environments.client import KEY as ENVIRONMENT_KEY
+from rlsys.environments.client import URL as ENVIRONMENT_URL
+from rlsys.http_server.connections import ServerLimits
+from rlsys.http_server.server import Handler, Refusal, api_key, guarded_app, read_json, same_secret, serving
 
 HOST = "127.0.0.1"
 ALIVE_SECONDS = 15.0
 """Between two signs of life to a client that waits; usual clients give up after minutes."""
-LARGEST_REQUEST = 64 * 2**20
+LIMITS = ServerLimits(connections=4096, body_bytes=64 * 2**20)
 RETRY_HEADER = "x-stainless-retry-count"
 """Of the clients of OpenAI and Anthropic: how often they have sent the request before."""
+
+
+AskEnvironment = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
+"""(open, step or close; a question) -> status and answer. Raises ConnectionError."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,8 @@ class Question:
 class Session:
     """One agent's address. Whoever opened it takes the `questions` and sets each one's answer."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.key = url, secrets.token_urlsafe(24)
+    def __init__(self, url: str, ask_environment: AskEnvironment | None) -> None:
+        self.url, self.key, self.ask_environment = url, secrets.token_urlsafe(24), ask_environment
         self.questions: asyncio.Queue[Question] = asyncio.Queue()
         self.waiting: set[asyncio.Future[Answer]] = set()
         """Answers that somebody waits for."""
@@ -84,7 +91,18 @@ class Session:
         """With which stock clients find it."""
         openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
         anthropic = {"ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
-        return openai | anthropic | {REWARD_URL: f"{self.url}/reward", "NO_PROXY": HOST, "no_proxy": HOST}
+        environment = {ENVIRONMENT_URL: f"{self.url}/environment", ENVIRONMENT_KEY: self.key}
+        of_run = environment if self.ask_environment is not None else {}
+        return (
+            openai
+            | anthropic
+            | of_run
+            | {REWARD_URL: f"{self.url}/reward", "NO_PROXY": HOST, "no_proxy": HOST}
+        )
+
+
+_SESSION = web.RequestKey("session", Session)
+"""Of a request that shows a key: whose it is."""
 
 
 class Endpoint:
@@ -96,23 +114,20 @@ class Endpoint:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[Endpoint]:
-        app = web.Application(client_max_size=LARGEST_REQUEST)
-        app.add_routes([web.post("/{session}" + path, self._answering(api)) for path, api in APIS.items()])
-        app.add_routes(
-            [web.get("/{session}/v1/models", self._models), web.post("/{session}/reward", self._hear)]
-        )
-        runner = web.AppRunner(app, shutdown_timeout=0, access_log=None)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, HOST, 0).start()
-            self._base = f"http://{HOST}:{runner.addresses[0][1]}"
+        routes = [
+            *(web.post("/{session}" + path, self._answering(api)) for path, api in APIS.items()),
+            web.get("/{session}/v1/models", self._models),
+            web.post("/{session}/reward", self._hear),
+            web.post("/{session}/environment/{call:open|step|close}", self._play),
+        ]
+        app = guarded_app(routes, LIMITS, refusal, admit=self._admit)
+        async with serving(app, HOST) as self._base:
             yield self
-        finally:
-            await runner.cleanup()
 
-    def open(self) -> Session:
+    def open(self, ask_environment: AskEnvironment | None = None) -> Session:
+        """An address and a key for one agent, and for what it asks of its environment."""
         name = secrets.token_urlsafe(12)
-        session = self._sessions[name] = Session(f"{self._base}/{name}")
+        session = self._sessions[name] = Session(f"{self._base}/{name}", ask_environment)
         return session
 
     def close(self, session: Session) -> None:
@@ -121,44 +136,45 @@ class Endpoint:
         for answer in list(session.waiting):
             answer.cancel()
 
-    def _session(self, request: web.Request) -> Session | None:
-        session = self._sessions.get(request.match_info["session"])
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        given = (request.headers.get("x-api-key") or bearer).strip()
-        known = session.key if session is not None else ""
-        right = hmac.compare_digest(given.encode(errors="replace"), known.encode())
-        return session if right else None
+    def _admit(self, request: web.Request) -> None:
+        session = self._sessions.get(request.match_info.get("session", ""))
+        if session is None or not same_secret(api_key(request), session.key):
+            raise Refusal(401, "not the address and key of an agent that runs")
+        request[_SESSION] = session
 
-    async def _models(self, request: web.Request) -> web.Response:
-        if self._session(request) is None:
-            return refusal(401, "not the address and key of an agent that runs")
+    async def _models(self, _: web.Request) -> web.Response:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlsys"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _hear(self, request: web.Request) -> web.Response:
-        if (session := self._session(request)) is None:
-            return refusal(401, "not the address and key of an agent that runs")
         try:
             body = load_json(await request.read())  # NaN is told as that
             reward = float(body["reward"])
         except (ValueError, KeyError, TypeError, OverflowError):
-            return refusal(400, 'expected {"reward": NUMBER}')
+            raise Refusal(400, 'expected {"reward": NUMBER}') from None
         if not is_reward(reward):
             return refusal(400, f"reward = {reward}: expected a finite number", "reward")
-        session.reward = reward
+        request[_SESSION].reward = reward
         return web.json_response({})
 
-    def _answering(self, api: Api) -> Callable[[web.Request], Any]:
+    async def _play(self, request: web.Request) -> web.Response:
+        ask = request[_SESSION].ask_environment
+        if ask is None:
+            raise Refusal(404, "this run has no rollout.generator_params.environment")
+        try:
+            status, body = await ask(request.match_info["call"], await request.read())
+        except ConnectionError:  # the environment has died: its client asks once more
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
+        return web.Response(status=status, body=body, content_type="application/json")
+
+    def _answering(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            session = self._session(request)
-            if session is None:
-                return refusal(401, "not the address and key of an agent that runs")
-            try:
-                body = await read_json(request)
-            except ValueError as e:
-                return refusal(400, f"the body is no JSON: {e}")
+            session: Session = request[_SESSION]
+            body = await read_json(request)
             if not isinstance(body, dict):
-                return refusal(400, "the body is no JSON object")
+                raise Refusal(400, "the body is no JSON object")
             try:
                 asked = api.read(body)
                 again = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
@@ -202,16 +218,6 @@ async def _wait(
     await response.write_eof()
     question.delivered = True
     return response
-
-
-async def read_json(request: web.Request) -> Any:
-    """A request's body. Raises ValueError for what is no JSON, for half of a character (a lone surrogate), which no
-    tokenizer could read, and for one that is nested too deeply."""
-    body = await request.read()
-    try:
-        return msgspec.json.decode(body)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 async def begun(request: web.Request, stream: bool) -> web.StreamResponse:

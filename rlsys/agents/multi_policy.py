@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import ipaddress
 import json
 import logging
@@ -31,7 +30,7 @@ from aiohttp import web
 from rlsys.agents.endpoint import (
     ALIVE_SECONDS,
     HOST,
-    LARGEST_REQUEST,
+    LIMITS,
     RETRY_HEADER,
     begun,
     error_body,
@@ -40,13 +39,25 @@ from rlsys.agents.endpoint import (
 )  # fmt: skip
 from rlsys.agents.host import EVALUATION_STEP, REWARD_KEY, REWARD_URL, SAMPLE
 from rlsys.agents.hosting import AgentHost
-from rlsys.agents.policy_endpoint import Arrival, Gone, Said, Seat
+from rlsys.agents.policy_endpoint import MOST_BYTES, Arrival, Gone, Said, Seat
 from rlsys.core.types import is_reward
+from rlsys.http_server.clients import read_bounded
+from rlsys.http_server.server import (
+    Refusal,
+    api_key,
+    check_same_user,
+    guarded_app,
+    read_json,
+    same_secret,
+    serving,
+)
 
 log = logging.getLogger("rlsys.meeting")
 
 Place = tuple[str, int, str]
 """A row's digest, a seed, and which evaluation it is of, if any: what samples that meet have in common."""
+MOST_EPISODES = 2**14
+"""That wait, are played, or have ended a while ago."""
 KEPT_EVALUATIONS = 3
 """The newest ones stay: a run that goes back to a checkpoint evaluates once more, and its partners do not."""
 
@@ -107,25 +118,19 @@ class Meeting:
 
     @asynccontextmanager
     async def listening(self, port: int) -> AsyncIterator[str]:
-        """Its address. Raises OSError for a port that is taken."""
-        app = web.Application(client_max_size=LARGEST_REQUEST)
-        app.add_routes(
-            [
-                web.get("/", self._show),
-                web.post("/{policy}", self._arrive),
-                web.post("/seat/{seat}/{path:.*}", self._ask),
-                web.post("/episode/{episode}/rewards", self._hear),
-            ]
-        )
-        runner = web.AppRunner(app, shutdown_timeout=0, access_log=None, handler_cancellation=True)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, HOST, port).start()
-            self._base = f"http://{HOST}:{runner.addresses[0][1]}"
-            yield self._base
-        finally:
-            self.close()
-            await runner.cleanup()
+        """Its address. Raises UserError for a port that is taken."""
+        routes = [
+            web.get("/", self._show),
+            web.post("/{policy}", self._arrive),
+            web.post("/seat/{seat}/{path:.*}", self._ask),
+            web.post("/episode/{episode}/rewards", self._hear),
+        ]
+        app = guarded_app(routes, LIMITS, refusal, {NoArrival: 400})
+        async with serving(app, HOST, port, cancel_handlers=True) as self._base:
+            try:
+                yield self._base
+            finally:
+                self.close()
 
     def close(self) -> None:
         """End all episodes; their runs send the samples again, to another meeting."""
@@ -146,18 +151,18 @@ class Meeting:
     async def _arrive(self, request: web.Request) -> web.StreamResponse:
         policy = request.match_info["policy"]
         if policy not in self._policies:
-            return refusal(404, f"policy {policy}: expected one of {', '.join(self._policies)}")
+            raise Refusal(404, f"policy {policy}: expected one of {', '.join(self._policies)}")
         if request.content_type != "application/json":  # no page of a browser can send that here
-            return refusal(415, "expected application/json")
-        try:
-            arrival = _read_arrival(policy, await request.json())
-        except (ValueError, NoArrival) as e:
-            return refusal(400, str(e))
+            raise Refusal(415, "expected application/json")
+        await check_same_user(request)
+        if len(self._episodes) >= MOST_EPISODES:
+            raise Refusal(503, f"{len(self._episodes)} episodes are here, {MOST_EPISODES} is the most")
+        arrival = _read_arrival(policy, await read_json(request, strict=False))
         episode = self._episode(arrival)
         seat = episode.seats[policy]
         if (before := seat.arrival) is not None:
             before.answer(409, "its run has sent this sample once more")
-            seat.leave(before)
+        seat.replace(arrival)  # now: the episode of a seat that is empty is forgotten
         self.counts["came_again"] += seat.used
         sitting = asyncio.create_task(self._sit(episode, seat, arrival))
         try:
@@ -277,17 +282,17 @@ class Meeting:
 
     async def _hear(self, request: web.Request) -> web.Response:
         episode = self._names.get(request.match_info["episode"])
-        if episode is None or not _may(request, episode.key):
-            return refusal(401, "not the address and key of an episode that is played")
+        if episode is None or not same_secret(api_key(request), episode.key):
+            raise Refusal(401, "not the address and key of an episode that is played")
         try:
-            given = (await request.json())["rewards"]
+            given = (await read_json(request, strict=False))["rewards"]
             rewards = {p: float(given[p]) for p in self._policies}
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, Refusal):
             rewards = {}
             given = None
         if not rewards or set(given) != set(rewards) or not all(map(is_reward, rewards.values())):
             expected = ", ".join(f'"{p}": NUMBER' for p in self._policies)
-            return refusal(400, f"what the episode returns: expected {{{expected}}}, finite ones")
+            raise Refusal(400, f"what the episode returns: expected {{{expected}}}, finite ones")
         episode.rewards = rewards
         return web.json_response({})
 
@@ -302,8 +307,11 @@ class Meeting:
         headers = {"Authorization": f"Bearer {arrival.key}"}
         worth = {"reward": episode.rewards[seat.policy]}
         try:
-            async with self._session.post(arrival.reward_url, json=worth, headers=headers) as answer:
-                arrival.answer(answer.status, await answer.text())
+            async with self._session.post(
+                arrival.reward_url, json=worth, headers=headers, allow_redirects=False
+            ) as answer:
+                told = await read_bounded(answer, MOST_BYTES)
+                arrival.answer(answer.status, told.decode(errors="replace"))
         except (aiohttp.ClientError, OSError):
             seat.leave(arrival)
 
@@ -311,8 +319,8 @@ class Meeting:
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
         seat = self._seats.get(request.match_info["seat"])
-        if seat is None or not _may(request, seat.key):
-            return refusal(401, "not the address and key of a policy in an episode")
+        if seat is None or not same_secret(api_key(request), seat.key):
+            raise Refusal(401, "not the address and key of a policy in an episode")
         body = await request.read()
         headers = {
             name: request.headers[name] for name in ("Content-Type", RETRY_HEADER) if name in request.headers
@@ -367,15 +375,8 @@ def _is_loopback(url: str) -> bool:
         return False
 
 
-def _may(request: web.Request, key: str) -> bool:
-    """Whether it has the key, where stock clients put it."""
-    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    given = (request.headers.get("x-api-key") or bearer).strip()
-    return hmac.compare_digest(given.encode(errors="replace"), key.encode())
-
-
 def _streams(body: bytes) -> bool:
     try:
         return bool(json.loads(body).get("stream"))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return False

@@ -16,8 +16,12 @@ from typing import Any
 
 import aiohttp
 
+from rlsys.http_server.clients import read_bounded
+
 _CUT = re.compile(rb'"(finish|stop)_reason": "(length|max_tokens)"|"status": "incomplete"')
 """In an answer of any API: its conversation may be full. Inside a text its quotes would be escaped."""
+MOST_BYTES = 64 * 2**20
+"""Of an answer of a run."""
 _OVER = (401, 410)
 """What a run answers when nobody of this address is there any more."""
 
@@ -90,10 +94,14 @@ class Seat:
         """Whether its policy has been asked."""
         return bool(self._exchanges)
 
-    async def take(self, arrival: Arrival) -> bool:
-        """The sample is here, or here again: it is told what was said, from the beginning. False: it says something
-        else now, so nobody may go on with it."""
+    def replace(self, arrival: Arrival) -> None:
+        """The sample is here, or here again; nobody is asked before `take`."""
         self.arrival = arrival
+        self._ready.clear()
+
+    async def take(self, arrival: Arrival) -> bool:
+        """Tell the sample what was said, from the beginning. False: it says something else now, so nobody may go on
+        with it."""
         for exchange in [e for e in self._exchanges if e.said is not None]:
             said = await self._forward(arrival, exchange)
             if self.arrival is not arrival or said is None:
@@ -161,7 +169,7 @@ class Seat:
             async with self.session.post(
                 url, data=exchange.body, headers=headers, allow_redirects=False
             ) as answer:
-                lines = (await answer.read()).split(b"\n")
+                lines = (await read_bounded(answer, MOST_BYTES)).split(b"\n")
                 said = Said(answer.status, answer.content_type, b"\n".join(_without_signs_of_life(lines)))
         except (aiohttp.ClientError, OSError):
             return None

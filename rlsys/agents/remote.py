@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from rlsys.agents.hosting import Ended
+from rlsys.http_server.clients import direct_session, read_bounded
 
 CONNECT_SECONDS = 10.0
 PAUSE_SECONDS = 1.0
@@ -25,6 +26,7 @@ PAUSE_SECONDS = 1.0
 AWAY_SECONDS = 60.0
 """So long a service may be away before an agent that it never got counts as lost."""
 LONGEST_WORDS = 300
+MOST_BYTES = 2**20
 
 
 class AgentService:
@@ -54,7 +56,8 @@ class AgentService:
     async def _ask(self, body: dict[str, Any], ended: asyncio.Future[Ended]) -> None:
         try:
             async with self._there(body) as answer:
-                said = " ".join((await answer.read()).decode(errors="replace").split())[:LONGEST_WORDS]
+                words = (await read_bounded(answer, MOST_BYTES)).decode(errors="replace").split()
+                said = " ".join(words)[:LONGEST_WORDS]
                 error = None if answer.status == 200 else f"its service answered {answer.status} {said}"
                 end = Ended(error)
         except (aiohttp.ClientError, OSError) as e:
@@ -84,5 +87,5 @@ class AgentService:
 async def open_service(url: str) -> AsyncIterator[AgentService]:
     times = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)  # an agent may take hours
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=times, trust_env=False, connector=connector) as session:
+    async with direct_session(timeout=times, connector=connector) as session:
         yield AgentService(url, session)

@@ -14,8 +14,9 @@ import aiohttp
 
 from rlsys.agents.hosting import open_host
 from rlsys.agents.multi_policy import Meeting
+from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import UserError
-from rlsys.obs.descriptors import raise_descriptors
+from rlsys.http_server.clients import direct_session
 from rlsys.obs.role import unless_ignored
 
 log = logging.getLogger("rlsys.meeting")
@@ -72,7 +73,7 @@ async def _serve(
     for number in unless_ignored(signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     connector, times = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=times, trust_env=False) as session:
+    async with direct_session(connector=connector, timeout=times) as session:
         meeting = Meeting(policies, wait, session)
         keeper = asyncio.create_task(_keep_host(meeting, episode, variables))
         stopped = asyncio.create_task(stop.wait())
@@ -85,8 +86,6 @@ async def _serve(
                 meeting.close()
                 keeper.cancel()  # before its episodes see their addresses go
                 await asyncio.wait({keeper})
-        except OSError as e:
-            raise UserError(f"--port {port}: {e.strerror or e}") from None
         finally:
             keeper.cancel()
             await asyncio.wait({keeper})

@@ -11,9 +11,7 @@ from rlsys.config import Config, add_config, load_config
 from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
 from rlsys.tenants.keys import check_names, key_file, key_of
-
-ADAPTERS_AT_ONCE = 8
-"""In one batch of the engine."""
+from rlsys.tenants.sampler import ADAPTERS_AT_ONCE
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ class RunConfig(Section):
     dir: FilePath = Path("runs/default")
     """The run's folder: resolved config, metrics, rollouts, checkpoints, logs and report. The same command with
     the same folder continues the run."""
+    share: Literal["group"] | None = None
+    """Who may read the folder beside you, texts of samples included: `group`, the folder's Unix group. Unset: nobody
+    (mode 0700)."""
     trackers: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers that get every line of metrics.jsonl and tables of samples. Each needs its package:
     pip install 'rlsys[wandb]'. TensorBoard files are always written."""

@@ -8,12 +8,13 @@ what lies where, and megatron's own `metadata.json` and `common.pt` make the fol
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import math
 import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -102,6 +103,28 @@ class DistWriter:
         (self._folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
 
 
+_FORMAT_MODULES = {f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem")}
+_OTHER_PARTS = {
+    ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads `.metadata`, which is a pickle: it may name any function of any module, and call it. Allowed are types
+    that only hold values: dataclasses and enumerations of the format, and torch's numbers types and sizes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if "." not in name:
+            part = super().find_class(module, name) if module in (*_FORMAT_MODULES, "torch") else None
+            holds_values = isinstance(part, type) and (is_dataclass(part) or issubclass(part, enum.Enum))
+            if isinstance(part, torch.dtype) or (module in _FORMAT_MODULES and holds_values):
+                return part
+            if (module, name) in _OTHER_PARTS:
+                return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
 class DistReader:
     """Raises UserError when `folder` is no such checkpoint. `shapes`: of all tensors in it, by key."""
 
@@ -109,7 +132,7 @@ class DistReader:
         self._folder = folder
         file = folder / _METADATA
         try:
-            metadata: Metadata = pickle.loads(file.read_bytes())
+            metadata: Metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
         except FileNotFoundError:
             raise UserError(
                 f"{folder}: not a checkpoint in torch_dist format: no {_METADATA} in it"

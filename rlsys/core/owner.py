@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import json
 import os
 import secrets
@@ -71,10 +70,6 @@ class Owner:
     def environment(self, start: int) -> dict[str, str]:
         """What tells a role's process whom it works for. `start`: counts the starts of its unit in this launch."""
         return {EPOCH_VARIABLE: str(self.epoch), START_VARIABLE: str(start)}
-
-    def admits(self, key: str) -> bool:
-        """Whether `key` is this launch's, compared in constant time."""
-        return hmac.compare_digest(key.encode(), self.key.encode())
 
 
 def claim(run_dir: Path, sockets: Path = Path()) -> Owner:

@@ -8,6 +8,8 @@ listens before it sends a word: a path can be left over, and somebody else may h
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import functools
 import http.client
 import os
@@ -24,24 +26,51 @@ FOLDER_VARIABLE = "RLSYS_SOCKETS"
 """Environment of a role's processes: the folder of their sockets, which lives as long as the role."""
 STORE_VARIABLE = "RLSYS_STORE"
 """Environment of ranks on one machine: the file in which they meet, new for each start (rlsys/core/rendezvous.py)."""
-_PREFIX = "rlsys-"
+_PREFIX, _LOCK = "rlsys-", ".lock"
+_locks: list[int] = []
+"""Descriptors of the folders that this process has made."""
 _PARENTS = ("/tmp", "/var/tmp", "/dev/shm")
 _LONGEST_PARENT = 50
 """Characters of a folder that may be taken where none of `_PARENTS` can: the names within it need the rest of 107."""
 
 
 def make_folder() -> Path:
-    """Make a folder for sockets, mode 0700. Raises UserError when there is no place for one."""
+    """Make a folder for sockets, mode 0700, and remove those of processes that were killed. Raises UserError when
+    there is no place for one."""
     own = tempfile.gettempdir()
     refused = []
     for parent in (*_PARENTS, *([own] if len(own) <= _LONGEST_PARENT else [])):
         try:
-            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            _locks.append(_lock(folder / _LOCK, os.O_CREAT))  # for the life of this process
+            _sweep(Path(parent))
+            return folder
         except OSError as e:
             refused.append(f"{parent}: {e.strerror}")
     raise UserError(
         f"no folder for Unix sockets ({'; '.join(refused)}; TMPDIR = {own}: at most {_LONGEST_PARENT} characters)"
     )
+
+
+def _lock(path: Path, more: int = 0) -> int:
+    """A descriptor that holds the file's lock, as long as it is open. Raises OSError where another one holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | more, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _sweep(parent: Path) -> None:
+    """Remove folders of this user whose maker has ended; nobody was left to do so."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is in use, somebody else's, or has gone
+            if folder.lstat().st_uid == os.geteuid():
+                descriptor = _lock(folder / _LOCK)
+                remove_folder(folder)
+                os.close(descriptor)
 
 
 def remove_folder(folder: Path) -> None:

@@ -52,6 +52,10 @@ def open_relay(token: str, line: Line, seconds: float) -> Call:
     return Call("/relay/open", {"token": token, "line": [list(hop) for hop in line], "seconds": seconds})
 
 
+def renew_relay(token: str) -> Call:
+    return Call("/relay/renew", {"token": token})
+
+
 def relay_state(files: int, root: str) -> Call:
     return Call("/relay/state", {"files": files, "root": root})
 

@@ -16,6 +16,7 @@ from rlsys.core.errors import RunError
 from rlsys.core.identity import NOBODY, Identity
 from rlsys.engine.chunks import Refused
 from rlsys.engine.fence import HEADER
+from rlsys.http_server.clients import direct_session
 
 # Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
 KEEPALIVE_SECONDS = 1.5
@@ -63,7 +64,7 @@ class Stranger(EngineError):
 def make_session() -> aiohttp.ClientSession:
     """One session for all engines of a process; without a limit of its own on connections."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
-    return aiohttp.ClientSession(
+    return direct_session(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),

@@ -17,8 +17,11 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from rlsys.core.sockets import UnixConnection
 
 URL, KEY = "RLSYS_ENVIRONMENT_URL", "RLSYS_ENVIRONMENT_KEY"
 """Where an agent finds its environment."""
@@ -49,8 +52,8 @@ class _Lost(Exception):
 class RemoteEpisode:
     """Owns the turns that were played; used by one thread at a time.
 
-    `url`: of the service, http only within a machine. `seconds`: for one question, and so long may the service be
-    away.
+    `url`: of the service, http only within a machine; `unix:PATH` names a Unix socket. `seconds`: for one question,
+    and so long may the service be away.
     """
 
     def __init__(self, url: str, key: str, task: Mapping[str, Any], seed: int, seconds: float = 60.0) -> None:
@@ -166,15 +169,19 @@ class RemoteEpisode:
     def _ask(self, path: str, body: Answer, end: float) -> tuple[int, Answer]:
         """One try."""
         left = max(0.001, end - time.monotonic())
-        host, port = self._parts.hostname or "", self._parts.port
-        secure = self._parts.scheme == "https"
-        connection = (http.client.HTTPSConnection if secure else http.client.HTTPConnection)(
-            host, port, timeout=left
-        )
+        host, port, where = self._parts.hostname or "", self._parts.port, self._parts.path
+        connection: http.client.HTTPConnection
+        if self._parts.scheme == "unix":
+            connection, where = UnixConnection(Path(where), left), ""
+        elif self._parts.scheme == "https":
+            connection = http.client.HTTPSConnection(host, port, timeout=left)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=left)
         try:
             headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-            where = self._parts.path.rstrip("/") + path
-            connection.request("POST", where, json.dumps(body, default=str).encode(), headers)
+            connection.request(
+                "POST", where.rstrip("/") + path, json.dumps(body, default=str).encode(), headers
+            )
             response = connection.getresponse()
             if response.length is None or response.length > LARGEST:
                 raise EnvironmentFailed(f"it answers without a length, or with more than {LARGEST} bytes")

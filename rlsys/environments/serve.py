@@ -9,8 +9,9 @@
 is {"error"} with its status: 401 a wrong key, 404 no such lease, 409 another turn is due, 422 the environment raised,
 503 not now.
 
-The listening socket is the parent's: while this process is started anew, connections wait there. It ends with its
-standard input.
+It listens on a Unix socket of the run's user. Agents ask it by an address that the rollout process gives to each
+(rlsys/generators/environment_services.py). The listening socket is the parent's: while this process is started anew,
+connections wait there. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
             told = answer(json.loads(self.rfile.read(length) or b"{}"))
         except Refused as e:
             status, told = e.status, {"error": e.reason, "wait": e.wait}
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             status, told = 400, {"error": f"{type(e).__name__}: {e}"}
         data = json.dumps(told, default=_plain).encode()
         self.send_response(status)
@@ -121,6 +122,7 @@ def _plain(value: Any) -> Any:
 
 
 class Server(ThreadingHTTPServer):
+    address_family = socket.AF_UNIX
     daemon_threads = True
     request_queue_size = 1024
 

@@ -14,11 +14,8 @@ Every refusal is JSON: {"error": {"message", "type", "code"}}.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import hmac
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +23,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rlsys.core.errors import RunError, UserError
+from rlsys.core.descriptors import RESERVE
+from rlsys.core.errors import UserError
 from rlsys.engine.wire import DeadEngine
 from rlsys.engine_requests import API_FIELDS, RefusedPrompt, check_request, short
 from rlsys.gateway.fair_queue import Places
@@ -34,9 +32,9 @@ from rlsys.gateway.fleet import Fleet
 from rlsys.gateway.metrics import Metrics
 from rlsys.gateway.proxy import Job, Unavailable, error_body
 from rlsys.gateway.requests import engine_bodies, samples_of
+from rlsys.http_server.connections import ServerLimits
+from rlsys.http_server.server import LIMITER, Refusal, bearer_token, guarded_app, same_secret
 from rlsys.router.failures import Poisonous
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 FORWARDED = tuple(API_FIELDS)
 ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
@@ -58,7 +56,10 @@ class FrontLimits:
     concurrency: int = 1024
     queue: int = 4096
     body_seconds: float = 10.0
-    """For a body to come, and one more for each MiB of it."""
+
+    @property
+    def places(self) -> int:
+        return self.concurrency + self.queue
 
 
 class Front:
@@ -69,88 +70,57 @@ class Front:
     ) -> None:
         """Without any token everything is open: for loopback alone."""
         self._fleet = fleet
-        self._token = token.encode() if token is not None else None
-        self._admin_token = admin_token.encode() if admin_token is not None else None
+        self._token, self._admin_token = token, admin_token
         self._limits = limits
         self._metrics = Metrics(fleet, lambda: self._inside)
         self._inside = 0
         self._places = Places(limits.concurrency)
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._limits.body_bytes, middlewares=[self._guard])
-        app[_LIMITS] = self._limits
-
-        app.add_routes([web.post(path, self._forward) for path in FORWARDED])
-        app.add_routes([web.get(path, self._ask) for path in ASKED])
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/metrics", self._scrape),
-                web.get("/engines", self._list),
-                web.post("/engines", self._add),
-                web.delete("/engines", self._drain),
-                web.post("/update_weights_from_disk", self._update),
-            ]
+        limits = ServerLimits(
+            self._limits.places + RESERVE, self._limits.body_bytes, body_seconds=self._limits.body_seconds
         )
+        routes = [
+            *(web.post(path, self._forward) for path in FORWARDED),
+            *(web.get(path, self._ask) for path in ASKED),
+            web.get("/health", self._health),
+            web.get("/ready", self._ready),
+            web.get("/metrics", self._scrape),
+            web.get("/engines", self._list),
+            web.post("/engines", self._add),
+            web.delete("/engines", self._drain),
+            web.post("/update_weights_from_disk", self._update),
+        ]
+        statuses = {RefusedPrompt: 400, Poisonous: 422, Unavailable: 503}  # 422: clients send a 5xx again
+        app = guarded_app(routes, limits, _error, statuses, self._check_token, self._observe)
+        self._metrics.connections = app[LIMITER].counts
         return app
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Tokens, errors as JSON, counts."""
-        start = time.monotonic()
-        try:
-            self._check_token(request)
-            response = await handler(request)
-        except _Refused as e:
-            response = _error(e.status, str(e))
-        except RefusedPrompt as e:
-            response = _error(400, str(e))
-        except UserError as e:
-            response = _error(400, str(e))
-        except Poisonous as e:
-            response = _error(422, str(e))  # no 5xx: clients would send it again
-        except RunError as e:
-            response = _error(500, str(e))
-        except Unavailable as e:
-            response = _error(503, str(e))
-        except web.HTTPRequestEntityTooLarge:
-            response = _error(413, f"the body is larger than {self._limits.body_bytes} bytes")
-        except web.HTTPException as e:
-            response = _error(e.status, f"{request.method} {request.path[:200]}: {e.reason}")
+    def _observe(self, request: web.Request, status: int, seconds: float) -> None:
         known = request.match_info.route.resource
-        self._metrics.observe(
-            known.canonical if known else "other", response.status, time.monotonic() - start
-        )
-        return response
+        self._metrics.observe(known.canonical if known else "other", status, seconds)
 
     def _check_token(self, request: web.Request) -> None:
         if request.path in OPEN or (self._token is None and self._admin_token is None):
             return
-        if self._knows(request, self._admin_token):
+        if _knows(request, self._admin_token):
             return
         if request.path in ADMIN:
-            if self._knows(request, self._token):
-                raise _Refused(403, f"{request.path} is for administrators (--admin-token-file)")
-        elif self._token is None or self._knows(request, self._token):
+            if _knows(request, self._token):
+                raise Refusal(403, f"{request.path} is for administrators (--admin-token-file)")
+        elif self._token is None or _knows(request, self._token):
             return
-        raise _Refused(401, "a bearer token is required: Authorization: Bearer TOKEN")
-
-    def _knows(self, request: web.Request, token: bytes | None) -> bool:
-        """Compared in constant time, whatever was sent."""
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        sent = given.strip().encode(errors="replace")
-        return token is not None and hmac.compare_digest(sent, token) and kind.lower() == "bearer"
+        raise Refusal(401, "a bearer token is required: Authorization: Bearer TOKEN")
 
     # -- requests for engines -----------------------------------------------------------------------------------
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         with self._inside_for(1):  # before its body is read
-            raw = await _read(request)
+            raw = await request.read()
             body = _object(raw)
             samples = samples_of(body)
             if samples > self._limits.concurrency:
-                raise _Refused(
+                raise Refusal(
                     413, f"{samples} samples in one request; expected at most {self._limits.concurrency}"
                 )
             with self._inside_for(samples - 1):
@@ -173,9 +143,7 @@ class Front:
     def _inside_for(self, samples: int) -> Iterator[None]:
         most = self._limits.concurrency + self._limits.queue
         if self._inside + samples > most:
-            raise _Refused(
-                429, f"{self._inside} samples are here already, of at most {most}; try again later"
-            )
+            raise Refusal(429, f"{self._inside} samples are here already, of at most {most}; try again later")
         self._inside += samples
         try:
             yield
@@ -218,17 +186,17 @@ class Front:
         return web.json_response({"weight_version": self._fleet.pool.version, "engines": rows})
 
     async def _add(self, request: web.Request) -> web.Response:
-        url = _text(_object(await _read(request)), "url")
+        url = _text(_object(await request.read()), "url")
         self._fleet.join(url)
         return web.json_response({"url": url}, status=201)
 
     async def _drain(self, request: web.Request) -> web.Response:
-        url = request.query.get("url") or _text(_object(await _read(request)), "url")
+        url = request.query.get("url") or _text(_object(await request.read()), "url")
         self._fleet.drain(url)
         return web.json_response({"url": url, "draining": True}, status=202)
 
     async def _update(self, request: web.Request) -> web.Response:
-        body = _object(await _read(request))
+        body = _object(await request.read())
         version = body.get("weight_version")
         if version is not None and not _is_version(version):
             raise UserError(f"weight_version = {short(version)}: expected a whole number below 2**63")
@@ -236,26 +204,8 @@ class Front:
         return web.json_response({"success": True, "weight_version": new})
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-_LIMITS = web.AppKey("limits", FrontLimits)
-
-
-async def _read(request: web.Request) -> bytes:
-    limits = request.app[_LIMITS]
-    size = min(request.content_length or limits.body_bytes, limits.body_bytes)
-    seconds = limits.body_seconds + size / 2**20
-    try:
-        async with asyncio.timeout(seconds):
-            return await request.read()
-    except TimeoutError:
-        raise _Refused(408, f"the body did not come within {seconds:.0f} s") from None
-    except web.RequestPayloadError as e:
-        raise _Refused(400, f"the body cannot be read: {' '.join(str(e).split())}") from None
+def _knows(request: web.Request, token: str | None) -> bool:
+    return token is not None and same_secret(bearer_token(request), token)
 
 
 def _is_version(value: Any) -> bool:
@@ -270,7 +220,7 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise _Refused(400, f"not a JSON object: {e}") from None
+        raise Refusal(400, f"not a JSON object: {e}") from None
     return body
 
 

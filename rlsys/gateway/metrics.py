@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,7 +25,9 @@ class Metrics:
         self.refused = Counter(
             "rlsys_router_refused", "Requests that no engine may see", registry=self._registry
         )
-        self._registry.register(_State(fleet, inside))
+        self.connections: Mapping[str, int] = {}
+        """Of the server: connections that were refused or closed, by cause."""
+        self._registry.register(_State(fleet, inside, self))
 
     def observe(self, path: str, code: int, seconds: float) -> None:
         self._requests.labels(path, str(code)).inc()
@@ -39,9 +41,10 @@ class Metrics:
 class _State:
     """Of fleet and engines, at the moment of a scrape."""
 
-    def __init__(self, fleet: Fleet, inside: Callable[[], int]) -> None:
+    def __init__(self, fleet: Fleet, inside: Callable[[], int], metrics: Metrics) -> None:
         self._fleet = fleet
         self._inside = inside
+        self._metrics = metrics
 
     def describe(self) -> list[Metric]:
         """Nothing is looked up before the first scrape: the pool belongs to an event loop."""
@@ -57,6 +60,8 @@ class _State:
         yield count(
             "rlsys_router_interrupts", "Times that all requests were asked back", dispatcher.interrupts
         )
+        for name, value in self._metrics.connections.items():
+            yield count(f"rlsys_router_connections_{name}", f"Connections: {name}", value)
         for name, value in self._fleet.proxy.counts.items():
             yield count(f"rlsys_router_{name}", f"Interrupted requests {name}", value)
         yield count(

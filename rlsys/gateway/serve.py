@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aiohttp import web
-
+from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import UserError
 from rlsys.core.identity import NOBODY, Identity, read_keys
 from rlsys.engine.wire import make_session
-from rlsys.gateway.connection_limits import Door, DoorLimits
 from rlsys.gateway.fleet import Fleet, FleetInterruption
 from rlsys.gateway.front import Front, FrontLimits
-from rlsys.obs.descriptors import RESERVE, raise_descriptors
+from rlsys.http_server.server import serving
 from rlsys.obs.role import unless_ignored
 
 SHORTEST_TOKEN = 16
 SHUTDOWN_SECONDS = 10.0
-BACKLOG = 1024
 
 log = logging.getLogger("rlsys.router")
 
@@ -96,7 +92,7 @@ def run_router(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = NOBODY) -> None:
-    places = options.limits.concurrency + options.limits.queue
+    places = options.limits.places
     raise_descriptors(
         2 * places, "rlsys router: a connection of the client and one of the engine for each place"
     )
@@ -116,41 +112,17 @@ async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = NOB
             identity=identity,
         )
         app = Front(fleet, tokens.client, options.limits, tokens.admin).app()
-        door = Door(DoorLimits(places + RESERVE))
-        app.middlewares.insert(0, door.middleware)
         # A client that is gone must not keep an engine busy.
-        runner = web.AppRunner(
-            app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS, access_log=None
+        listening = serving(
+            app, options.host, options.port, shutdown_seconds=SHUTDOWN_SECONDS, cancel_handlers=True
         )
-        await runner.setup()
-        server = None
         tasks = [asyncio.ensure_future(fleet.watch()), asyncio.ensure_future(stop.wait())]
         try:
-            server = await _listen(runner, door, options)
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            async with listening as url:
+                log.info("listening on %s before %d engines", url, len(options.engines))
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
             for task in tasks:
                 task.cancel()
-            if server is not None:
-                server.close()
-            await runner.cleanup()
-
-
-async def _listen(runner: web.AppRunner, door: Door, options: RouterOptions) -> asyncio.Server:
-    loop = asyncio.get_running_loop()
-    assert runner.server is not None
-    try:
-        server = await loop.create_server(
-            door.protocol(runner.server), options.host, options.port, backlog=BACKLOG, reuse_address=True
-        )
-    except UnicodeError:  # of a name that DNS cannot have
-        raise UserError(f"--host {options.host[:200]}: not a host name or address") from None
-    except OSError as e:
-        if e.errno == errno.EADDRINUSE:
-            raise UserError(f"--port {options.port}: in use on {options.host}") from None
-        raise UserError(f"--host {options.host} --port {options.port}: {e.strerror or e}") from None
-    port = server.sockets[0].getsockname()[1]
-    log.info("listening on http://%s:%d before %d engines", options.host, port, len(options.engines))
-    return server

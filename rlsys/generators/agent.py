@@ -31,8 +31,6 @@ from rlsys.core.errors import UserError
 from rlsys.core.spans import TurnMark
 from rlsys.core.types import Prompt, Sample
 from rlsys.data import Tokenizer
-from rlsys.environments.client import KEY as ENVIRONMENT_KEY
-from rlsys.environments.client import URL as ENVIRONMENT_URL
 from rlsys.generators.conversation import Conversation
 from rlsys.generators.environment_services import ServiceParams, Services
 from rlsys.generators.parser_client import ToolFailed, TurnReader
@@ -172,9 +170,11 @@ class AgentGenerator:
     ) -> AsyncIterator[tuple[Session, asyncio.Future[Ended]]]:
         """An agent, for as long as this lasts."""
         endpoint, host = await self._serving()
-        async with nullcontext() if self._environments is None else self._environments.service() as service:
-            session = endpoint.open()
-            found = {} if service is None else {ENVIRONMENT_URL: service.url, ENVIRONMENT_KEY: service.key}
+        async with (
+            nullcontext() if self._environments is None else self._environments.of_agent() as environment
+        ):
+            session = endpoint.open(None if environment is None else environment.ask)
+            found = {}
             if sample.sample_id != EVALUATION:
                 found[SAMPLE] = str(sample.sample_id)
             elif self.evaluated_step is not None:

@@ -24,14 +24,17 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import aiohttp
+import msgspec
 from pydantic import Field, model_validator
 
 from rlsys.config.section import Positive, Section
 from rlsys.core.errors import UserError
+from rlsys.core.sockets import role_folder
 from rlsys.core.workers import KEPT_VARIABLES
 from rlsys.environments import client as environment_client
 from rlsys.environments import serve
 from rlsys.environments.client import EnvironmentFailed, RemoteEpisode
+from rlsys.http_server.clients import direct_session, read_bounded
 from rlsys.venv_runner import run
 
 START_SECONDS = 120.0
@@ -92,15 +95,75 @@ class ServiceParams(Section):
         return self.connector or self.url or ""
 
 
+class AgentEnvironment:
+    """The environment of one agent, whose questions the endpoint passes on.
+
+    Owns the agent's lease: one at a time, so that no agent takes those of others, and none after a step that hangs,
+    which costs the service a thread.
+    """
+
+    def __init__(self, service: Service, session: aiohttp.ClientSession) -> None:
+        self._service, self._session = service, session
+        self._name = secrets.token_urlsafe(16)
+        """Keeps its leases apart from those of other agents."""
+        self._lease = ""
+        self._steps = 0
+        """Under way."""
+        self._hangs = False
+
+    async def ask(self, call: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises ConnectionError where the service has died meanwhile."""
+        try:
+            question = msgspec.json.decode(body, type=dict[str, Any])
+            lease = f"{self._name}-{question['lease']}"
+        except (msgspec.DecodeError, KeyError, RecursionError) as e:
+            return _refused(400, f"not a question to an environment: {type(e).__name__}: {e}")
+        if call == "open":
+            if self._hangs:
+                return _refused(403, "a step of this agent hangs: it may open no other episode")
+            if lease != self._lease:
+                await self.close()
+            self._lease = lease
+        elif lease != self._lease:
+            return _refused(404, f"there is no lease {question['lease']}")
+        if call == "close":
+            await self.close()
+            return 200, b"{}"
+        self._steps += call == "step"
+        try:
+            return await self._pass_on(call, {**question, "lease": lease})
+        finally:
+            self._steps -= call == "step"
+
+    async def close(self) -> None:
+        """Give its lease back."""
+        lease, self._lease = self._lease, ""
+        self._hangs |= self._steps > 0
+        if lease:
+            with contextlib.suppress(ConnectionError):
+                await self._pass_on("close", {"lease": lease})
+
+    async def _pass_on(self, call: str, question: dict[str, Any]) -> tuple[int, bytes]:
+        post = self._session.post(f"{self._service.address}/{call}", json=question, allow_redirects=False)
+        try:
+            async with post as answer:
+                return answer.status, await read_bounded(answer, environment_client.LARGEST)
+        except (aiohttp.ClientError, OSError) as e:
+            raise ConnectionError(f"{type(e).__name__}: {e}") from None
+
+
+def _refused(status: int, reason: str) -> tuple[int, bytes]:
+    return status, msgspec.json.encode({"error": reason})
+
+
 class Service:
     """One process, or one address of somebody else. `episodes`: how many use it now."""
 
     def __init__(self, params: ServiceParams, key: str, listening: socket.socket | None) -> None:
         self._params, self.key, self._listening = params, key, listening
-        if listening is None:
-            self.url = params.url or ""
-        else:
-            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.url = params.url or "" if listening is None else f"unix:{listening.getsockname()}"
+        self.address = self.url if listening is None else "http://localhost"
+        """For aiohttp."""
         self.episodes = 0
         self.starts = 0
 
@@ -180,13 +243,20 @@ class Service:
         finally:
             ended.cancel()
 
+    def session(self, seconds: float) -> aiohttp.ClientSession:
+        """To this service. `seconds`: for a question."""
+        unix = self._listening is not None
+        return direct_session(
+            connector=aiohttp.UnixConnector(self.url.removeprefix("unix:")) if unix else None,
+            timeout=aiohttp.ClientTimeout(total=seconds),
+            headers={"Authorization": f"Bearer {self.key}"},
+        )
+
     async def _answers(self) -> bool:
-        times = aiohttp.ClientTimeout(total=self._params.step_seconds / PROBE_PART)
-        headers = {"Authorization": f"Bearer {self.key}"}
         try:
             async with (
-                aiohttp.ClientSession(timeout=times, trust_env=False, headers=headers) as session,
-                session.get(f"{self.url}/health") as answer,
+                self.session(self._params.step_seconds / PROBE_PART) as session,
+                session.get(f"{self.address}/health", allow_redirects=False) as answer,
             ):
                 return answer.status == 200
         except (aiohttp.ClientError, OSError):  # TimeoutError is one
@@ -223,6 +293,16 @@ class Services:
                 yield chosen
             finally:
                 chosen.episodes -= 1
+
+    @asynccontextmanager
+    async def of_agent(self) -> AsyncIterator[AgentEnvironment]:
+        """The environment of one agent. Raises UserError where the service does not start."""
+        async with self.service() as service, service.session(self._params.step_seconds) as session:
+            environment = AgentEnvironment(service, session)
+            try:
+                yield environment
+            finally:
+                await environment.close()
 
     @asynccontextmanager
     async def episode(self, task: Mapping[str, Any], seed: int) -> AsyncIterator[LeasedEpisode]:
@@ -263,7 +343,9 @@ class Services:
             return
         waits: list[asyncio.Future[None]] = []
         for _ in range(self._params.processes):
-            listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+            listening = socket.socket(socket.AF_UNIX)
+            listening.bind(str(role_folder() / f"environment-{secrets.token_hex(4)}"))
+            listening.listen(1024)
             service = Service(self._params, secrets.token_urlsafe(32), listening)
             waits.append(asyncio.get_running_loop().create_future())
             self._services.append(service)

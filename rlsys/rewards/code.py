@@ -4,28 +4,48 @@ Tests stand in the row, as `tests` or as its right answer (then perhaps a text t
 
     [{"input": "1 2\\n", "output": "3\\n"}, ...]          standard input and output
     {"inputs": [...], "outputs": [...]}                  the same, as verl's and PRIME's rows have it
-    {"functional": "assert add(1, 2) == 3"}, or a text   code that is run after the program
+    {"functional": "assert add(1, 2) == 3"}, or a text   code that uses what the program defines
+
+The program never sees a right answer, and gives no verdict: tests run in a process of their own (isolated.py).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
+from rlsys.core.texts import load_json
 from rlsys.core.types import Prompt
 from rlsys.data.tokenizer import Tokenizer
-from rlsys.rewards.sandbox import Outcome, run_program
+from rlsys.obs.direct import opener
+from rlsys.rewards.sandbox import Outcome, Sandbox, Undecidable
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
-Run = Callable[[str, str], Outcome]
-"""(program, standard input) -> what came of it."""
+LARGEST_ANSWER = 2**24
+"""Bytes, of SandboxFusion."""
+
+
+class Runner(Protocol):
+    """Where programs run."""
+
+    def run(self, program: str, said: str) -> Outcome:
+        """With standard input `said`."""
+
+    def passes(self, program: str, tests: str) -> bool:
+        """Whether code that uses what the program defines ends without an exception."""
+
+
+Test = Callable[[str, Runner], bool]
+"""Whether a program passes."""
+log = logging.getLogger("rlsys.rewards")
 
 
 def code(
@@ -35,12 +55,14 @@ def code(
     seconds: float = 5.0,
     memory_mb: int = 512,
     key: str = "tests",
+    sandbox: str = "available",
 ) -> Callable[[Prompt, str], float]:
     """1 when the last fenced program of a response passes all tests, else 0; `partial`: the share that it passes.
 
     `url`: a SandboxFusion server that runs it; unset: a sandbox of this machine (sandbox.py says what that keeps
     away, and from what it does not protect). `seconds` and `memory_mb`: of one test. rollout.reward_timeout has to be
-    more than `seconds` times the tests of a row.
+    more than `seconds` times the tests of a row. `sandbox`: `required` refuses a machine without bubblewrap, and
+    tests that a program could deceive; `available` warns of both.
     """
     tokenizer = Tokenizer.of(config)
     if seconds <= 0 or memory_mb < 32:
@@ -48,10 +70,12 @@ def code(
             f"data.reward: code: seconds = {seconds:g}, memory_mb = {memory_mb}: expected > 0, and at least 32"
         )
 
-    def run(program: str, said: str) -> Outcome:
-        if url is not None:
-            return _fusion(url, program, said, seconds, memory_mb)
-        return run_program(program, said, seconds=seconds, memory_mb=memory_mb)
+    if sandbox not in ("available", "required"):
+        raise UserError(f"data.reward: code: sandbox = {sandbox!r}: expected available or required")
+    required = sandbox == "required"
+    runner: Runner = (
+        _Local(seconds, memory_mb, required) if url is None else _Fusion(url, seconds, memory_mb, required)
+    )
 
     def score(prompt: Prompt, text: str) -> float:
         tests = read_tests(prompt.entry[key] if key in prompt.entry else prompt.entry["answer"])
@@ -60,7 +84,7 @@ def code(
             return 0.0
         passed = 0
         for test in tests:
-            if test(blocks[-1], run):
+            if test(blocks[-1], runner):
                 passed += 1
             elif not partial:
                 return 0.0
@@ -69,7 +93,7 @@ def code(
     return score
 
 
-def read_tests(tests: Any) -> list[Callable[[str, Run], bool]]:
+def read_tests(tests: Any) -> list[Test]:
     """Raises ValueError for what is no list of tests."""
     if isinstance(tests, str):
         try:
@@ -96,61 +120,97 @@ def read_tests(tests: Any) -> list[Callable[[str, Run], bool]]:
     return [_dialogue(str(t.get("input", "")), str(t["output"])) for t in tests]
 
 
-def _dialogue(said: str, wanted: str) -> Callable[[str, Run], bool]:
+def _dialogue(said: str, wanted: str) -> Test:
     """Lines are compared without blanks at their ends."""
 
-    def test(program: str, run: Run) -> bool:
-        found = run(program, said)
+    def test(program: str, runner: Runner) -> bool:
+        found = runner.run(program, said)
         return found.ok and _lines(found.output) == _lines(wanted)
 
     return test
 
 
-def _asserts(checks: str) -> Callable[[str, Run], bool]:
-    return lambda program, run: _reaches_end(f"{program}\n\n{checks}\n", run)
+def _asserts(checks: str) -> Test:
+    return lambda program, runner: runner.passes(program, checks)
 
 
-def _call(name: str, given: Any, wanted: Any) -> Callable[[str, Run], bool]:
+def _call(name: str, given: Any, wanted: Any) -> Test:
     """LeetCode's form: a function, or a method of Solution."""
+    if not name.isidentifier():
+        raise ValueError(f"fn_name = {name[:80]!r}: expected the name of a function")
     values = json.dumps([given if isinstance(given, list) else [given], wanted])
-    checks = (
+    return _asserts(
         f"import json as _json\n_args, _wanted = _json.loads({values!r})\n"
-        f"_f = getattr(Solution(), {name!r}) if 'Solution' in globals() else {name}\n"
+        f"try:\n    _f = Solution().{name}\nexcept NameError:\n    _f = {name}\n"
         "_found = _json.loads(_json.dumps(_f(*_args)))\n"
         "assert _found == _wanted or [_found] == _wanted\n"
     )
-    return _asserts(checks)
-
-
-def _reaches_end(program: str, run: Run) -> bool:
-    """Of code with asserts. An early exit of the program is no pass: the last line has to be reached, which prints
-    what the program cannot know."""
-    done = secrets.token_hex(16)
-    found = run(f"{program}\nprint()\nprint({done!r})\n", "")
-    return found.ok and _lines(found.output)[-1:] == [done]
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _fusion(url: str, program: str, said: str, seconds: float, memory_mb: int) -> Outcome:
-    """One run by SandboxFusion. Raises RuntimeError when the server gives no result: no fault of the program."""
-    body = {
-        "code": program, "language": "python", "stdin": said, "compile_timeout": seconds, "run_timeout": seconds,
-        "memory_limit_MB": memory_mb,
-    }  # fmt: skip
-    address = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=seconds * 2 + 10) as answer:
-            found = json.loads(answer.read())
-        result = found.get("run_result") or {}
-        if found["status"] == "SandboxError":
-            raise RuntimeError(f"{address}: {found.get('message')}")
-        return Outcome(
-            found["status"] == "Success" and result.get("return_code") == 0, result.get("stdout") or ""
+class _Local:
+    """In a sandbox of this machine."""
+
+    def __init__(self, seconds: float, memory_mb: int, required: bool) -> None:
+        self._sandbox, self._required = Sandbox(seconds, memory_mb), required
+        self.run = self._sandbox.run
+        self._warned = False
+        if missing := self._sandbox.missing():
+            told = f"data.reward: code: this machine does not keep from programs: {'; '.join(missing)}"
+            if required:
+                raise UserError(f"{told}; sandbox = required")
+            log.warning("%s", told)
+
+    def passes(self, program: str, tests: str) -> bool:
+        try:
+            return self._sandbox.passes(program, tests)
+        except Undecidable as e:
+            if self._required:
+                raise ValueError(
+                    f"{e}: only the program's process can tell, and sandbox = required"
+                ) from None
+            if not self._warned:
+                self._warned = True
+                log.warning("data.reward: code: %s: such tests run in its process, which can deceive them", e)
+            return self._sandbox.passes_in_its_process(program, tests)
+
+
+class _Fusion:
+    """By a SandboxFusion server. Raises RuntimeError when it gives no result: no fault of the program."""
+
+    def __init__(self, url: str, seconds: float, memory_mb: int, required: bool) -> None:
+        self._url = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
+        self._seconds, self._memory_mb, self._required = seconds, memory_mb, required
+
+    def passes(self, program: str, tests: str) -> bool:
+        """An early exit of the program is no pass: the last line has to be reached."""
+        if self._required:
+            raise ValueError(
+                f"url = {self._url}: it runs tests in the program's process, and sandbox = required; expected tests "
+                "of standard input and output"
+            )
+        done = secrets.token_hex(16)
+        found = self.run(f"{program}\n\n{tests}\n\nprint()\nprint({done!r})\n", "")
+        return found.ok and _lines(found.output)[-1:] == [done]
+
+    def run(self, program: str, said: str) -> Outcome:
+        body = {
+            "code": program, "language": "python", "stdin": said, "compile_timeout": self._seconds,
+            "run_timeout": self._seconds, "memory_limit_MB": self._memory_mb,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-    except (urllib.error.URLError, TimeoutError, ValueError, KeyError, AttributeError) as e:
-        raise RuntimeError(f"{address}: no answer of SandboxFusion: {type(e).__name__}: {e}") from None
+        try:
+            with opener.open(request, timeout=self._seconds * 2 + 10) as answer:
+                found = load_json(answer.read(LARGEST_ANSWER))
+            result = found.get("run_result") or {}
+            if found["status"] == "SandboxError":
+                raise RuntimeError(f"{self._url}: {found.get('message')}")
+            ok = found["status"] == "Success" and result.get("return_code") == 0
+            return Outcome(ok, result.get("stdout") or "")
+        except (urllib.error.URLError, TimeoutError, ValueError, KeyError, AttributeError) as e:
+            raise RuntimeError(f"{self._url}: no answer of SandboxFusion: {type(e).__name__}: {e}") from None

@@ -18,10 +18,13 @@ import aiohttp
 from rlsys.config import Config
 from rlsys.config.plugins import call
 from rlsys.core.imports import resolve
-from rlsys.core.texts import valid_text
+from rlsys.core.texts import load_json, valid_text
+from rlsys.http_server.clients import RedirectRefused, TooLong, direct_session, read_bounded
 
 Judge = Callable[[str], Awaitable[str]]
 
+LARGEST_ANSWER = 2**22
+"""Bytes."""
 LOOK_SECONDS = 0.5
 """How often a wait looks whether its time counts."""
 TOKEN = "RLSYS_JUDGE_TOKEN"
@@ -120,7 +123,7 @@ class UrlJudge:
     async def __call__(self, text: str) -> str:
         """Raises JudgeError, and aiohttp's errors for a server that cannot be reached."""
         no_limit = aiohttp.ClientTimeout(total=None)  # that is its caller's
-        async with aiohttp.ClientSession(timeout=no_limit, headers=self._headers) as session:
+        async with direct_session(timeout=no_limit, headers=self._headers) as session:
             if self._model is None:
                 models = await _json(session.get(f"{self._base}/models"))
                 self._model = _dig(models, "data", 0, "id")
@@ -131,12 +134,17 @@ class UrlJudge:
 
 
 async def _json(request: Any) -> Any:
-    async with request as response:
-        text = await response.text()
+    try:
+        response = await request
+        raw = await read_bounded(response, LARGEST_ANSWER)
+    except (RedirectRefused, TooLong) as e:
+        raise JudgeError(str(e)) from None
+    async with response:
+        text = raw.decode(errors="replace")
         if response.status != 200:
             raise JudgeError(f"{response.url} answered {response.status}: {' '.join(text.split())[:200]}")
         try:
-            return await response.json(content_type=None)
+            return load_json(raw)
         except ValueError:
             raise JudgeError(f"{response.url} answered no JSON: {text[:200]!r}") from None
 

@@ -1,32 +1,51 @@
-"""Runs one program that nobody trusts: limits on time, memory, files and processes, no network, no secrets.
+"""Runs programs that nobody trusts, and tests of what they define. The verdict is never the program's own word.
 
-What it keeps away: the network (a network namespace of its own, where the kernel gives one to this user), this
-process' environment and files in the working folder, endless loops, memory, output and processes. What it does not:
-files that this user may read can be read, and a hole in the kernel is one. For programs of strangers, run a
-SandboxFusion server in a container.
+Where bubblewrap (`bwrap`) is installed and works, each process has a file system of its own with Python and /usr in
+it, read-only, and a small /tmp; no network, no other processes, no capabilities; as root also another user id.
+Elsewhere a program can reach what this user can: files, processes, the network. `Sandbox.missing` says what a machine
+lacks. Limits on time, memory of a process, files, output and processes hold on every machine.
+
+Tests run in a sandbox of their own, and ask the program's process (isolated.py). A hole in the kernel is one for
+both: for programs of strangers, run a SandboxFusion server in a container or a virtual machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
+import json
+import logging
 import os
-import resource
+import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import Any, BinaryIO
+
+from rlsys.core.sockets import role_folder
+from rlsys.rewards import isolated
 
 OUTPUT_BYTES = 2**20
 FILE_BYTES = 2**24
-PROCESSES = 64
-_NEWUSER, _NEWNET, _NEWIPC = 0x10000000, 0x40000000, 0x08000000
-_NO_NEW_PRIVILEGES = 38
-_DIE_WITH_PARENT = 1
+FOLDER_BYTES = 2**26
+"""Of a sandbox's /tmp, and of its /dev/shm."""
+PROCESSES = 16
+_USERS = range(61184, 65520)
+"""User ids of no account, which systemd gives to services for as long as they run."""
+
+log = logging.getLogger("rlsys.rewards")
+
+
+class Undecidable(Exception):
+    """Tests whose verdict only the program's own process can give."""
 
 
 @dataclass(frozen=True)
@@ -37,73 +56,144 @@ class Outcome:
     output: str
 
 
-def run_program(program: str, said: str, *, seconds: float, memory_mb: int) -> Outcome:
-    """Python source with standard input `said`, in an empty folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="rlsys-code-") as folder:
-        path = Path(folder, "program.py")
-        path.write_text(program, encoding="utf-8", errors="replace")
-        out = Path(folder, ".stdout")
-        with out.open("wb") as stdout:
+@dataclass(frozen=True)
+class Sandbox:
+    """`seconds`: of a program, or of its tests. `memory_mb`: of one process."""
+
+    seconds: float
+    memory_mb: int
+
+    @staticmethod
+    def missing() -> list[str]:
+        """What this machine does not keep from a program."""
+        if _wrapper() is None:
+            return ["files, processes and the network of this user (no bubblewrap that works: bwrap)"]
+        if os.geteuid() == 0 and shutil.which("setpriv") is None:
+            return ["the number of processes, as root without setpriv"]
+        return []
+
+    def run(self, program: str, said: str) -> Outcome:
+        """Python source with standard input `said`, in an empty folder that is gone afterwards."""
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
+            given.write(said.encode(errors="replace"))
+            given.seek(0)
+            with self._started("run", program, (), given, out) as process:
+                ok = _ended(process, time.monotonic() + self.seconds) == 0
+            return Outcome(ok, os.pread(out.fileno(), OUTPUT_BYTES, 0).decode(errors="replace"))
+
+    def passes(self, program: str, tests: str) -> bool:
+        """Whether `tests`, Python source, end without an exception. Raises Undecidable."""
+        until = time.monotonic() + self.seconds
+        ours, theirs = socket.socketpair()
+        with ours, theirs, ExitStack() as stack:
+            stack.enter_context(self._started("serve", program, (theirs.fileno(),)))
+            checker = stack.enter_context(self._started("check", tests, (ours.fileno(),)))
+            ours.close()
+            theirs.close()  # each process hears when the other one has ended
+            code = _ended(checker, until)
+        if code == isolated.UNPLAIN:
+            raise Undecidable("the tests give the program a function, or an object of their own")
+        return code == 0
+
+    def passes_in_its_process(self, program: str, tests: str) -> bool:
+        """The same of tests that are Undecidable. A program that looks for the way can pass without being right."""
+        done = secrets.token_hex(16).encode()
+        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answers:
+            asked.write(done + b"\n" + tests.encode(errors="replace"))
+            asked.seek(0)
+            descriptors = asked.fileno(), answers.fileno()
+            with self._started("both", program, descriptors) as process:
+                ok = _ended(process, time.monotonic() + self.seconds) == 0
+            return ok and os.pread(answers.fileno(), 100, 0).strip() == done
+
+    @contextmanager
+    def _started(
+        self,
+        role: str,
+        source: str,
+        descriptors: Sequence[int],
+        given: BinaryIO | int = subprocess.DEVNULL,
+        out: BinaryIO | int = subprocess.DEVNULL,
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """isolated.py with this role; ended, with all that it has started, at the end."""
+        with tempfile.TemporaryDirectory(dir=role_folder()) as folder:
+            program = Path(folder, "program.py")
+            program.write_text(source, encoding="utf-8", errors="replace")
+            program.chmod(0o644)
+            wrapped, inside = _wrapper(), "/tmp/program.py"
+            if wrapped is None:
+                command = [sys.executable, "-I", "-S", isolated.__file__, role, self._limits(), str(program)]
+            else:
+                command = [*wrapped, "--ro-bind", str(program), inside, "--remount-ro", "/", "--", *_user()]
+                command += [_PYTHON, "-I", "-S", _SCRIPT, role, self._limits(), inside]
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(path)],
-                stdin=subprocess.PIPE,
-                stdout=stdout,
+                [*command, *map(str, descriptors)],
+                stdin=given,
+                stdout=out,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
                 start_new_session=True,
-                preexec_fn=_confine(seconds, memory_mb),
+                pass_fds=descriptors,
             )
             try:
-                process.communicate(said.encode(errors="replace"), timeout=seconds)
-            except subprocess.TimeoutExpired:
-                return Outcome(False, "")
+                yield process
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
                 process.kill()
                 process.wait()
-        with out.open("rb") as file:
-            said_back = file.read(OUTPUT_BYTES)
-        return Outcome(process.returncode == 0, said_back.decode(errors="replace"))
+
+    def _limits(self) -> str:
+        limits = {
+            "CPU": max(1, round(self.seconds + 0.5)), "AS": self.memory_mb * 2**20, "FSIZE": FILE_BYTES, "NOFILE": 64,
+            "NPROC": PROCESSES, "CORE": 0,
+        }  # fmt: skip
+        return json.dumps(limits)
 
 
-def _confine(seconds: float, memory_mb: int) -> Callable[[], None]:
-    """What the child does to itself before it runs the program. What it needs is looked up here, before the fork."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    namespaces = _namespaces()
-    processor = max(1, round(seconds + 0.5))
-    limits = (
-        (resource.RLIMIT_CPU, (processor, processor)),
-        (resource.RLIMIT_AS, (memory_mb * 2**20,) * 2),
-        (resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES)),
-        (resource.RLIMIT_NOFILE, (64, 64)),
-        (resource.RLIMIT_NPROC, (PROCESSES, PROCESSES)),
-        (resource.RLIMIT_CORE, (0, 0)),
-    )
-
-    def confine() -> None:
-        libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        if namespaces:
-            libc.unshare(namespaces)
-        for which, limit in limits:
-            resource.setrlimit(which, limit)
-
-    return confine
+def _ended(process: subprocess.Popen[Any], until: float) -> int | None:
+    """Its exit code; None when its time is up first."""
+    try:
+        return process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
 
 
-@cache
-def _namespaces() -> int:
-    """Flags of the namespaces that this user may have; 0 where it may have none. Tried once, in a child."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    wanted = _NEWUSER | _NEWNET | _NEWIPC
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if libc.unshare(wanted) == 0 else 1)
-    return wanted if os.waitpid(child, 0)[1] == 0 else 0
+_PYTHON, _SCRIPT = f"/python/bin/{Path(os.path.realpath(sys.executable)).name}", "/isolated.py"
 
 
-def has_network_namespace() -> bool:
-    """Whether programs run without a network here."""
-    return _namespaces() != 0
+@functools.cache
+def _wrapper() -> tuple[str, ...] | None:
+    """The command of bubblewrap up to the program's file; None where it is not installed, or does not work."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        return None
+    size = ("--size", str(FOLDER_BYTES), "--perms", "1777", "--tmpfs")
+    command = [
+        bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv",
+        "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/tmp", "--setenv", "PATH", "/usr/bin:/bin",
+        "--ro-bind", "/usr", "/usr", "--ro-bind", sys.base_prefix, "/python", "--ro-bind", isolated.__file__, _SCRIPT,
+        "--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev", *size, "/tmp", "--chdir", "/tmp",
+    ]  # fmt: skip
+    for name in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(name):
+            command += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            command += ["--ro-bind", name, name]
+    if os.geteuid() == 0 and shutil.which("setpriv"):
+        command[1:2] = [f"--unshare-{each}" for each in ("pid", "net", "ipc", "uts", "cgroup-try")]
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    tried = subprocess.run([*command, "--", *_user(), _PYTHON, "-I", "-S", "-c", ""], capture_output=True)
+    if tried.returncode != 0:
+        log.warning("bubblewrap does not work here: %s", tried.stderr.decode(errors="replace").strip()[:300])
+        return None
+    return tuple(command)
+
+
+def _user() -> list[str]:
+    """What runs a command as a user of no account, where this process may: each time as another one."""
+    if os.geteuid() != 0 or (setpriv := shutil.which("setpriv")) is None:
+        return []
+    user = str(secrets.choice(_USERS))
+    return [setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]

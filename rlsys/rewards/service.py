@@ -25,6 +25,7 @@ from rlsys.config import Config
 from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt, Response
 from rlsys.data.tokenizer import Tokenizer
+from rlsys.http_server.clients import TooLong, direct_session, read_bounded
 from rlsys.rewards.workers import RewardError
 
 TOKEN = "RLSYS_REWARD_TOKEN"
@@ -93,7 +94,7 @@ class ServiceReward:
         """One try."""
         if self._session is None:
             times = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)  # the whole is the caller's
-            self._session = aiohttp.ClientSession(timeout=times, trust_env=False)
+            self._session = direct_session(timeout=times)
         token = os.environ.get(TOKEN)
         headers = {"Idempotency-Key": body["id"]} | ({"Authorization": f"Bearer {token}"} if token else {})
         post = self._session.post(self._url, json=body, headers=headers, allow_redirects=False)
@@ -101,7 +102,10 @@ class ServiceReward:
             if 300 <= response.status < 400:
                 there = response.headers.get("Location", "nowhere")[:200]
                 raise RewardError(f"{self._url} redirects to {there}; name the address that answers")
-            raw = await _read(response)
+            try:
+                raw = await read_bounded(response, LARGEST_ANSWER)
+            except TooLong as e:
+                raise RewardError(str(e)) from None
             said = " ".join(raw.decode(errors="replace").split())[:200]
             if response.status in AGAIN:
                 raise _NotNow(f"it answered {response.status} {said}", _retry_after(response.headers))
@@ -155,16 +159,6 @@ def find_service(url: str) -> Callable[[Config], ServiceReward]:
         return ServiceReward(config, url)
 
     return make
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Its body. Raises RewardError for one that no reward needs."""
-    raw = await response.content.read(LARGEST_ANSWER + 1)
-    while raw and len(raw) <= LARGEST_ANSWER and (more := await response.content.read(LARGEST_ANSWER)):
-        raw += more
-    if len(raw) > LARGEST_ANSWER:
-        raise RewardError(f"{response.url} answered more than {LARGEST_ANSWER} bytes")
-    return raw
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

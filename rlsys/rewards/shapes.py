@@ -44,12 +44,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Score:
-    """1 when the response is JSON that keeps to `schema`: an object, a file, or the row's `key`.
+    """1 when the response is JSON that keeps to `schema`: an object, a file, or the row's `key`. A `$ref` to another
+    document is never fetched.
 
     The JSON is the last fenced block of the response, else what <answer> holds, else all of it. Raises UserError for
     a schema that is none.
     """
     import jsonschema
+    import jsonschema_specifications  # type: ignore[import-untyped]
+    import referencing.exceptions
 
     tokenizer = Tokenizer.of(config)
     if isinstance(schema, str):
@@ -75,7 +78,14 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
             value = json.loads(inner if inner is not None else plain.rpartition("</think>")[2])
         except ValueError:
             return 0.0
-        return float(jsonschema.validators.validator_for(wanted)(wanted).is_valid(value))
+        try:
+            # The registry has the schemas of JSON Schema itself, and fetches none.
+            known = jsonschema_specifications.REGISTRY
+            return float(jsonschema.validators.validator_for(wanted)(wanted, registry=known).is_valid(value))
+        except referencing.exceptions.Unresolvable as e:
+            raise ValueError(
+                f"json_schema: $ref = {e.ref[:200]!r}: not in the schema; none is fetched"
+            ) from None
 
     return score
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 from aiohttp import web
 
+from rlsys.core.owner import Owner
+from rlsys.http_server.connections import ServerLimits
+from rlsys.http_server.server import error_text, guarded_app, serving
+from rlsys.obs.coordinator import publish
 from rlsys.rollout.protocol import OPENING_STATUS
 
 TOLD_SECONDS = 10.0
@@ -22,11 +26,8 @@ T = TypeVar("T")
 log = logging.getLogger("rlsys.rollout")
 
 
-async def open_while_telling(
-    path: Path, open_it: Callable[[], T], listen: Callable[[web.AppRunner], Awaitable[None]]
-) -> T:
-    """What `open_it` returns; it runs in a thread. `listen` puts the telling on the service's port until then."""
-    app = web.Application()
+async def open_while_telling(path: Path, open_it: Callable[[], T], owner: Owner) -> T:
+    """What `open_it` returns; it runs in a thread. Until then whoever asks the rollout process is told how far."""
     begun = _bytes_read()
 
     def words() -> str:
@@ -36,17 +37,13 @@ async def open_while_telling(
     async def tell(_: web.Request) -> web.Response:
         return web.Response(status=OPENING_STATUS, text=words())
 
-    app.add_routes([web.route("*", "/{any:.*}", tell)])
-    runner = web.AppRunner(app, shutdown_timeout=0, access_log=None)
-    await runner.setup()
-    try:
-        await listen(runner)
+    app = guarded_app([web.route("*", "/{any:.*}", tell)], ServerLimits(), error_text)
+    async with serving(app, owner.rollout_socket):
+        publish(owner)
         task = asyncio.ensure_future(asyncio.to_thread(open_it))
         while not (await asyncio.wait({task}, timeout=TOLD_SECONDS))[0]:
             log.info(words())
         return task.result()
-    finally:
-        await runner.cleanup()
 
 
 def _bytes_read() -> int:

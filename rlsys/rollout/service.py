@@ -21,6 +21,7 @@ from aiohttp import web
 
 from rlsys.config import Config, identity, load_config
 from rlsys.config.slots import most_slots
+from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.imports import place
 from rlsys.core.messages import decode, encode
@@ -30,11 +31,12 @@ from rlsys.core.types import LONGEST_REASON
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.evaluation.evaluation import open_sets
+from rlsys.http_server.connections import ServerLimits
+from rlsys.http_server.server import Handler, Refusal, error_text, guarded_app, same_secret, serving
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.samples import SampleQuery, SamplesAnswer, check_query
 from rlsys.ledger.store import FILE_NAME
-from rlsys.obs.coordinator import publish, withdraw
-from rlsys.obs.descriptors import raise_descriptors
+from rlsys.obs.coordinator import withdraw
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.role import run_role
 from rlsys.rollout.manager import RolloutManager
@@ -57,7 +59,7 @@ from rlsys.worker.loop_watch import loop_watch
 from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.workers import Workers
 
-LARGEST_REQUEST = 2**30
+LIMITS = ServerLimits(connections=256, body_bytes=2**30)
 PROBE_SECONDS = 0.5
 
 R = TypeVar("R")
@@ -72,16 +74,13 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
     async def end_push(request: EndPushRequest) -> dict[str, float]:
         return await manager.end_push(request.ticket, request.canaries, request.checksums, request.left_out)
 
-    async def status(request: web.Request) -> web.Response:
-        access.check_key(request)
+    async def status(_: web.Request) -> web.Response:
         return web.json_response({**manager.status(), "engines_ready": ready()})
 
-    async def ledger(request: web.Request) -> web.Response:
-        access.check_key(request)
+    async def ledger(_: web.Request) -> web.Response:
         return web.Response(body=encode(await manager.ledger()))
 
     async def samples(request: web.Request) -> web.Response:
-        access.check_key(request)
         try:
             query = msgspec.json.decode(request.query["query"], type=SampleQuery)
             check_query(query)
@@ -91,18 +90,13 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
         return web.Response(body=encode(answer))
 
     async def leave(request: web.Request) -> web.Response:
-        access.check_key(request)
         await manager.leave(float(request.query["seconds"]))
         return web.json_response(manager.status())
 
-    def command(
-        kind: type[R], run: Callable[[R], Awaitable[Result]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+    def command(kind: type[R], run: Callable[[R], Awaitable[Result]]) -> Handler:
         return _command(access, once, kind, run)
 
-    app = web.Application(client_max_size=LARGEST_REQUEST)
-    app.on_shutdown.append(lambda _: once.close())
-    app.add_routes(
+    app = guarded_app(
         [
             web.get("/status", status),
             web.get("/ledger", ledger),
@@ -119,8 +113,12 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
             web.post("/begin_evaluation", command(type(None), lambda _: manager.begin_evaluation())),
             web.post("/end_evaluation", command(bool, lambda wait: manager.end_evaluation(wait))),
             web.post("/commit", command(StepRequest, lambda r: manager.commit(r.train_step))),
-        ]
+        ],
+        LIMITS,
+        error_text,
+        admit=access.check_key,
     )
+    app.on_shutdown.append(lambda _: once.close())
     return app
 
 
@@ -137,13 +135,12 @@ class Access:
         """Which start of the trainer was admitted last; 0: none has restored yet."""
 
     def check_key(self, request: web.Request) -> None:
-        """Raises 403 for everybody who cannot read the owner's file."""
-        if not self._owner.admits(request.headers.get(KEY_HEADER, "")):
-            raise web.HTTPForbidden(text=f"{request.path}: not the key of this run's launch ({KEY_HEADER})")
+        """Raises Refusal (403) for everybody who cannot read the owner's file."""
+        if not same_secret(request.headers.get(KEY_HEADER, ""), self._owner.key):
+            raise Refusal(403, f"{request.path}: not the key of this run's launch ({KEY_HEADER})")
 
     def check_trainer(self, request: web.Request) -> None:
-        """Raises 403 for a wrong key, RunError for a trainer that another one has replaced."""
-        self.check_key(request)
+        """Raises RunError for a trainer that another one has replaced."""
         start = int(request.headers.get(START_HEADER, "0"))
         if request.path == "/restore" and start >= self._start:
             self._start = start
@@ -155,14 +152,11 @@ class Access:
             )
 
 
-def _command(
-    access: Access, once: Once, kind: type[R], run: Callable[[R], Awaitable[Result]]
-) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _command(access: Access, once: Once, kind: type[R], run: Callable[[R], Awaitable[Result]]) -> Handler:
     """A handler: body of `kind` -> result, or what was raised, which ends the run. A bug's words say what and where,
     and its traceback is in the log."""
 
     async def handle(request: web.Request) -> web.Response:
-        access.check_key(request)
         try:
             body = await request.read()
             access.check_trainer(request)  # now: another may have restored while the body came
@@ -251,16 +245,12 @@ async def serve(
         parts = Parts(config, urls, reference, teacher, owner, session)
         path = config.run.dir / FILE_NAME
 
-        async def listen(runner: web.AppRunner) -> None:
-            await _listen(runner, owner)
-            publish(owner)
-
         def open_buffer() -> RolloutBuffer:
             largest, in_hand = parts.planning.largest, config.rollout.workers == 1
             return RolloutBuffer(path, identity(config), largest, owner, in_hand=in_hand)
 
         try:
-            buffer = await open_while_telling(path, open_buffer, listen)
+            buffer = await open_while_telling(path, open_buffer, owner)
         except RlsysError:
             withdraw(owner)
             raise
@@ -327,28 +317,21 @@ async def _serve_until(
 ) -> None:
     """Serve until `stop`; what runs `beside` and breaks breaks the service."""
     # A trainer that is gone must not leave a take behind that waits for it.
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, access_log=None)
-    await runner.setup()
     stopped = asyncio.ensure_future(stop.wait())
     tasks: set[asyncio.Future[Any]] = {stopped, *map(asyncio.ensure_future, beside)}
-    try:
-        await _listen(runner, owner)
-        log.info("listening on %s", owner.rollout_socket)
-        waiting = tasks
-        while not stopped.done():
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await runner.cleanup()
-
-
-async def _listen(runner: web.AppRunner, owner: Owner) -> None:
-    """For the trainer's rank 0, the supervisor and readers, all of them on this machine."""
-    await web.UnixSite(runner, owner.rollout_socket).start()
+    # For the trainer's rank 0, the supervisor and readers, all of them on this machine.
+    async with serving(app, owner.rollout_socket, cancel_handlers=True) as path:
+        log.info("listening on %s", path)
+        try:
+            waiting = tasks
+            while not stopped.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _main(args: argparse.Namespace) -> None:

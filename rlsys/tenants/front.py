@@ -16,16 +16,20 @@ What belongs to another tenant is answered as what is not there is. Every refusa
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
+from pydantic import BaseModel
 
 from rlsys.core.errors import UserError
+from rlsys.http_server.connections import ServerLimits
+from rlsys.http_server.server import Handler, Refusal, api_key, guarded_app
 from rlsys.tenants.keys import Keys
-from rlsys.tenants.ledger import Conflict
+from rlsys.tenants.ledger import Conflict, TooMany
 from rlsys.tenants.messages import NotServed, read_request
 from rlsys.tenants.requests import (
     CreateModel,
@@ -41,11 +45,13 @@ from rlsys.tenants.requests import (
     read,
 )
 from rlsys.tenants.sampler import check_sample
-from rlsys.tenants.service import NotThere, Service, Tenant, TooMany
+from rlsys.tenants.service import NotThere, Service, Tenant
 from rlsys.tenants.wire import BadMessage
 from rlsys.tenants.work import model_id, sampler_id
 
-BODY_BYTES = 32 * 2**20
+LIMITS = ServerLimits(connections=512, body_bytes=32 * 2**20)
+JSON_BYTES, SMALL_BYTES = 4 * 2**20, 2**14
+STATUSES = {NotThere: 404, TooMany: 429, Conflict: 422, BadMessage: 400, NotServed: 400}
 CHUNK_BYTES = 4_000_000
 """The client cuts a forward pass into requests of about so many bytes."""
 WAIT_SECONDS = 20.0
@@ -54,8 +60,9 @@ _PROTOBUF = "application/x-protobuf"
 _IN_PROTOBUF = ("forward", "forward_backward", "sample")
 _API = "/api/v1"
 _HEALTH = f"{_API}/healthz"
+_TENANT = web.RequestKey("tenant", str)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T", bound=BaseModel)
 Answer = Callable[[Tenant, web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -77,7 +84,6 @@ class Front:
         self._service, self._keys, self._served = service, keys, served
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=BODY_BYTES, middlewares=[_errors])
         posts: dict[str, Answer] = {
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
@@ -101,20 +107,22 @@ class Front:
             "samplers/{sampler}": self._sampler,
             "training_runs/{model}/checkpoints": self._checkpoints,
         }
-        app.router.add_get(_HEALTH, _healthy)
-        for path, answer in posts.items():
-            app.router.add_post(f"{_API}/{path}", self._for_tenant(answer))
-        for path, answer in gets.items():
-            app.router.add_get(f"{_API}/{path}", self._for_tenant(answer))
-        app.router.add_route("*", "/{any:.*}", self._for_tenant(_nothing))
-        return app
+        routes = [
+            web.get(_HEALTH, _healthy),
+            *(web.post(f"{_API}/{path}", self._for_tenant(answer)) for path, answer in posts.items()),
+            *(web.get(f"{_API}/{path}", self._for_tenant(answer)) for path, answer in gets.items()),
+        ]
+        return guarded_app(routes, LIMITS, statuses=STATUSES, admit=self._admit)
+
+    def _admit(self, request: web.Request) -> None:
+        tenant = self._keys.tenant(api_key(request))
+        if tenant is None and request.path != _HEALTH:
+            raise Refusal(401, "X-API-Key: no key of this server")
+        request[_TENANT] = tenant or ""
 
     def _for_tenant(self, answer: Answer) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            name = self._keys.tenant(request.headers.get("X-API-Key", ""))
-            if name is None:  # before a byte of the body is read
-                return _error(401, "X-API-Key: no key of this server")
-            return await answer(self._service.tenants[name], request)
+            return await answer(self._service.tenants[request[_TENANT]], request)
 
         return handler
 
@@ -141,7 +149,8 @@ class Front:
         return web.json_response({"type": "create_session", "session_id": session, "info_message": told})
 
     async def _heartbeat(self, tenant: Tenant, request: web.Request) -> web.Response:
-        tenant.check_session(read(OfSession, await request.read()).session_id)
+        asked, _ = await _read(tenant, request, OfSession)
+        tenant.check_session(asked.session_id)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, tenant: Tenant, request: web.Request) -> web.Response:
@@ -156,8 +165,7 @@ class Front:
     # -- training -------------------------------------------------------------------------------------------------
 
     async def _create_model(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(CreateModel, body)
+        asked, body = await _read(tenant, request, CreateModel)
         tenant.check_session(asked.session_id)
         self._check_model(asked)
         model = model_id(asked.session_id, asked.model_seq_id)
@@ -180,7 +188,8 @@ class Front:
             )
 
     async def _info(self, tenant: Tenant, request: web.Request) -> web.Response:
-        model = tenant.model(read(OfModel, await request.read()).model_id)
+        asked, _ = await _read(tenant, request, OfModel)
+        model = tenant.model(asked.model_id)
         of = self._served
         data = {"arch": of.name, "model_name": of.name, "tokenizer_id": of.tokenizer}
         told = {"type": "get_info", "model_data": data, "model_id": model.id, "is_lora": True}
@@ -188,9 +197,10 @@ class Front:
 
     async def _forward_backward(self, tenant: Tenant, request: web.Request) -> web.Response:
         if request.content_type != _PROTOBUF:
-            return _error(415, f"Content-Type: expected {_PROTOBUF}")
-        body = await request.read()
-        asked = read_request(body)
+            raise Refusal(415, f"Content-Type: expected {_PROTOBUF}")
+        async with tenant.reading:
+            body = await request.read()
+        asked = await asyncio.to_thread(read_request, body)
         model = tenant.model(asked.model_id)
         if asked.seq_id < 1:
             raise UserError(f"seq_id = {asked.seq_id}: expected 1 or more")
@@ -198,23 +208,19 @@ class Front:
         return await self._accepted(tenant, model.id, asked.seq_id, kind, body)
 
     async def _optim_step(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(OptimStep, body)
+        asked, body = await _read(tenant, request, OptimStep)
         return await self._of_model(tenant, asked.model_id, asked.seq_id, "optim_step", body)
 
     async def _save_weights(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(SaveWeights, body)
+        asked, body = await _read(tenant, request, SaveWeights)
         return await self._of_model(tenant, asked.model_id, asked.seq_id, "save_weights", body)
 
     async def _save_for_sampler(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(SaveForSampler, body)
+        asked, body = await _read(tenant, request, SaveForSampler)
         return await self._of_model(tenant, asked.model_id, asked.seq_id, "save_weights_for_sampler", body)
 
     async def _load_weights(self, tenant: Tenant, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = read(LoadWeights, body)
+        asked, body = await _read(tenant, request, LoadWeights)
         if asked.base_model not in (None, self._served.name):
             raise UserError(
                 f"base_model = {str(asked.base_model)[:100]}: this server has {self._served.name}"
@@ -254,7 +260,7 @@ class Front:
     # -- sampling -------------------------------------------------------------------------------------------------
 
     async def _create_sampling_session(self, tenant: Tenant, request: web.Request) -> web.Response:
-        asked = read(CreateSamplingSession, await request.read())
+        asked, _ = await _read(tenant, request, CreateSamplingSession)
         tenant.check_session(asked.session_id)
         if asked.base_model not in (None, self._served.name):
             raise UserError(
@@ -273,15 +279,16 @@ class Front:
         return web.json_response(told)
 
     async def _sample(self, tenant: Tenant, request: web.Request) -> web.Response:
-        asked = read(Sample, await request.read())
+        asked, _ = await _read(tenant, request, Sample)
         tenant.sampled_path(asked.sampling_session_id)
-        asked = check_sample(asked, self._served.vocab_size, self._served.room)
+        asked = await asyncio.to_thread(check_sample, asked, self._served.vocab_size, self._served.room)
         series, body = asked.sampling_session_id, asked.model_dump_json().encode()
         ids = [f"{series}:{asked.seq_id}:{i}" for i in range(asked.num_samples)]
         return await self._accepted(tenant, series, asked.seq_id, "sample", body, sample_sequence_ids=ids)
 
     async def _retrieve(self, tenant: Tenant, request: web.Request) -> web.Response:
-        request_id = read(Retrieve, await request.read()).request_id
+        asked, _ = await _read(tenant, request, Retrieve)
+        request_id = asked.request_id
         found = await self._service.result(tenant, request_id, WAIT_SECONDS)
         if found is None:
             told = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
@@ -291,33 +298,17 @@ class Front:
         return web.Response(body=result, content_type=_PROTOBUF if in_protobuf else "application/json")
 
 
+async def _read(tenant: Tenant, request: web.Request, kind: type[T]) -> tuple[T, bytes]:
+    """A body in JSON, read and as it came. What takes time for it is done outside of the event loop."""
+    if 0 <= (request.content_length or -1) < SMALL_BYTES:
+        body = await request.read()
+        return read(kind, body), body
+    async with tenant.reading:
+        body = await request.read()
+    if len(body) > JSON_BYTES:
+        raise Refusal(413, f"the body is larger than {JSON_BYTES} bytes")
+    return await asyncio.to_thread(read, kind, body), body
+
+
 async def _healthy(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
-
-
-async def _nothing(tenant: Tenant, request: web.Request) -> web.Response:
-    return _error(404, f"{request.method} {request.path[:200]}: this server has no such thing")
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except NotThere as e:
-        return _error(404, str(e))
-    except TooMany as e:
-        return _error(429, str(e))
-    except Conflict as e:
-        return _error(422, str(e))
-    except BadMessage as e:
-        return _error(400, f"the body is no message of the protocol: {e}")
-    except (UserError, NotServed) as e:
-        return _error(400, str(e))
-    except web.HTTPRequestEntityTooLarge:
-        return _error(413, f"the body is larger than {BODY_BYTES} bytes")
-    except web.HTTPException as e:
-        return _error(e.status, f"{request.method} {request.path[:200]}: {e.reason}")
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)

@@ -35,7 +35,7 @@ _INPUTS = ("weights", "logprobs", "advantages")
 
 
 class NotFinite(Exception):
-    """The gradient is not a number: it is dropped, and the weights stay as they are."""
+    """The gradient, or what a step would make of the weights, is not finite: the weights stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,21 @@ class Learner:
         done = self.trainer.apply(params.learning_rate, 1.0, 1.0)
         if done.skipped:
             raise NotFinite(f"optim_step: the gradient's norm is {done.grad_norm}: it was dropped")
-        return Stepped(done.grad_norm, self._resident.copy())
+        state = self._resident.copy()
+        if not state.finite:
+            self._inside = ""  # its next request reads it from the disk
+            raise NotFinite(
+                f"optim_step: weights that are not finite came of it (learning_rate = {params.learning_rate:g}, "
+                f"eps = {params.eps:g}); the model is as it was before"
+            )
+        return Stepped(done.grad_norm, state)
 
     def export(self, folder: Path) -> None:
-        """The adapters as a folder of PEFT's. Raises RunError when the model under them has changed."""
+        """The adapters as a folder of PEFT's. Raises RunError when the model under them has changed, UserError for
+        weights that are not finite: an engine would answer with an error that names nobody."""
         self.trainer.check_base()
+        if not self.state().finite:
+            raise UserError("save_weights_for_sampler: the model has weights that are not finite")
         self.trainer.export_adapter(folder)
 
     def _bins(self, data: Sequence[Datum]) -> list[list[int]]:

@@ -24,7 +24,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ CREATE TABLE IF NOT EXISTS requests (
     deaths INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (series, seq)
 );
+CREATE INDEX IF NOT EXISTS bodies ON requests (LENGTH(body)) WHERE LENGTH(body) > 0;
 CREATE TABLE IF NOT EXISTS saves (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, seq INTEGER NOT NULL, updates INTEGER NOT NULL, created REAL NOT NULL
 ) WITHOUT ROWID;
@@ -52,6 +53,16 @@ CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, path TEXT, created REA
 _DEATHS = "ALTER TABLE requests ADD COLUMN deaths INTEGER NOT NULL DEFAULT 0"
 """Of a ledger that an earlier version has made."""
 FILE_NAME = "ledger.sqlite"
+
+
+MOST_BYTES = 2**31
+"""Of bodies that a tenant's ledger keeps: those that have no outcome, and passes since the last optimizer step."""
+MOST_ROWS = 4096
+"""Of a tenant: sessions, and sampling sessions."""
+
+
+class TooMany(Exception):
+    """More than a tenant may have; it may try again."""
 
 
 class Conflict(UserError):
@@ -94,8 +105,9 @@ class Change:
 class Ledger:
     """Safe to call from several threads. Raises RunError when the disk refuses."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
+        """`check`: before each change; raises Deposed where another launch owns the folder by now."""
+        self.folder, self._check = folder, check
         with disk_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for name in ("states", "saved"):
@@ -127,6 +139,7 @@ class Ledger:
         with self._lock, self._errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                self._check()
                 yield self._db
             except BaseException:
                 self._db.execute("ROLLBACK")
@@ -140,13 +153,18 @@ class Ledger:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def accept(self, series: str, seq: int, kind: str, body: bytes) -> bool:
-        """Whether it is new; False when the same one is there. Raises Conflict for another one of that number."""
+        """Whether it is new; False when the same one is there. Raises Conflict for another one of that number,
+        TooMany for more bytes than a tenant may leave here."""
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
         with self._writing() as db:
             found = db.execute(
                 "SELECT digest FROM requests WHERE series = ? AND seq = ?", (series, seq)
             ).fetchone()
             if found is None:
+                query = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM requests WHERE LENGTH(body) > 0"
+                held = int(db.execute(query).fetchone()[0])
+                if held + len(body) > MOST_BYTES:
+                    raise TooMany(f"{held} bytes of requests wait or are not stepped yet; try again later")
                 db.execute(
                     "INSERT INTO requests (series, seq, kind, body, digest, accepted) VALUES (?, ?, ?, ?, ?, ?)",
                     (series, seq, kind, body, digest, time.time()),
@@ -171,13 +189,19 @@ class Ledger:
     def finish(
         self, request: Request, result: bytes, *, failed: bool = False, change: Change | None = None
     ) -> None:
-        """Its result, and what it has made of its model, at once."""
+        """Its result, and what it has made of its model, at once. Bodies that no start will read again go."""
+        again = request.kind == "forward_backward" and not failed
         with self._writing() as db:
             db.execute(
-                "UPDATE requests SET outcome = ?, result = ?, finished = ? WHERE series = ? AND seq = ?",
-                ("failed" if failed else "done", result, time.time(), request.series, request.seq),
+                "UPDATE requests SET outcome = ?, result = ?, finished = ?, body = CASE WHEN ? THEN body ELSE x'' "
+                "END WHERE series = ? AND seq = ?",
+                ("failed" if failed else "done", result, time.time(), again, request.series, request.seq),
             )
             if change is not None:
+                db.execute(
+                    "UPDATE requests SET body = x'' WHERE series = ? AND seq <= ? AND LENGTH(body) > 0",
+                    (request.series, request.seq),
+                )
                 db.execute(
                     "UPDATE models SET applied = ?, updates = ?, state = ? WHERE id = ?",
                     (request.seq, change.updates, change.state, change.model),
@@ -263,6 +287,7 @@ class Ledger:
 
     def write_state(self, model: str, seq: int, data: bytes) -> str:
         """A new file of the model's state, on the disk when this returns; it counts once `finish` names it."""
+        self._check()
         name = f"{model.replace(':', '-')}-{seq}.safetensors"
         write_file(self.folder / "states" / name, data)
         return name
@@ -273,12 +298,14 @@ class Ledger:
     def sweep(self) -> None:
         """Delete states that nothing names: those before the newest, and what a crash left half-way."""
         named = {row.state for row in self.models()}
+        self._check()
         with disk_errors(self.folder):
             for path in (self.folder / "states").iterdir():
                 if path.name not in named:
                     path.unlink()
 
     def write_saved(self, path: str, data: bytes) -> None:
+        self._check()
         write_file(self.saved(path), data)
 
     def saved(self, path: str) -> Path:

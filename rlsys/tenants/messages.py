@@ -19,6 +19,7 @@ from rlsys.tenants.wire import (
     double,
     fields,
     integer,
+    packed,
     put_bytes,
     put_double,
     put_number,
@@ -28,6 +29,8 @@ from rlsys.tenants.wire import (
 
 FLOAT32, INT64 = 1, 2
 """Of the protocol's DType; the other ones are not sent to a server."""
+_MOST_PARTS, _MOST_DIMENSIONS = 64, 8
+"""Fields of one datum, and dimensions of a tensor."""
 _DTYPES: dict[int, type[np.generic]] = {FLOAT32: np.float32, INT64: np.int64}
 
 
@@ -86,12 +89,12 @@ def read_request(data: bytes) -> TrainRequest:
 
 def _entry(value: Value) -> tuple[str, Value | None]:
     """Key and value of a map; None for a value that was left out because it is 0 or empty."""
-    parts = dict(fields(blob(value)))
+    parts = dict(fields(blob(value), _MOST_PARTS))
     return text(parts.get(1, b"")), parts.get(2)
 
 
 def _setting(name: str, data: bytes) -> float:
-    parts = dict(fields(data))
+    parts = dict(fields(data, _MOST_PARTS))
     if 2 in parts:
         raise NotServed(f"loss_fn_config: {name} is a text; this server's losses take numbers")
     return double(parts.get(1, 0))
@@ -99,7 +102,7 @@ def _setting(name: str, data: bytes) -> float:
 
 def _datum(data: bytes) -> Datum:
     found = Datum()
-    for number, value in fields(data):
+    for number, value in fields(data, _MOST_PARTS):
         if number == 1:
             found.ids += _chunk(blob(value))
         elif number == 2:
@@ -114,7 +117,7 @@ def _chunk(data: bytes) -> list[int]:
     for number, value in fields(data):
         if number != 1:
             raise NotServed("model_input: an image or a sound; this server reads tokens only")
-        held = dict(fields(blob(value))).get(1, b"")
+        held = dict(fields(blob(value), _MOST_PARTS)).get(1, b"")
         ids: list[int] = _array("model_input", blob(held), np.int32).tolist()
         return ids
     return []
@@ -122,7 +125,7 @@ def _chunk(data: bytes) -> list[int]:
 
 def _tensor(name: str, data: bytes) -> NDArray[Any]:
     dense, shape, kind = b"", [], 0
-    for number, value in fields(data):
+    for number, value in fields(data, _MOST_PARTS):
         if number == 1:
             dense = blob(value)
         elif number == 2:
@@ -130,7 +133,7 @@ def _tensor(name: str, data: bytes) -> NDArray[Any]:
         elif number == 3:
             kind = integer(value)
         elif number == 4:
-            shape += [signed(value)] if isinstance(value, int) else _packed(value)
+            shape += [signed(value)] if isinstance(value, int) else packed(value, _MOST_DIMENSIONS)
     if kind not in _DTYPES:
         raise BadMessage(f"{name}: dtype {kind}, expected float32 or int64")
     if len(shape) > 1:
@@ -138,19 +141,6 @@ def _tensor(name: str, data: bytes) -> NDArray[Any]:
             f"loss_fn_inputs: {name} has the shape {shape}; this server takes one number a position"
         )
     return _array(name, dense, _DTYPES[kind])
-
-
-def _packed(data: bytes) -> list[int]:
-    """Numbers one after the other, as they are sent where there are several: read as fields of a type that has no
-    key."""
-    out, value, place = [], 0, 0
-    for byte in data:
-        value |= (byte & 0x7F) << place
-        place += 7
-        if byte < 0x80:
-            out.append(value)
-            value, place = 0, 0
-    return out
 
 
 def _array(name: str, data: bytes, dtype: type[np.generic]) -> NDArray[Any]:

@@ -26,7 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 T = TypeVar("T", bound=BaseModel)
 
 Seq = Annotated[int, Field(ge=0, lt=2**62)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+"""More, and the weights leave float32 within a few steps."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -67,9 +68,10 @@ class AdamParams(Strict):
     learning_rate: Rate = 1e-4
     beta1: Beta = 0.9
     beta2: Beta = 0.95
-    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-12
+    eps: Annotated[float, Field(ge=1e-30, le=1, allow_inf_nan=False)] = 1e-12
+    """In float32, where less than 1e-38 is 0."""
     weight_decay: Rate = 0.0
-    grad_clip_norm: Rate = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class OptimStep(Strict):
@@ -130,12 +132,12 @@ class CreateSamplingSession(Strict):
 
 
 class Chunk(Strict):
-    tokens: list[StrictInt]
+    tokens: Annotated[list[StrictInt], Field(max_length=2**22)]
     type: Literal["encoded_text"] = "encoded_text"
 
 
 class Prompt(Strict):
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], Field(max_length=1024)]
 
 
 class SamplingParams(Strict):

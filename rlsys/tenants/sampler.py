@@ -29,6 +29,8 @@ from rlsys.engine_requests import Limits as EngineLimits
 from rlsys.tenants.messages import Sampled
 from rlsys.tenants.requests import Sample
 
+ADAPTERS_AT_ONCE = 8
+"""In one batch of the engine; for SGLang the model without any is one of them."""
 MOST_ADAPTERS = 32
 """That the engine keeps in host memory; the one that was asked least recently goes first."""
 _TRIES = 3

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from rlsys.config import Config, load_config
 from rlsys.convert.adapters import matrices
-from rlsys.core.errors import UserError
 from rlsys.core.identity import engine_identity
 from rlsys.core.owner import of_process
 from rlsys.engine.wire import Limits, make_session
 from rlsys.engine_requests import RESERVED_TOKENS
+from rlsys.http_server.server import serving
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.tenants.front import Front, Served
@@ -38,7 +35,7 @@ log = logging.getLogger("rlsys.tenants")
 async def serve(config: Config, engine_url: str, host: str, port: int, tenants: list[str]) -> None:
     owner, _ = of_process(config.run.dir)
     keys = Keys({name: key_of(config.run.dir, name) for name in tenants})
-    ledgers = {name: Ledger(config.run.dir / FOLDER / name) for name in tenants}
+    ledgers = {name: Ledger(config.run.dir / FOLDER / name, owner.check) for name in tenants}
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "trainer") as trainer:
         learner = await loop.run_in_executor(trainer, Learner, config)
@@ -53,23 +50,10 @@ async def serve(config: Config, engine_url: str, host: str, port: int, tenants: 
             work = Work(learner, served.vocab_size, served.context)
             places = config.max_running_requests
             service = Service(ledgers, work, trainer, engine, places, figures.step, figures.works)
-            runner = web.AppRunner(Front(service, keys, served).app(), access_log=None)
-            await runner.setup()
-            try:
-                await _listen(runner, host, port)
-                log.info("listening on http://%s:%d for %s", host, port, ", ".join(tenants))
+            async with serving(Front(service, keys, served).app(), host, port) as url:
+                log.info("listening on %s for %s", url, ", ".join(tenants))
                 figures.begin()
                 await service.run()
-            finally:
-                await runner.cleanup()
-
-
-async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as e:
-        what = "in use" if e.errno == errno.EADDRINUSE else (e.strerror or str(e))
-        raise UserError(f"--host {host[:200]} --port {port}: {what}") from None
 
 
 def described(config: Config, learner: Learner) -> Served:

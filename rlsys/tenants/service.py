@@ -1,7 +1,7 @@
 """The owner of a server: whose sessions and models there are, which request is next, and who waits for which result.
 
-Each model has a queue in the order of its client's numbers; models take turns, a request each. Samples are asked of
-the engine at once, as many as it decodes together.
+Each model has a queue in the order of its client's numbers. Tenants take turns, a request each, and so do the models
+of one tenant. Samples are asked of the engine at once, as many as it decodes together (places.py).
 """
 
 from __future__ import annotations
@@ -9,31 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlsys.core.errors import UserError
-from rlsys.tenants.ledger import Ledger, Request
+from rlsys.tenants.ledger import MOST_ROWS, Ledger, Request, TooMany
 from rlsys.tenants.messages import sample_result
+from rlsys.tenants.places import SamplePlaces
 from rlsys.tenants.requests import Sample, read
-from rlsys.tenants.sampler import Engine, EngineGone
+from rlsys.tenants.sampler import ADAPTERS_AT_ONCE, Engine, EngineGone
 from rlsys.tenants.work import Model, Outcome, Work, failure, refusal
 
 MOST_MODELS = 64
 MOST_WAITING = 256
-"""Of one tenant: models, and requests that have no result yet."""
+MOST_BODIES = 8
+"""Of one tenant: models, requests that have no result yet, and bodies that come in at once."""
 
 log = logging.getLogger("rlsys.tenants")
 
 
 class NotThere(Exception):
     """Nothing of that name is this tenant's."""
-
-
-class TooMany(Exception):
-    """More than a tenant may have; it may try again."""
 
 
 @dataclass
@@ -46,6 +45,10 @@ class Tenant:
     """The path that each samples from; None: the model without adapters."""
     waiting: dict[str, asyncio.Event] = field(default_factory=dict)
     """By request, of those that have no result yet."""
+    ready: deque[Model] = field(default_factory=deque)
+    """Models whose next request is here."""
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_BODIES))
+    """Of bodies that come in."""
 
     def model(self, name: str) -> Model:
         if name not in self.models:
@@ -80,11 +83,12 @@ class Service:
     ) -> None:
         self.tenants = {name: Tenant(name, ledger) for name, ledger in ledgers.items()}
         self._work, self._trainer, self._engine = work, trainer, engine
-        self._places = asyncio.Semaphore(places)
+        self._places = SamplePlaces(places, ADAPTERS_AT_ONCE - 1)  # one is for the base model
         self._figures, self._works = figures, works
         self._deaths = 0
         """Of the engine, after which it has answered."""
-        self._turns: asyncio.Queue[tuple[Tenant, Model]] = asyncio.Queue()
+        self._turns: asyncio.Queue[Tenant] = asyncio.Queue()
+        """Tenants in turn, each once, as long as one of its models is ready."""
         self._samples: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -119,6 +123,8 @@ class Service:
     # -- what clients ask -----------------------------------------------------------------------------------------
 
     async def new_session(self, tenant: Tenant) -> str:
+        if len(tenant.sessions) >= MOST_ROWS:
+            raise TooMany(f"{MOST_ROWS} sessions is the most that a tenant has")
         session = uuid.uuid4().hex
         await asyncio.to_thread(tenant.ledger.add_session, session)
         tenant.sessions.add(session)
@@ -138,6 +144,8 @@ class Service:
             raise NotThere(f"{path[:200]}: not found; expected what save_weights_for_sampler has saved")
         if tenant.samplers.get(sampler, path) != path:
             raise UserError(f"sampling session {sampler}: is there already, with other weights")
+        if sampler not in tenant.samplers and len(tenant.samplers) >= MOST_ROWS:
+            raise TooMany(f"{MOST_ROWS} sampling sessions is the most that a tenant has")
         await asyncio.to_thread(tenant.ledger.add_sampler, sampler, path)
         tenant.samplers[sampler] = path
 
@@ -183,12 +191,17 @@ class Service:
     def _queue(self, tenant: Tenant, model: Model) -> None:
         if model.following in model.waiting and not model.queued:
             model.queued = True
-            self._turns.put_nowait((tenant, model))
+            tenant.ready.append(model)
+            if len(tenant.ready) == 1:
+                self._turns.put_nowait(tenant)
 
     async def _train(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            tenant, model = await self._turns.get()
+            tenant = await self._turns.get()
+            model = tenant.ready.popleft()
+            if tenant.ready:
+                self._turns.put_nowait(tenant)
             request = model.waiting.pop(model.following)
             outcome = await loop.run_in_executor(self._trainer, self._work.do, model, request)
             await self._keep(tenant, request, outcome)
@@ -212,13 +225,16 @@ class Service:
         )
 
     async def _sample(self, tenant: Tenant, request: Request) -> None:
-        async with self._places:
-            outcome = refusal(request) or await self._ask_engine(tenant, request)
+        adapter = tenant.samplers[request.series]
+        name = None if adapter is None else f"{tenant.name}/{adapter}"
+        body = await asyncio.to_thread(tenant.ledger.body, request)
+        asked = await asyncio.to_thread(read, Sample, body)
+        async with self._places.take(tenant.name, name, asked.num_samples):
+            outcome = refusal(request) or await self._ask_engine(tenant, request, asked)
         await self._keep(tenant, request, outcome)
         tenant.waiting.pop(request.id).set()
 
-    async def _ask_engine(self, tenant: Tenant, request: Request) -> Outcome:
-        asked = read(Sample, await asyncio.to_thread(tenant.ledger.body, request))
+    async def _ask_engine(self, tenant: Tenant, request: Request, asked: Sample) -> Outcome:
         path = tenant.samplers[request.series]
         folder: Path | None = None if path is None else tenant.ledger.saved(path)
 

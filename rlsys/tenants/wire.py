@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _LONGEST_VARINT = 10
+MOST_FIELDS = 4096
+"""Of one message: decoding takes time for each, and a request has up to 32 MiB."""
 
 Value = int | bytes
 """Varints and fixed ones as integers of their bits; all else as bytes."""
@@ -20,10 +22,12 @@ class BadMessage(ValueError):
     """Bytes that are no message."""
 
 
-def fields(data: memoryview | bytes) -> Iterator[tuple[int, Value]]:
-    """(number, value) of each field, in their order. Raises BadMessage."""
-    view, at = memoryview(data), 0
+def fields(data: memoryview | bytes, most: int = MOST_FIELDS) -> Iterator[tuple[int, Value]]:
+    """(number, value) of each field, in their order. Raises BadMessage, also for more than `most` fields."""
+    view, at, seen = memoryview(data), 0, 0
     while at < len(view):
+        if (seen := seen + 1) > most:
+            raise BadMessage(f"a message of more than {most} fields")
         key, at = _varint(view, at)
         number, kind = key >> 3, key & 7
         if kind == _VARINT:
@@ -41,6 +45,17 @@ def fields(data: memoryview | bytes) -> Iterator[tuple[int, Value]]:
         part = bytes(view[at : at + size])
         yield number, part if kind == _BYTES else int.from_bytes(part, "little")
         at += size
+
+
+def packed(data: bytes, most: int) -> list[int]:
+    """Numbers one after the other. Raises BadMessage, also for more than `most`."""
+    view, at, numbers = memoryview(data), 0, list[int]()
+    while at < len(view):
+        if len(numbers) == most:
+            raise BadMessage(f"more than {most} numbers")
+        number, at = _varint(view, at)
+        numbers.append(number)
+    return numbers
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:

@@ -40,6 +40,12 @@ class AdapterState:
     begun: Begun = field(default_factory=Begun)
     gradients: list[Tensor] = field(default_factory=list)
 
+    @property
+    def finite(self) -> bool:
+        """Whether all weights and moments are."""
+        kept = (self.weights, *self.moments.values())
+        return all(bool(value.isfinite().all()) for values in kept for value in values.values())
+
     def saved(self) -> bytes:
         """As a file of safetensors, without what was begun."""
         tensors = {f"weight/{name}": value.contiguous() for name, value in self.weights.items()}

@@ -16,19 +16,23 @@ import asyncio
 import hashlib
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from rlsys.core.errors import RlsysError, UserError
+from rlsys.core.errors import RlsysError, RunError, UserError
+from rlsys.core.texts import shortened
+from rlsys.http_server.connections import ServerLimits
+from rlsys.http_server.server import Refusal, guarded_app, same_secret, serving
 from rlsys.ledger.samples import SampleQuery, check_query
 from rlsys.obs.coordinator import Silent
 from rlsys.viewer.reading import RunTexts, arrays_of
 from rlsys.viewer.series import RunCurves
 
 HOST = "127.0.0.1"
+LIMITS = ServerLimits(connections=256, body_bytes=0)
 STATIC = Path(__file__).parent / "static"
 POINTS = 400
 """Of one curve."""
@@ -51,8 +55,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class Dashboard:
     """Owns what was read of the runs' metrics. `token`: who has it may read."""
@@ -70,43 +72,33 @@ class Dashboard:
         """Of `_curves`: a thread that takes lines in holds it, and whoever looks at them."""
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard])
-        app.add_routes(
-            [
-                web.get("/", self._page),
-                web.get("/api/runs", self._runs),
-                web.get("/api/curves", self._some_curves),
-                web.get("/api/timeline", self._timeline),
-                web.get("/api/status", self._status),
-                web.get("/api/samples", self._samples),
-                web.get("/api/sample", self._sample),
-                web.static("/static", STATIC),
-            ]
-        )
+        routes = [
+            web.get("/", self._page),
+            web.get("/api/runs", self._runs),
+            web.get("/api/curves", self._some_curves),
+            web.get("/api/timeline", self._timeline),
+            web.get("/api/status", self._status),
+            web.get("/api/samples", self._samples),
+            web.get("/api/sample", self._sample),
+            web.static("/static", STATIC),
+        ]
+        # RlsysError: a coordinator that does not answer now may do so later
+        app = guarded_app(routes, LIMITS, statuses={RunError: 503, RlsysError: 503}, admit=self._admit)
+
+        async def add_headers(_: web.Request, answer: web.StreamResponse) -> None:
+            answer.headers.update(HEADERS)
+
+        app.on_response_prepare.append(add_headers)
         return app
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    def _admit(self, request: web.Request) -> None:
         """Any user of this machine reaches a loopback port; the token is for whoever was given the link."""
-        told = request.query.get("token", "")
-        if told and request.path == "/" and secrets.compare_digest(told.encode(), self._token.encode()):
-            there = web.HTTPFound("/", headers=HEADERS)
-            there.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict")
-            raise there
-        if not secrets.compare_digest(request.cookies.get(self._cookie, "").encode(), self._token.encode()):
-            return web.Response(
-                status=403,
-                text="rlsys dash: open the link that it printed, with its token\n",
-                headers=HEADERS,
-            )
-        try:
-            answer = await handler(request)
-        except UserError as e:
-            answer = web.json_response({"error": str(e)}, status=400)
-        except RlsysError as e:  # a coordinator that does not answer now may do so later
-            answer = web.json_response({"error": str(e)}, status=503)
-        answer.headers.update(HEADERS)
-        return answer
+        if request.path == "/" and same_secret(request.query.get("token", ""), self._token):
+            page = web.HTTPFound("/")
+            page.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict")
+            raise page
+        if not same_secret(request.cookies.get(self._cookie, ""), self._token):
+            raise Refusal(403, "rlsys dash: open the link that it printed, with its token")
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         return web.FileResponse(STATIC / "index.html")
@@ -220,8 +212,8 @@ def _number(told: Any, name: str) -> int | None:
 def _pattern(text: str) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text else None
-    except re.error as e:
-        raise UserError(f"{text}: not a regular expression: {e}") from None
+    except (re.error, RecursionError, OverflowError) as e:
+        raise UserError(f"{shortened(text, 100)}: not a regular expression: {e}") from None
 
 
 def _shortened(text: str | None) -> str | None:
@@ -243,14 +235,6 @@ def new_token() -> str:
 async def serve(runs: list[Path], port: int, say: Callable[[str], None], stop: asyncio.Event) -> None:
     """Until `stop`. `say` is told the link. Raises UserError: no run, or a port in use."""
     token = new_token()
-    runner = web.AppRunner(Dashboard(runs, token).app(), access_log=None, shutdown_timeout=1)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, HOST, port).start()
-        except OSError:
-            raise UserError(f"--port {port}: in use on {HOST}; 0 finds a free one") from None
-        say(f"http://{HOST}:{runner.addresses[0][1]}/?token={token}")
+    async with serving(Dashboard(runs, token).app(), HOST, port, shutdown_seconds=1) as url:
+        say(f"{url}/?token={token}")
         await stop.wait()
-    finally:
-        await runner.cleanup()

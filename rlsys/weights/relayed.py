@@ -20,7 +20,7 @@ import torch
 
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import EngineAddress
-from rlsys.engine.weight_calls import feed_from_relay, load_relayed, open_relay, relay_state
+from rlsys.engine.weight_calls import feed_from_relay, load_relayed, open_relay, relay_state, renew_relay
 from rlsys.weights.buckets import Flat
 from rlsys.weights.receivers import Gone, Receivers, post
 from rlsys.weights_relay.feeder import WINDOW, Feeder, Hop
@@ -46,6 +46,7 @@ class _Member:
     since: float = 0.0
     """When `taken` last grew, or when it was last helped."""
     helped: int = 0
+    renewed: bool = False
     asked: Future[dict[str, Any]] | None = None
     loading: bool = False
     ask_at: float = 0.0
@@ -202,7 +203,8 @@ class RelayPush:
                 member.taken, member.since = taken, now
 
     def _stuck(self, member: _Member) -> bool:
-        return not member.loading and time.monotonic() - member.since > self._stall
+        """One that answers, and gets no more. One that does not answer is left out when its time is up."""
+        return not member.loading and member.asked is None and time.monotonic() - member.since > self._stall
 
     def _help(self, stuck: Sequence[_Member], waiting: dict[str, _Member]) -> None:
         """Somebody of their chain who has all feeds them one by one: the first may be the one that hangs. When nobody
@@ -216,7 +218,7 @@ class RelayPush:
             if member.helped > HELPINGS:
                 self._leave_out(member, f"took no more pieces of weights, {HELPINGS} times")
                 waiting.pop(member.engine.url)
-            elif not held:
+            elif not held and self._renew(member):
                 mine.setdefault(member.chain, []).append(member)
         for of in mine.values():
             line = [Hop(member.engine.url, member.token) for member in of]
@@ -224,10 +226,25 @@ class RelayPush:
                 Feeder(line, self._store, self._seconds, self._store.pieces(self._files), closed=True)
             )
 
+    def _renew(self, member: _Member) -> bool:
+        """Give it another token, once: the host before it, which may bring what is wrong, brings no more. Returns
+        whether it answers."""
+        if member.renewed:
+            return True
+        token = secrets.token_urlsafe(24)
+        try:
+            post(member.engine, renew_relay(token), self._seconds)
+        except (Gone, RunError):
+            return False
+        member.token, member.renewed = token, True
+        return True
+
     def _fed_by_a_holder(self, member: _Member) -> bool:
         for url, (chain, holder) in list(self._holders.items()):
             if chain != member.chain or url == member.engine.url:
                 continue
+            if not self._renew(member):
+                return False
             call = feed_from_relay(self._files, self._line([member]), self._seconds)
             try:
                 post(holder, call, self._seconds)

@@ -20,7 +20,7 @@ Endpoint = Callable[[Request], Any]
 def install(app: Starlette, mark: Callable[[Endpoint], Endpoint]) -> Relay:
     """Before the application serves. `mark`: says of an endpoint which key opens it."""
     relay = Relay()
-    for name, call in (("open", _open), ("state", _state), ("feed", _feed)):
+    for name, call in (("open", _open), ("renew", _renew), ("state", _state), ("feed", _feed)):
         endpoint = mark(_endpoint(relay, call))
         app.router.routes.insert(0, Route(f"/relay/{name}", endpoint, methods=["POST"]))
     build: Any = app.build_middleware_stack
@@ -34,7 +34,7 @@ def _endpoint(relay: Relay, call: Callable[[Relay, Any], dict[str, Any]]) -> End
         try:
             body = await request.json()
             return JSONResponse(await asyncio.to_thread(call, relay, body))
-        except (ValueError, TypeError, KeyError) as e:
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             said = {"success": False, "message": f"not a request to a relay: {e!r:.200}"}
             return JSONResponse(said, status_code=NONSENSE)
 
@@ -43,6 +43,10 @@ def _endpoint(relay: Relay, call: Callable[[Relay, Any], dict[str, Any]]) -> End
 
 def _open(relay: Relay, body: Any) -> dict[str, Any]:
     return relay.open(str(body["token"]), _line(body), float(body["seconds"]))
+
+
+def _renew(relay: Relay, body: Any) -> dict[str, Any]:
+    return relay.renew(str(body["token"]))
 
 
 def _state(relay: Relay, body: Any) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """A host of a chain: takes pieces of weights, checks them, keeps them, and passes them on while more come in.
 
     POST /relay/open    a push begins: who may bring pieces, and who gets them next
+    POST /relay/renew   who may bring pieces from now on: another token
     POST /relay/state   whether all is here; then in which folder, for `update_weights_from_disk`
     POST /relay/feed    give all that is here to others, which lost the host before them
     POST /relay/offer   which of these pieces are missing
     POST /relay/piece   one piece
 
-It lives in the engine's own HTTP server (rlsys/engine/server.py). The trainer calls the first three itself, with the
+It lives in the engine's own HTTP server (rlsys/engine/server.py). The trainer calls the first four itself, with the
 engine's admin key, and behind its fence. The last two are for whoever has the token of the push that was opened last.
+Nothing is written any more once /relay/state has named the folder: what was checked is what is loaded.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ from rlsys.weights_relay.feeder import (
     Hop,
 )
 from rlsys.weights_relay.pieces import PIECE_BYTES, Damaged, Payload, Piece, decode, read_piece
-from rlsys.weights_relay.store import Store
+from rlsys.weights_relay.store import Store, TooLarge
 
 STRANGER, NONSENSE, TOO_LARGE = 403, 400, 413
 MOST_BODY = max(2 * PIECE_BYTES, 256 * OFFERED)
+MOST_BODIES = 64
+"""That come in at once."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -52,8 +56,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 @dataclass
 class _Push:
     token: str
+    seconds: float
+    """How long a sender may be silent."""
     onward: Feeder | None
     """To the next host."""
+    sealed: bool = False
+    """All is here and checked: nothing is written any more."""
     helping: list[Feeder] = field(default_factory=list)
     """Of hosts that lost the one before them."""
     seen: set[Piece] = field(default_factory=set)
@@ -74,7 +82,15 @@ class Relay:
         """`line`: who is next, and who instead, when that one is gone. `seconds`: how long each may be silent."""
         with self._lock:
             self._end()
-            self._push = _Push(token, Feeder(line, self._store, seconds) if line else None)
+            self._push = _Push(token, seconds, Feeder(line, self._store, seconds) if line else None)
+        return {"success": True}
+
+    def renew(self, token: str) -> dict[str, Any]:
+        """Who had the token before brings no more pieces of this push."""
+        with self._lock:
+            if self._push is None:
+                return {"success": False, "message": "no push was opened here"}
+            self._push.token = token
         return {"success": True}
 
     def state(self, files: int, root: str) -> dict[str, Any]:
@@ -87,6 +103,7 @@ class Relay:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="rlsys-relay-"))
                 weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            push.sealed = True
             self._store.link(self._folder, files)
             return {**told, "folder": str(self._folder)}
 
@@ -103,26 +120,37 @@ class Relay:
         push = self._push
         return push is not None and hmac.compare_digest(token.encode(), push.token.encode())
 
+    @property
+    def silence(self) -> float:
+        """Seconds for a part of a body."""
+        return self._push.seconds if self._push is not None else 0.0
+
     def missing(self, pieces: Sequence[Piece]) -> list[int]:
         """Which of them are not here, by number."""
         return [i for i, piece in enumerate(pieces) if self._store.held(piece) != piece.after]
 
     def take(self, token: str, piece: Piece, payload: Payload) -> int:
-        """The answer: TAKEN, WHOLE, AGAIN or STRANGER."""
+        """The answer: TAKEN, WHOLE, AGAIN or STRANGER. Raises TooLarge."""
         if (held := self._store.held(piece)) != piece.after:
             if payload.before and held != payload.before:
                 return WHOLE
+            if self._sealed:
+                return STRANGER
             try:
                 content = decode(piece, payload, self._store.content(piece) if payload.before else None)
             except Damaged:
                 self.damaged += 1
                 return AGAIN
             with self._lock:
-                if not self.admits(token):
+                if not self.admits(token) or self._sealed:
                     return STRANGER
                 self._store.write(piece, content)
         self._pass_on(token, piece, payload)
         return TAKEN
+
+    @property
+    def _sealed(self) -> bool:
+        return self._push is not None and self._push.sealed
 
     def _pass_on(self, token: str, piece: Piece, payload: Payload) -> None:
         with self._lock:
@@ -145,6 +173,7 @@ class Door:
 
     def __init__(self, app: App, relay: Relay) -> None:
         self._app, self._relay = app, relay
+        self._bodies = asyncio.Semaphore(MOST_BODIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
@@ -156,27 +185,40 @@ class Door:
         if scope["method"] != "POST" or not self._relay.admits(token):
             await _answer(send, STRANGER, {"message": "no push of this token is under way"}, close=True)
             return
-        if (body := await _read(receive)) is None:
-            await _answer(send, TOO_LARGE, {"message": f"more than {MOST_BODY} bytes"}, close=True)
+        async with self._bodies:
+            await self._take(path, token, headers, receive, send)
+
+    async def _take(
+        self, path: str, token: str, headers: dict[str, str], receive: Receive, send: Send
+    ) -> None:
+        if (body := await _read(receive, self._relay.silence)) is None:
+            words = f"more than {MOST_BODY} bytes, or none for {self._relay.silence:g} s"
+            await _answer(send, TOO_LARGE, {"message": words}, close=True)
             return
         try:
             if path == OFFER:
-                pieces = [read_piece(text) for text in json.loads(body)]
+                pieces = [read_piece(text) for text in json.loads(body)[:OFFERED]]
                 status, said = TAKEN, dict[str, Any](missing=self._relay.missing(pieces))
             else:
                 piece = read_piece(headers.get(PIECE_HEADER, ""))
                 payload = Payload(headers.get(BEFORE_HEADER, ""), body)
                 status, said = await asyncio.to_thread(self._relay.take, token, piece, payload), {}
-        except (ValueError, TypeError) as e:
+        except TooLarge as e:
+            status, said = TOO_LARGE, {"message": str(e)}
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             status, said = NONSENSE, {"message": f"not a piece: {e!r:.200}"}
         await _answer(send, status, said)
 
 
-async def _read(receive: Receive) -> bytes | None:
-    """The body; None when there is too much of it, or nobody is left to bring it."""
+async def _read(receive: Receive, seconds: float) -> bytes | None:
+    """The body; None when there is too much of it, or nobody is left to bring it, or nothing comes for so long."""
     parts, size, more = [], 0, True
     while more:
-        message = await receive()
+        try:
+            async with asyncio.timeout(seconds):
+                message = await receive()
+        except TimeoutError:
+            return None
         if message["type"] != "http.request":  # the sender has gone
             return None
         parts.append(message.get("body", b""))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -17,10 +18,19 @@ import numpy as np
 from rlsys.weights_relay.pieces import Bytes, Piece, pieces_in
 
 
+class TooLarge(Exception):
+    """Files for which this machine has no room."""
+
+
 class Store:
-    """Each piece has a digest of its own, so a store between two versions is as good as any other."""
+    """Each piece has a digest of its own, so a store between two versions is as good as any other.
+
+    The files together are no larger than the machine's memory, and hold no more than a part of the descriptors: who
+    brings pieces says how large their files are.
+    """
 
     def __init__(self) -> None:
+        self._most_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
 
@@ -31,12 +41,13 @@ class Store:
             return "" if file is None or not file.fits(piece) else file.digests[piece.place]
 
     def content(self, piece: Piece) -> Bytes:
-        """A view of what is there; a file is made when there is none of this size."""
+        """A view of what is there; a file is made when there is none of this size. Raises TooLarge."""
         with self._lock:
             file = self._files.get(piece.file)
             if file is None or not file.fits(piece):
                 if file is not None:
-                    file.close()
+                    self._files.pop(piece.file).close()
+                self._check_room(piece.size)
                 file = self._files[piece.file] = _File(piece.size, piece.width)
             return file.bytes[piece.span]
 
@@ -48,6 +59,14 @@ class Store:
         target[:] = content
         with self._lock:
             self._files[piece.file].digests[piece.place] = piece.after
+
+    def _check_room(self, size: int) -> None:
+        held = sum(file.size for file in self._files.values())
+        if held + size > self._most_bytes:
+            raise TooLarge(f"files of {held + size} bytes, of {self._most_bytes} of this machine's memory")
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if most != resource.RLIM_INFINITY and len(self._files) >= most // 2:
+            raise TooLarge(f"{len(self._files) + 1} files, of {most} file descriptors")
 
     def root(self, files: int) -> str:
         """Digest of the first so many files; empty while a piece is missing."""
@@ -76,6 +95,8 @@ class Store:
         for old in folder.iterdir():
             old.unlink()
         with self._lock:
+            for number in [n for n in self._files if n >= files]:  # of an earlier push, or of nobody's
+                self._files.pop(number).close()
             for number in range(files):
                 target = f"/proc/{os.getpid()}/fd/{self._files[number].descriptor}"
                 (folder / f"model-{number:05d}.safetensors").symlink_to(target)

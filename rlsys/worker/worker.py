@@ -23,6 +23,7 @@ from typing import Any
 
 from rlsys.config import Config, load_config
 from rlsys.config.slots import most_slots
+from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import RlsysError
 from rlsys.core.identity import engine_identity
 from rlsys.core.owner import of_process
@@ -36,7 +37,6 @@ from rlsys.generators.trees import TreeGenerator
 from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.sample_rows import New, Stored, append_tokens, changing
 from rlsys.ledger.segments import SegmentFile
-from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.role import STACKS_VARIABLE, run_role
 from rlsys.rewards import Rewards
 from rlsys.router.router import RefusedPrompt, Router

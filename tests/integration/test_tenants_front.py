@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from rlsys.core.identity import NOBODY
 from rlsys.engine.wire import UNPLANNED, make_session
-from rlsys.tenants.front import BODY_BYTES, Front
+from rlsys.tenants.front import LIMITS, Front
 from rlsys.tenants.keys import FOLDER, Keys, key_of
 from rlsys.tenants.learner import Learner
 from rlsys.tenants.ledger import Ledger
@@ -149,7 +149,7 @@ def test_strangers_and_other_tenants_find_nothing(learner: Learner) -> None:
                 nobodys = str(told).replace(model, "x").replace(session, "x").replace(path, "x")
                 assert (status, "error" in told) == (404, True), (asked, told)
                 assert "alice" not in nobodys
-            assert (await at.post("telemetry", {"x": "y" * BODY_BYTES}))[0] in (200, 413)
+            assert (await at.post("telemetry", {"x": "y" * LIMITS.body_bytes}))[0] in (200, 413)
             assert (await at.post("forward_backward", b"\xff" * 9))[0] == 400
             assert (await at.post("forward_backward", b"\x0a" + b"\xff" * 4))[0] == 400
 

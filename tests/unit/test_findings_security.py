@@ -1,4 +1,4 @@
-"""Findings of the security review of 919cd76 that are still there: each a strict xfail, named after the finding.
+"""Findings of the security review of 919cd76, named after the finding.
 
 tests/findings_security.md has the table.
 """
@@ -12,11 +12,12 @@ import logging
 import os
 import pickle
 import resource
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -24,10 +25,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from numpy.typing import NDArray
 
+from launch.exporter import Exporter, exported
 from launch.rundir import open_run_dir
 from rlsys.agents.endpoint import Endpoint
 from rlsys.agents.multi_policy import REWARD_KEY, REWARD_URL, SAMPLE, Meeting
@@ -35,85 +39,26 @@ from rlsys.config import Config
 from rlsys.convert.torch_dist import DistReader
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.identity import NOBODY
-from rlsys.core.owner import claim
+from rlsys.core.owner import Deposed, claim
 from rlsys.core.types import Prompt, Response
 from rlsys.engine.wire import UNPLANNED, make_session
-from rlsys.environments.contract import Opening, Refused
-from rlsys.environments.leases import Leases
-from rlsys.rewards.code import read_tests
+from rlsys.http_server.server import guarded_app, serving, user_of_client
 from rlsys.rewards.judges import JudgeError, UrlJudge
-from rlsys.rewards.sandbox import run_program
 from rlsys.rewards.shapes import json_schema
-from rlsys.tenants.front import _errors as tenants_errors
+from rlsys.tenants.front import LIMITS, STATUSES, Front
+from rlsys.tenants.keys import Keys
 from rlsys.tenants.ledger import Ledger
-from rlsys.tenants.messages import _packed
 from rlsys.tenants.requests import OptimStep, read
 from rlsys.tenants.sampler import Engine
 from rlsys.tenants.service import Service
+from rlsys.tenants.wire import packed
+from rlsys.viewer.server import Dashboard
 from rlsys.viewer.server import _pattern as dash_pattern
-from rlsys.weights_relay.pieces import Piece, read_piece
+from rlsys.weights_relay.pieces import Piece, digest, encode, read_piece
 from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
-from rlsys.weights_relay.store import Store
+from rlsys.weights_relay.store import Store, TooLarge
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
-
-finding = pytest.mark.xfail(strict=True, raises=AssertionError)
-
-
-# -- A4: programs of responses --------------------------------------------------------------------------------
-
-
-def worth(tests: dict[str, Any], program: str) -> float:
-    cases = read_tests(tests)
-    return sum(
-        bool(case(program, lambda p, said: run_program(p, said, seconds=5, memory_mb=512))) for case in cases
-    ) / len(cases)
-
-
-ADD = {"functional": "assert add(1, 2) == 3"}
-CALLED = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
-EQUAL = "class E:\n  def __eq__(s, o): return True\n"
-
-
-@finding
-@pytest.mark.parametrize(
-    ("tests", "program"),
-    [
-        (ADD, "import sys\nprint(eval(open(__file__).read().split()[-1][6:-1]))\nsys.exit(0)"),
-        (ADD, EQUAL + "def add(a, b): return E()"),
-        (
-            CALLED,
-            f"import json\n{EQUAL}json.loads = lambda *a, **k: ([], E())\njson.dumps = lambda *a, **k: ''\n"
-            "def add(*a): return 0",
-        ),
-    ],
-    ids=["reads its own last line", "an object that equals all", "json replaced"],
-)
-def test_security_a04_a_program_that_computes_nothing_is_worth_0(tests: dict[str, Any], program: str) -> None:
-    assert worth(tests, "def add(a, b): return 0") == 0
-    assert worth(tests, program) == 0
-
-
-@finding
-def test_security_a04_a_program_cannot_end_other_processes_of_the_user() -> None:
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        program = f"import os, signal\nos.kill({victim.pid}, signal.SIGKILL)"
-        run_program(program, "", seconds=5, memory_mb=512)
-        time.sleep(0.2)
-        assert victim.poll() is None
-    finally:
-        victim.kill()
-        victim.wait()
-
-
-@finding
-def test_security_a04_a_program_cannot_write_into_the_users_folders(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text("secret")
-    program = f"open({str(key)!r}, 'w').write('mine')"
-    run_program(program, "", seconds=5, memory_mb=512)
-    assert key.read_text() == "secret"
 
 
 # -- A5: connections that say nothing -------------------------------------------------------------------------
@@ -161,7 +106,6 @@ async def flooded(port: int, path: str) -> str:
         return (await asyncio.to_thread(client.communicate))[0]
 
 
-@finding
 @pytest.mark.gate
 async def test_security_a05_agents_are_served_beside_connections_that_say_nothing() -> None:
     async with Endpoint().listening() as endpoint:
@@ -169,71 +113,134 @@ async def test_security_a05_agents_are_served_beside_connections_that_say_nothin
         assert "served 401" in await flooded(port, "/x/v1/models")
 
 
-@finding
 @pytest.mark.gate
 async def test_security_a05_a_meeting_serves_beside_connections_that_say_nothing() -> None:
     async with aiohttp.ClientSession() as session, Meeting(("a", "b"), 30, session).listening(0) as base:
         assert "served 200" in await flooded(int(base.rsplit(":", 1)[1]), "/")
 
 
+@pytest.mark.gate
+async def test_security_a05_the_dashboard_serves_beside_connections_that_say_nothing() -> None:
+    async with serving(Dashboard([], "token").app(), "127.0.0.1") as url:
+        assert "served 403" in await flooded(int(url.rsplit(":", 1)[1]), "/")
+
+
+@pytest.mark.gate
+async def test_security_a05_the_tenants_server_serves_beside_connections_that_say_nothing() -> None:
+    front = Front(cast(Any, None), Keys({}), cast(Any, None))
+    async with serving(front.app(), "127.0.0.1") as url:
+        assert "served 200" in await flooded(int(url.rsplit(":", 1)[1]), "/api/v1/healthz")
+
+
+@pytest.mark.gate
+async def test_security_a05_the_exporter_serves_and_leaves_the_supervisor_its_descriptors(
+    tmp_path: Path,
+) -> None:
+    """Without them it could not read metrics.jsonl, and the run ended."""
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("{}")
+    with exported(Exporter(cast(Any, None)), 0, tmp_path / "run", []) as port:
+        flood = asyncio.create_task(flooded(port, "/metrics"))
+        while not flood.done():
+            assert log.read_text() == "{}"
+            await asyncio.sleep(0.01)
+        assert "served 200" in await flood
+
+
 # -- A6, A7: tenants ------------------------------------------------------------------------------------------
 
 
-@finding
 def test_security_a06_the_time_for_a_shape_does_not_grow_with_its_square() -> None:
     def seconds(size: int) -> float:
         best = float("inf")
         for _ in range(2):
             start = time.perf_counter()
             with contextlib.suppress(ValueError):
-                _packed(b"\xff" * size)
+                packed(b"\xff" * size, 2**20)
             best = min(best, time.perf_counter() - start)
         return best
 
     assert seconds(2**17) < 8 * max(seconds(2**15), 1e-4)
 
 
-@finding
 async def test_security_a06_a_full_disk_is_answered_in_words() -> None:
     async def full(_: web.Request) -> web.Response:
         raise RunError("ledger.sqlite: No space left on device")
 
-    app = web.Application(middlewares=[tenants_errors])
-    app.router.add_get("/", full)
+    app = guarded_app([web.get("/", full)], LIMITS, statuses=STATUSES)
     async with TestClient(TestServer(app)) as client, client.get("/") as answer:
         assert "No space left" in await answer.text()
 
 
-@finding
-def test_security_a07_a_tenants_server_that_was_replaced_accepts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in claim(tmp_path).environment(1).items():
-        monkeypatch.setenv(name, value)
-    ledger = Ledger(tmp_path / "tenants" / "bob")
+def test_security_a07_a_tenants_server_that_was_replaced_accepts_nothing(tmp_path: Path) -> None:
+    owner = claim(tmp_path)
+    ledger = Ledger(tmp_path / "tenants" / "bob", owner.check)
     assert ledger.accept("m", 0, "create_model", b"x")
+    (request,) = ledger.unfinished()
+    state = ledger.state_file(ledger.write_state("m", 0, b"state"))
     claim(tmp_path)
-    try:
-        accepted = ledger.accept("m", 1, "optim_step", b"x")
-    except RunError:
-        accepted = False
-    assert not accepted
+    changes: dict[str, Callable[[], object]] = {
+        "accept": lambda: ledger.accept("m", 1, "optim_step", b"x"),
+        "finish": lambda: ledger.finish(request, b"result"),
+        "state": lambda: ledger.write_state("m", 1, b"state"),
+        "save": lambda: ledger.write_saved("tinker://m/weights/a", b"state"),
+        "sweep": ledger.sweep,
+        "session": lambda: ledger.add_session("s"),
+    }
+    for change in changes.values():
+        with pytest.raises(Deposed, match="launch 1 no longer owns this run; launch 2 has taken it"):
+            change()
+    again = Ledger(tmp_path / "tenants" / "bob")
+    assert [r.seq for r in again.unfinished()] == [0]
+    assert state.exists() and len(list(state.parent.iterdir())) == 1
 
 
 # -- A8: the relay --------------------------------------------------------------------------------------------
 
 
-@finding
 def test_security_a08_a_piece_of_a_file_larger_than_a_machine_is_refused() -> None:
+    with pytest.raises(TooLarge, match=r"bytes, of .* of this machine's memory"):
+        Store().content(read_piece(json.dumps([0, 2**42, 1, 0, "x"])))
+
+
+def test_security_a08_files_of_a_push_leave_descriptors_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    store = Store()
     try:
-        piece = read_piece(json.dumps([0, 2**42, 1, 0, "x"]))
-        size = len(Store().content(Piece(piece.file, piece.size, piece.width, piece.place, "x")))
-    except (ValueError, OSError, MemoryError):
-        size = 0
-    assert size == 0
+        with pytest.raises(TooLarge, match="11 files, of 20 file descriptors"):
+            for number in range(30):
+                store.content(Piece(number, 8, 1, 0, "x"))
+    finally:
+        store.close()
 
 
-@finding
+def test_security_a08_what_was_checked_is_what_is_loaded() -> None:
+    """Before: the token was good until the next push, and a piece that came meanwhile was in the engine's file."""
+    right, wrong = (np.full(100, value, np.uint8) for value in (1, 2))
+    relay, store = Relay(), Store()
+    relay.open("token", [], 1.0)
+
+    def bring(content: NDArray[np.uint8], token: str = "token") -> int:
+        piece = Piece(0, len(content), 1, 0, digest(content))
+        return relay.take(token, piece, encode(piece, content, None, ""))
+
+    piece = Piece(0, 100, 1, 0, digest(right))
+    store.write(piece, right)
+    root = store.root(1)
+    assert bring(wrong) == 200
+    assert relay.state(1, root)["folder"] is None
+    assert relay.renew("another")["success"]
+    assert (bring(wrong), bring(right, "another")) == (200, 200), "the first one changes nothing"
+    folder = Path(relay.state(1, root)["folder"])
+    assert (bring(wrong, "another"), bring(right, "another")) == (403, 200)
+    assert (folder / "model-00000.safetensors").read_bytes() == right.tobytes()
+    relay.open("next", [], 1.0)
+    assert bring(wrong, "next") == 200
+    store.close()
+
+
 async def test_security_a08_nested_lists_are_no_server_error() -> None:
     relay = Relay()
     relay.open("token", [], 1.0)
@@ -262,7 +269,6 @@ async def test_security_a08_nested_lists_are_no_server_error() -> None:
 # -- A9: a meeting --------------------------------------------------------------------------------------------
 
 
-@finding
 async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> None:
     """Its first arrival forgets the episode in which the second one sits."""
     async with aiohttp.ClientSession() as session:
@@ -291,6 +297,23 @@ async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> Non
             assert places == [2]
 
 
+async def test_security_a09_samples_of_another_user_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with aiohttp.ClientSession() as session, Meeting(("a", "b"), 30, session).listening(0) as base:
+        place = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
+        monkeypatch.setattr(os, "geteuid", lambda: 54777)
+        async with session.post(f"{base}/a", json=_arrival({"question": "x"}, place)) as answer:
+            assert answer.status == 403
+            assert "for the user of this server only" in await answer.text()
+
+
+def test_security_a09_the_kernel_says_whose_a_connection_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as client:
+            assert user_of_client(client.getsockname(), address) == os.geteuid()
+            assert user_of_client(("127.0.0.1", 1), address) is None
+
+
 def _arrival(row: dict[str, Any], place: dict[str, str]) -> dict[str, Any]:
     """As an agent's environment tells it."""
     env = {
@@ -311,13 +334,14 @@ async def _until(true: Any, seconds: float = 5.0) -> None:
 # -- A10: who may read a run ----------------------------------------------------------------------------------
 
 
-@finding
 def test_security_a10_a_runs_folder_is_its_owners_alone(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        config = Config.model_validate({"model": {"path": MODEL}, "run": {"dir": tmp_path / "run"}})
-        with open_run_dir(config, lambda _: None):
-            assert (tmp_path / "run").stat().st_mode & 0o077 == 0
+        for share, mode in ((None, 0o700), ("group", 0o750), (None, 0o700)):
+            run = {"dir": tmp_path / "run", "share": share}
+            config = Config.model_validate({"model": {"path": MODEL}, "run": run})
+            with open_run_dir(config, lambda _: None):
+                assert (tmp_path / "run").stat().st_mode & 0o777 == mode
     finally:
         os.umask(before)
 
@@ -355,18 +379,19 @@ def listener(answers: dict[str, tuple[int, dict[str, str], bytes]]) -> Iterator[
             server.shutdown()
 
 
-@finding
 @pytest.mark.filterwarnings("ignore")
 def test_security_a11_a_schema_of_a_row_fetches_nothing() -> None:
     score = json_schema(Config.model_validate({"model": {"path": MODEL}}))
     with listener({}) as (url, paths):
         prompt = Prompt(0, "", [1], {"schema": {"$ref": f"{url}/latest/meta-data"}})
-        with contextlib.suppress(Exception):  # a refusal of any kind is right
+        with pytest.raises(ValueError, match="latest/meta-data': not in the schema; none is fetched"):
             score(prompt, Response('"x"', finished=True))
         assert not paths
+    known = {"$ref": "https://json-schema.org/draft/2020-12/schema"}
+    assert score(Prompt(0, "", [1], {"schema": known}), Response('{"type": 3}', finished=True)) == 0
+    assert score(Prompt(0, "", [1], {"schema": known}), Response('{"type": "null"}', finished=True)) == 1
 
 
-@finding
 async def test_security_a11_a_judges_redirect_is_not_followed() -> None:
     with listener({}) as (inner, inner_paths):
         models = (200, {"Content-Type": "application/json"}, b'{"data": [{"id": "m"}]}')
@@ -380,52 +405,31 @@ async def test_security_a11_a_judges_redirect_is_not_followed() -> None:
             assert not inner_paths
 
 
-@finding
 def test_security_a11_the_metadata_of_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     class Code:
         def __reduce__(self) -> Any:
             return open, (str(tmp_path / "made"), "w")
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Code()))
-    with pytest.raises((UserError, AttributeError)):
-        DistReader(tmp_path)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Code(), protocol))
+        with pytest.raises(UserError, match=r"it names \w+.open, which no checkpoint needs"):
+            DistReader(tmp_path)
+    names = (
+        "torch.load",
+        "torch.distributed.checkpoint.filesystem.FileSystemWriter",
+        "os.system",
+        "torch.os.system",
+    )
+    for module, _, name in (n.rpartition(".") for n in names):
+        (tmp_path / ".metadata").write_bytes(f"c{module}\n{name}\n.".encode())
+        with pytest.raises(UserError, match="which no checkpoint needs"):
+            DistReader(tmp_path)
     assert not (tmp_path / "made").exists()
-
-
-# -- A12: an environment and its agents -----------------------------------------------------------------------
-
-
-@finding
-def test_security_a12_one_client_cannot_take_all_leases() -> None:
-    """Leases have no owner, so whoever has the service's one key may take all of them."""
-
-    class Env:
-        def open(self, task: Any, seed: int) -> Any:
-            class Episode:
-                opening = Opening()
-
-                def close(self) -> None: ...
-
-            return Episode()
-
-    leases = Leases(cast(Any, Env()), 16, 600.0)
-    for i in range(16):
-        try:
-            leases.open(f"greedy-{i}", {}, 0)
-        except Refused:
-            break
-    try:
-        leases.open("honest", {}, 0)
-        opened = True
-    except Refused:
-        opened = False
-    assert opened
 
 
 # -- A14, A15: minor ------------------------------------------------------------------------------------------
 
 
-@finding
 @pytest.mark.parametrize("text", ["(" * 2000 + ")" * 2000, "a{99999999999}"])
 def test_security_a14_a_pattern_of_the_dashboard_is_refused_in_words(text: str) -> None:
     try:
@@ -436,7 +440,6 @@ def test_security_a14_a_pattern_of_the_dashboard_is_refused_in_words(text: str) 
         raise AssertionError(repr(e)[:80]) from None
 
 
-@finding
 @pytest.mark.parametrize(
     "adam", [{"learning_rate": 1e308}, {"weight_decay": 1e308}, {"beta2": 0.0, "eps": 5e-324}]
 )
@@ -453,7 +456,6 @@ def test_security_a15_an_optimizer_step_that_makes_a_model_nan_is_refused(adam: 
 # -- A21: adapters ---------------------------------------------------------------------------------------------
 
 
-@finding
 async def test_security_a21_a_sample_of_the_base_model_does_not_wait_for_adapters(tmp_path: Path) -> None:
     """Places count requests: those of many adapters, of which an engine decodes a few at once, take all."""
     asked: list[str | None] = []

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ("rlsys", "launch", "megatron_patches")
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("core", "engine_requests", "environments", "megatron_patches", "ops", "venv_runner", "weights_relay"),
-    ("importers", "obs", "segments"),
+    ("core",),
+    ("engine_requests", "environments", "megatron_patches", "ops", "venv_runner", "weights_relay"),
+    ("http_server", "importers", "obs", "segments"),
     ("config",),
     ("algo", "convert", "data", "engine"),
     ("agents", "ledger", "rewards", "router", "trainer"),
@@ -42,6 +43,7 @@ FORBIDDEN: dict[str, set[str]] = {
 
 TORCH_FREE = (
     "core",
+    "http_server",
     "config",
     "segments",
     "obs",
@@ -154,7 +156,14 @@ def test_launch_takes_of_heavy_packages_what_needs_no_torch() -> None:
 
 
 def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
-    in_a_venv = ("venv_runner/run", "agents/host", "core/imports", "core/errors", "core/devices")
+    in_a_venv = (
+        "venv_runner/run",
+        "agents/host",
+        "core/imports",
+        "core/errors",
+        "core/devices",
+        "core/sockets",
+    )
     names = ["launch/bootstrap", *(f"rlsys/{n}" for n in in_a_venv)]
     names += [f"rlsys/environments/{p.stem}" for p in (ROOT / "rlsys/environments").glob("*.py")]
     found = {m for name in names for m in imports(ROOT / f"{name}.py")}
@@ -163,6 +172,20 @@ def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
     assert {m.removeprefix("rlsys.").replace(".", "/") for m in ours if "environments" not in m} <= {
         *in_a_venv
     }
+
+
+def test_one_package_serves_and_opens_http() -> None:
+    """So that every listener has its limits, and no client follows a redirect (issue 39)."""
+    rules = {
+        r"web\.Application\(|AppRunner\(|(TCP|Unix)Site|create_unix_server|HTTPServer|start_server": {
+            "rlsys/http_server/server.py",
+            "rlsys/environments/serve.py",  # in any Python, on a Unix socket of the run's user
+        },
+        r"ClientSession\(|urlopen\(|build_opener\(": {"rlsys/http_server/clients.py", "rlsys/obs/direct.py"},
+    }
+    for pattern, allowed in rules.items():
+        users = {str(p.relative_to(ROOT)) for p in sources() if re.search(pattern, p.read_text())}
+        assert users <= allowed, pattern
 
 
 def test_the_loop_is_short_enough_to_read() -> None:

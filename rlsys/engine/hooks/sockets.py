@@ -20,9 +20,12 @@ from rlsys.core.interfaces import choose_interface
 from rlsys.core.rendezvous import SCHEME
 from rlsys.core.sockets import role_folder
 from rlsys.engine.cpu import hooks
+from rlsys.http_server.connections import ConnectionLimiter, ServerLimits
 
 _MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's variable: init_method of its process group."""
+LIMITS = ServerLimits(connections=2**14, body_seconds=120.0)
+"""Bodies are also pieces of weights over slow links."""
 PLUGINS = {
     "sglang.srt.platforms": "rlsys.engine.cpu.platform:activate",
     "sglang.srt.plugins": "rlsys.engine.cpu.hooks:register",
@@ -78,14 +81,29 @@ def check_hooks() -> None:
 
 def bind_alone() -> None:
     """Have SGLang's HTTP server share its port with nobody but the launcher of the same user, who holds it
-    (launch/ports.py): SO_REUSEPORT."""
+    (launch/ports.py): SO_REUSEPORT. Its connections have limits."""
     server = importlib.import_module("uvicorn").Server
     run = server.run
 
     def run_on_own_socket(self: Any, sockets: list[socket.socket] | None = None) -> None:
+        limit_connections(self.config, LIMITS)
         run(self, sockets or [_listen(self.config.host, self.config.port, self.config.backlog)])
 
     server.run = run_on_own_socket
+
+
+def limit_connections(config: Any, limits: ServerLimits) -> None:
+    """Put the connections of a uvicorn server behind a limiter.
+
+    Args:
+        config: uvicorn.Config, before the server runs.
+        limits: of connections, heads and bodies; how large a body may be is left to the application.
+    """
+    if not config.loaded:
+        config.load()
+    limiter = ConnectionLimiter(limits)
+    config.loaded_app = limiter.asgi(config.loaded_app)
+    config.http_protocol_class = limiter.protocol(config.http_protocol_class)
 
 
 def _listen(host: str, port: int, backlog: int) -> socket.socket:

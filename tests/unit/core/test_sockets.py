@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,31 @@ def test_a_folder_is_short_and_of_its_user_alone(tmp_path: Path, monkeypatch: py
     assert not folder.exists()
     remove_folder(tmp_path)
     assert tmp_path.exists(), "only what make_folder made is removed"
+
+
+@pytest.mark.gate
+def test_security_a17_folders_of_killed_processes_are_removed_at_the_next_start() -> None:
+    code = "from rlsys.core.sockets import make_folder\nprint(make_folder(), flush=True)\ninput()"
+    with ExitStack() as stack:
+        makers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+            for _ in range(2)
+        ]
+        killed, living = (
+            Path(maker.stdout.readline().strip()) for maker in makers if maker.stdout is not None
+        )
+        (killed / "left").touch()
+        makers[0].kill()
+        makers[0].wait()
+        own = make_folder()
+        assert (killed.exists(), living.exists(), own.exists()) == (False, True, True)
+        remove_folder(own)
+        makers[1].communicate("")
+        remove_folder(living)
 
 
 def test_a_machine_without_a_place_for_sockets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import runpy
 import signal
@@ -16,10 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
+from rlsys.agents.endpoint import Endpoint, Session
 from rlsys.core.errors import UserError
+from rlsys.core.sockets import UnixConnection
 from rlsys.environments.client import DEATHS, EnvironmentFailed, RemoteEpisode
 from rlsys.environments.contract import Action, Refused
-from rlsys.environments.leases import Leases
+from rlsys.environments.leases import ABANDONED, Leases
 from rlsys.generators.environment_services import Service, ServiceParams, Services
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -219,7 +220,7 @@ async def test_a_body_is_read_after_the_key_and_only_if_it_is_of_a_sensible_leng
             (service.key, "-1", b"413"),
             (service.key, "many", b"400"),
         ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
+            reader, writer = await asyncio.open_unix_connection(service.url.removeprefix("unix:"))
             head = f"POST /open HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
             writer.write(head.encode())  # and no body
             answer = await reader.read()  # to its end: the connection is closed
@@ -240,7 +241,7 @@ async def test_a_machine_without_room_for_a_process_says_so(monkeypatch: pytest.
 
 
 def ask(service: Service, path: str, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", int(service.url.rpartition(":")[2]))
+    connection = UnixConnection(Path(service.url.removeprefix("unix:")), None)
     headers = {"Authorization": f"Bearer {key or service.key}"}
     connection.request("POST", path, json.dumps(body), headers)
     answer = connection.getresponse()
@@ -251,21 +252,23 @@ def ask(service: Service, path: str, body: dict[str, Any], key: str | None = Non
 
 @pytest.mark.gate
 async def test_somebody_elses_service_is_asked_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as theirs, theirs.service() as service:
-        monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", service.key)
-        async with running(connector=None, url=service.url) as services:
+    async with running() as theirs, theirs.of_agent() as environment, Endpoint().listening() as endpoint:
+        session = endpoint.open(environment.ask)
+        url = f"{session.url}/environment"
+        monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", session.key)
+        async with running(connector=None, url=url) as services:
             assert await played(services, TASK) == [1.0, 1.0, 1.0]
         monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", "another")
-        async with running(connector=None, url=service.url) as services:
-            with pytest.raises(EnvironmentFailed, match="a wrong key"):
+        async with running(connector=None, url=url) as services:
+            with pytest.raises(EnvironmentFailed, match="not the address and key"):
                 await played(services, TASK)
 
 
 @pytest.mark.gate
 async def test_an_agent_finds_the_environment_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as services, services.service() as service:
-        monkeypatch.setenv("RLSYS_ENVIRONMENT_URL", service.url)
-        monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", service.key)
+    async with running() as services, services.of_agent() as environment, Endpoint().listening() as endpoint:
+        for name, value in endpoint.open(environment.ask).environment().items():
+            monkeypatch.setenv(name, value)
 
         def agent() -> tuple[str, float]:
             with RemoteEpisode.of_agent(TASK) as episode:
@@ -275,3 +278,65 @@ async def test_an_agent_finds_the_environment_of_its_run(monkeypatch: pytest.Mon
     monkeypatch.delenv("RLSYS_ENVIRONMENT_URL")
     with pytest.raises(EnvironmentFailed, match="RLSYS_ENVIRONMENT_URL is not set"):
         RemoteEpisode.of_agent(TASK)
+
+
+# -- what one agent can do to the others (A12) -----------------------------------------------------------------
+
+
+@asynccontextmanager
+async def agents(services: Services, number: int) -> AsyncIterator[list[Session]]:
+    """The addresses of so many agents of one run."""
+    async with contextlib.AsyncExitStack() as stack:
+        endpoint = await stack.enter_async_context(Endpoint().listening())
+        environments = [await stack.enter_async_context(services.of_agent()) for _ in range(number)]
+        yield [endpoint.open(each.ask) for each in environments]
+
+
+def episode_of(session: Session, task: dict[str, Any] = TASK, seconds: float = 60.0) -> RemoteEpisode:
+    return RemoteEpisode(f"{session.url}/environment", session.key, task, 0, seconds)
+
+
+def steps_of(session: Session) -> list[float]:
+    with episode_of(session) as episode:
+        return [episode.step(said)["reward"] for said in ("3", "7", "12")]
+
+
+@pytest.mark.gate
+async def test_security_a12_an_agent_that_opens_many_episodes_takes_no_lease_of_others() -> None:
+    async with running(leases=2) as services, agents(services, 2) as (greedy, honest):
+        held = [await asyncio.to_thread(episode_of, greedy) for _ in range(5)]
+        assert await asyncio.to_thread(steps_of, honest) == [1.0, 1.0, 1.0]
+        held[-1]._told.clear()
+        assert (await asyncio.to_thread(held[-1].step, "3"))["reward"] == 1.0, "the newest one is open"
+
+
+@pytest.mark.gate
+async def test_security_a12_an_agent_whose_steps_hang_does_not_end_the_service_of_others() -> None:
+    """Before: nine steps that hang, each closed, and the process ended itself."""
+    async with running() as services, agents(services, 2) as (bad, honest):
+        refused = 0
+        for _ in range(ABANDONED + 1):
+            try:
+                episode = await asyncio.to_thread(episode_of, bad, {**TASK, "hangs": True}, 0.3)
+                for said in ("3", "7", "12"):
+                    await asyncio.to_thread(episode.step, said)
+            except EnvironmentFailed as e:
+                refused += "it may open no other episode" in str(e)
+            else:
+                raise AssertionError("its step does not hang")
+            await asyncio.to_thread(episode.close)
+        assert refused == ABANDONED
+        assert await asyncio.to_thread(steps_of, honest) == [1.0, 1.0, 1.0]
+        assert services.restarts == 0
+
+
+@pytest.mark.gate
+async def test_security_a12_an_agent_cannot_step_the_episode_of_another_one() -> None:
+    async with running() as services, agents(services, 2) as (one, other):
+        episode = await asyncio.to_thread(episode_of, one)
+        stranger = await asyncio.to_thread(episode_of, other)
+        stranger._lease = episode._lease
+        status, said = await asyncio.to_thread(
+            stranger._ask, "/step", {"lease": episode._lease, "number": 0, "action": {"text": "3"}}, 1e9
+        )
+        assert (status, said["error"]) == (404, f"there is no lease {episode._lease}")

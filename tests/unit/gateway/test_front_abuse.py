@@ -5,109 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from rlsys.engine_requests import sampling as requests
-from rlsys.gateway.connection_limits import Door, DoorLimits
 from rlsys.gateway.front import FrontLimits
 from rlsys.router import dispatch
 from tests.helpers.front_rig import generate, serving
 from tests.helpers.http_engine import HttpEngine
 
 HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
-
-
-# -- connections (review 21, slow heads) ---------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def behind_a_door(limits: DoorLimits) -> AsyncIterator[tuple[int, asyncio.Event]]:
-    """Port of a server whose /slow answers when the event is set."""
-    free = asyncio.Event()
-
-    async def slow(_: web.Request) -> web.Response:
-        await free.wait()
-        return web.Response(text="at last")
-
-    async def quick(_: web.Request) -> web.Response:
-        return web.Response(text="here")
-
-    door = Door(limits)
-    app = web.Application(middlewares=[door.middleware])
-    app.add_routes([web.get("/slow", slow), web.get("/quick", quick)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    assert runner.server is not None
-    server = await asyncio.get_running_loop().create_server(door.protocol(runner.server), "127.0.0.1", 0)
-    yield server.sockets[0].getsockname()[1], free
-    server.close()
-    await runner.cleanup()
-
-
-async def ask(port: int, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    return reader, writer
-
-
-async def ended(reader: asyncio.StreamReader) -> bytes:
-    """All that came before the connection was closed or reset."""
-    try:
-        return await reader.read()
-    except ConnectionResetError:
-        return b""
-
-
-async def test_connections_that_say_nothing_keep_nobody_out() -> None:
-    """Before: 260 of them, without a token, shut out everybody for as long as they liked."""
-    async with behind_a_door(DoorLimits(connections=4, head_seconds=3600)) as (port, free):
-        silent = []
-        for _ in range(8):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(HEAD + b"X-A: ")
-            silent.append((reader, writer))
-        for _ in range(3):
-            reader, writer = await ask(port, "/quick")
-            assert (await reader.readuntil(b"here")).startswith(b"HTTP/1.1 200")
-            writer.close()
-        assert await ended(silent[0][0]) == b"", "the one that waited longest made room"
-        free.set()
-
-
-async def test_who_is_being_served_is_not_pushed_out() -> None:
-    async with behind_a_door(DoorLimits(connections=2, head_seconds=3600)) as (port, free):
-        served = [await ask(port, "/slow") for _ in range(2)]
-        while True:  # until both have begun
-            reader, writer = await ask(port, "/quick")
-            if b" 503 " in await reader.readline():
-                head, _, body = (await ended(reader)).partition(b"\r\n\r\n")
-                break
-            writer.close()
-        assert b"Retry-After: 1" in head
-        assert b"Content-Length: %d" % len(body) in head
-        error = json.loads(body)["error"]
-        assert (error["code"], error["type"]) == (503, "server_error")
-        assert "as many clients" in error["message"]
-        free.set()
-        for reader, writer in served:
-            assert (await reader.readuntil(b"at last")).startswith(b"HTTP/1.1 200")
-            writer.close()
-
-
-async def test_a_head_has_a_deadline_and_an_answer_on_its_way_has_none() -> None:
-    async with behind_a_door(DoorLimits(connections=9, head_seconds=0.1)) as (port, free):
-        slow = await ask(port, "/slow")
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD)
-        assert await ended(reader) == b""
-        free.set()
-        assert (await slow[0].readuntil(b"at last")).startswith(b"HTTP/1.1 200")
-        assert await ended(slow[0]) == b"", "and then it waits for another request, not for ever"
 
 
 # -- bodies and patterns (review 21) -------------------------------------------------------------------------
@@ -188,20 +96,3 @@ async def test_a_client_that_does_not_read_holds_no_update_up(monkeypatch: pytes
             status, answer = await rig.post("/update_weights_from_disk", {"model_path": "next"})
             assert (status, answer["success"]) == (200, True)
             assert engine.deaths == 0
-
-
-async def test_who_hangs_up_is_told_to_the_server_behind_the_door() -> None:
-    """Else its handler would work on for a client that is gone."""
-    seen: list[str] = []
-
-    class Inner(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            seen.append("made")
-
-        def connection_lost(self, error: Exception | None) -> None:
-            seen.append("lost")
-
-    gate = Door(DoorLimits(connections=1)).protocol(Inner)()
-    gate.connection_made(asyncio.Transport())
-    gate.connection_lost(None)
-    assert seen == ["made", "lost"]

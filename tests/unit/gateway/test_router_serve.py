@@ -60,7 +60,7 @@ async def test_a_taken_port_and_a_host_that_is_none_are_the_users_mistakes(handl
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"^--port {port}: in use on 127.0.0.1$"):
+        with pytest.raises(UserError, match=f"^--port {port}: in use on 127.0.0.1; 0 finds"):
             await serve(RouterOptions([], port=port), Tokens())
     with pytest.raises(UserError, match=r"^--host 192\.0\.2\.1 --port 0: "):  # an address of nobody's machine
         await serve(RouterOptions([], port=0, host="192.0.2.1"), Tokens("token"))

@@ -388,7 +388,7 @@ async def test_the_last_words_are_the_cause_and_not_a_status_of_http(
 USER_CODE = {
     "rlsys/agents/host.py", "rlsys/algo/trial.py", "rlsys/core/imports.py", "rlsys/config/plugins.py",
     "rlsys/generators/calculator.py", "rlsys/core/workers.py", "rlsys/environments/leases.py",
-    "rlsys/environments/serve.py",
+    "rlsys/environments/serve.py", "rlsys/rewards/isolated.py",
     "rlsys/environments/connectors/mcp_tools.py",
 }  # fmt: skip
 """Where somebody else's code is tried before the start, or runs in a process of its own."""

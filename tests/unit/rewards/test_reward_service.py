@@ -155,7 +155,10 @@ async def test_a_service_that_hangs_censors_within_the_time() -> None:
     [
         (lambda: says({"detail": "no such task"}, 422), 'answered 422 {"detail": "no such task"}'),
         (lambda: web.Response(text="<html>"), "answered no JSON: '<html>'"),
-        (lambda: web.Response(body=b"1" * (service.LARGEST_ANSWER + 1)), "answered more than 1048576 bytes"),
+        (
+            lambda: web.Response(body=b"1" * (service.LARGEST_ANSWER + 1)),
+            "answers with more than 1048576 bytes",
+        ),
         (lambda: says("1"), "gave '1', expected a finite number"),
         (lambda: says({}), "gave {}, expected a number"),
         (lambda: web.Response(text="NaN"), "answered no JSON"),

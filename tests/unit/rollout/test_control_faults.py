@@ -22,6 +22,7 @@ import pytest
 from aiohttp import web
 
 from rlsys.config import Config
+from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Prompt, Sample
 from rlsys.engine.client import EngineClient
@@ -31,7 +32,6 @@ from rlsys.gateway.fleet import Fleet
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
-from rlsys.obs.descriptors import raise_descriptors
 from rlsys.rewards import Rewards
 from rlsys.router.failures import Poisonous
 from rlsys.trainer.checkpoints import manifest
@@ -261,7 +261,7 @@ async def test_a_lack_of_descriptors_is_no_death_of_an_engine(monkeypatch: pytes
 
 async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
     code = (
-        "import resource; from rlsys.obs.descriptors import raise_descriptors\n"
+        "import resource; from rlsys.core.descriptors import raise_descriptors\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1000)); raise_descriptors(500, 'x')\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
         "raise_descriptors(2000, 'rollout.over_provision')"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from rlsys.core.errors import RunError
+from rlsys.core.owner import claim
 from rlsys.rollout import client
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.opening import open_while_telling
@@ -52,19 +52,19 @@ async def test_who_asks_while_it_is_opened_hears_how_far_it_is(tmp_path: Path) -
     path = tmp_path / "ledger"
     path.write_bytes(b"x" * 3 * 2**20)
     go_on = threading.Event()
-    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    (tmp_path / "s").mkdir()
+    owner = claim(tmp_path, tmp_path / "s")
 
     def open_it() -> int:
         go_on.wait()
         return len(path.read_bytes())
 
-    async def listen(runner: web.AppRunner) -> None:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port.set_result(runner.addresses[0][1])
-
-    task = asyncio.create_task(open_while_telling(path, open_it, listen))
-    url = f"http://127.0.0.1:{await port}"
-    async with aiohttp.ClientSession() as session:
+    task = asyncio.create_task(open_while_telling(path, open_it, owner))
+    url = "http://localhost"
+    while not owner.rollout_socket.exists():
+        await asyncio.sleep(0)
+    connector = aiohttp.UnixConnector(str(owner.rollout_socket))
+    async with aiohttp.ClientSession(connector=connector) as session:
         for path_asked in ("/status", "/ledger"):
             async with session.get(url + path_asked) as answer:
                 assert answer.status == 503

@@ -1,0 +1,272 @@
+"""Programs that nobody trusts: what they reach, what they leave, and whose word the verdict is (finding A4)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlsys.config import Config
+from rlsys.core.errors import UserError
+from rlsys.core.sockets import role_folder
+from rlsys.rewards import sandbox
+from rlsys.rewards.code import code, read_tests
+from rlsys.rewards.isolated import Remote, decode, encode, free_names
+from rlsys.rewards.sandbox import FOLDER_BYTES, PROCESSES, Sandbox, Undecidable
+
+MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
+BOX = Sandbox(seconds=20, memory_mb=512)
+isolating = pytest.mark.skipif(bool(Sandbox.missing()), reason="no bubblewrap that works")
+
+
+@pytest.fixture(params=["bubblewrap", "none"])
+def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
+    """With and without bubblewrap."""
+    if request.param == "none":
+        monkeypatch.setattr(sandbox, "_wrapper", lambda: None)
+    elif Sandbox.missing():
+        pytest.skip("no bubblewrap that works")
+    yield BOX
+
+
+# -- the verdict --------------------------------------------------------------------------------------------------
+
+EQUAL = "class E:\n  def __eq__(s, o): return True\n  def __ne__(s, o): return False\n"
+ANSWERS = """
+import os
+for fd in range(3, 20):
+    try: os.write(fd, b'{"value": 3, "args": []}' + bytes([10]))
+    except OSError: pass
+"""
+CALLED = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
+ADD = {"functional": "assert add(1, 2) == 3"}
+CLOSE = {"functional": "import math\nassert math.isclose(add(1, 2), 3.0)"}
+BARE_CLOSE = {"functional": "assert math.isclose(add(1, 2), 3.0) and isclose(add(1, 2), 3.0)"}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    ("tests", "program"),
+    [
+        (ADD, "import sys\nprint(eval(open(__file__).read().split()[-1][6:-1]))\nsys.exit(0)"),
+        (ADD, EQUAL + "def add(a, b): return E()"),
+        (ADD, "import os\nos._exit(0)"),
+        (ADD, "import sys\ndef add(a, b): sys.exit(0)"),
+        (ADD, "def add(a, b):\n  import os\n  os._exit(0)"),
+        (ADD, "import builtins\nbuiltins.AssertionError = Exception\ndef add(a, b): raise AssertionError"),
+        (
+            CALLED,
+            f"import json\n{EQUAL}json.loads = lambda *a, **k: ([], E())\njson.dumps = lambda *a, **k: ''\n"
+            "def add(*a): return 0",
+        ),
+        (CALLED, EQUAL + "def add(*a): return E()"),
+        (CLOSE, "import math\nmath.isclose = lambda *a: True\ndef add(a, b): return 0"),
+        (BARE_CLOSE, "class math:\n  isclose = lambda *a: True\nisclose = math.isclose\ndef add(a, b): return 0"),
+        (ADD, "def add(a, b): return [3]"),
+        (ADD, ANSWERS),
+    ],
+)  # fmt: skip
+def test_security_a04_a_program_that_computes_nothing_is_worth_0(
+    tests: dict[str, Any], program: str, box: Sandbox
+) -> None:
+    (test,) = read_tests(tests)
+    assert not test(program, box)
+
+
+@pytest.mark.gate
+def test_what_computes_is_worth_1(box: Sandbox) -> None:
+    for tests in (ADD, CALLED, CLOSE, BARE_CLOSE):
+        (test,) = read_tests(tests)
+        assert test("import sys\nprint('words')\ndef add(a, b): return a + b", box), tests
+
+
+STACK = """
+class Stack:
+    def __init__(self): self.held = []
+    def push(self, x): self.held.append(x)
+    def pop(self): return self.held.pop()
+    def __len__(self): return len(self.held)
+"""
+POINT = "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\ndef f(x): return P(x)"
+NEGATIVE = "def f(x):\n  if x < 0: raise ValueError('negative')\n  return x ** 0.5"
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def f(a): a.sort()", "x = [3, 1]\nf(x)\nassert x == [1, 3]"),
+        ("def f(a): return sorted(a)", "def check(c):\n  assert c([2, 1]) == [1, 2] and c(()) == []\ncheck(f)"),
+        (STACK, "s = Stack()\ns.push((2, {3}))\nassert len(s) == 1 and s\nassert s.pop() == (2, {3}) and not s.held"),
+        (NEGATIVE, "try:\n  f(-1)\n  assert False\nexcept ValueError as e:\n  assert 'neg' in str(e)"),
+        ("def f(n):\n  for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2]"),
+        ("from collections import Counter\ndef f(s): return Counter(s)", "assert f('aab') == {'a': 2, 'b': 1}"),
+        (POINT, "assert f(1) == P(1)\nassert f(1) != P(2)\nassert f(3).x == 3"),
+        ("class Solution:\n  def two(self, a, b): return a * b", "assert Solution().two(2, 3) == 6"),
+        ("def f(): return 10 ** 5000, float('inf'), b'x', 1j", "assert f() == (10 ** 5000, float('inf'), b'x', 1j)"),
+    ],
+)  # fmt: skip
+def test_tests_ask_the_program_from_a_process_of_their_own(program: str, tests: str) -> None:
+    assert BOX.passes(program, tests)
+    assert not BOX.passes(program, tests + "\nassert False")
+
+
+@pytest.mark.gate
+def test_tests_that_give_the_program_a_function_run_in_its_process() -> None:
+    program, tests = "def f(g, x): return g(x)", "assert f(lambda v: v + 1, 2) == 3"
+    with pytest.raises(Undecidable, match="the tests give the program a function"):
+        BOX.passes(program, tests)
+    assert BOX.passes_in_its_process(program, tests)
+    assert not BOX.passes_in_its_process(program, tests.replace("3", "4"))
+    assert not BOX.passes_in_its_process("import os\nos._exit(0)", tests)
+    score = code(Config.model_validate({"model": {"path": MODEL}}), sandbox="available")
+    assert score.__closure__
+
+
+@isolating
+@pytest.mark.gate
+def test_required_refuses_such_tests_and_machines_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlsys.core.types import Prompt
+
+    config = Config.model_validate({"model": {"path": MODEL}})
+    score = code(config, sandbox="required")
+    text = "```python\ndef f(g, x): return g(x)\n```"
+    prompt = Prompt(0, "", [1], {"tests": "assert f(lambda v: v + 1, 2) == 3"})
+    with pytest.raises(ValueError, match="only the program's process can tell, and sandbox = required"):
+        score(prompt, text)
+    assert score(Prompt(0, "", [1], {"tests": "assert f(None, 2) == 3"}), text) == 0
+    monkeypatch.setattr(sandbox, "_wrapper", lambda: None)
+    with pytest.raises(UserError, match=r"no bubblewrap that works: bwrap\); sandbox = required"):
+        code(config, sandbox="required")
+    with pytest.raises(UserError, match="sandbox = 'no': expected available or required"):
+        code(config, sandbox="no")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 1.5, "text", 2**70, b"bytes", 1j, [1, [2]], (1, (2,)), {1, 2}, frozenset({1}), {1: {2: [3]}},
+        range(1, 9, 2),
+    ],
+)  # fmt: skip
+def test_plain_values_cross_as_they_are(value: Any) -> None:
+    crossed = decode(encode(value, []), None)
+    assert (crossed, type(crossed)) == (value, type(value))
+
+
+def test_an_object_of_the_program_equals_no_plain_value() -> None:
+    objects: list[Any] = []
+    thing = object()
+    assert encode([thing], objects) == {"l": [{"o": 0}]} and objects == [thing]
+    remote = decode({"o": 0}, lambda place: Remote(None, place))  # type: ignore[arg-type]
+    plain_values: tuple[Any, ...] = (3, [], None, True)
+    assert not any(remote == plain for plain in plain_values)
+
+
+def test_names_that_tests_do_not_define_are_the_programs() -> None:
+    tests = (
+        "from math import pi as p\nimport os.path\ndef check(c):\n  y = c(p)\n  return len(y)\ncheck(add)\nos"
+    )
+    assert free_names(tests) == {"add"}
+
+
+# -- what it reaches and leaves -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "x = bytearray(2 ** 30)",
+        "open('big', 'wb').write(bytes(2 ** 25))",
+        "raise SystemExit(3)",
+        "import time; time.sleep(60)",
+    ],
+)
+def test_a_program_keeps_to_its_limits(program: str) -> None:
+    assert not Sandbox(seconds=1, memory_mb=256).run(program, "").ok
+
+
+@pytest.mark.gate
+def test_a_program_sees_no_secret_and_none_of_our_packages(
+    monkeypatch: pytest.MonkeyPatch, box: Sandbox
+) -> None:
+    monkeypatch.setenv("API_KEY", "secret")
+    seen = box.run("import os; print(os.environ, os.listdir())", "")
+    assert seen.ok and "secret" not in seen.output
+    assert not box.run("import pydantic", "").ok
+
+
+@isolating
+@pytest.mark.gate
+def test_security_a04_a_program_reaches_neither_network_nor_files_nor_processes(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret")
+    victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with socket.create_server(("127.0.0.1", 0)) as server, victim:
+        port = server.getsockname()[1]
+        for attack in (
+            f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 3)",
+            f"open({str(key)!r}).read()",
+            f"open({str(key)!r}, 'w').write('mine')",
+            f"import os\nos.kill({victim.pid}, 9)",
+            f"import os\nos.kill({os.getpid()}, 0)",
+            "open('/etc/passwd').read()",
+            "open('/proc/self/environ').read()",
+            "open('/isolated.py', 'w')",
+            "import os\nos.setuid(0)",
+        ):
+            assert BOX.run("print('begun', flush=True)\n" + attack, "") == sandbox.Outcome(
+                False, "begun\n"
+            ), attack
+        assert victim.poll() is None
+        victim.kill()
+    assert key.read_text() == "secret"
+
+
+@isolating
+@pytest.mark.gate
+def test_security_a04_a_program_cannot_fill_memory_and_leaves_nothing() -> None:
+    before = set(role_folder().iterdir())
+    fill = (
+        "def fill(folder):\n  n = 0\n  try:\n    while n < 100:\n"
+        "      open(f'{folder}/{n}', 'wb').write(bytes(2 ** 23)); n += 1\n  except OSError: pass\n  return n\n"
+        "print(*map(fill, ('/', '/dev', '/dev/shm', '/tmp')))"
+    )
+    most = FOLDER_BYTES // 2**23
+    assert BOX.run(fill, "").output.split() == ["0", "0", str(most), str(most)]
+    forks = (
+        "import os, time\nn = 0\ntry:\n  while n < 300:\n    if os.fork() == 0: time.sleep(60); os._exit(0)\n"
+        "    n += 1\nexcept OSError: pass\nprint(n)"
+    )
+    assert int(BOX.run(forks, "").output) < PROCESSES
+    deep = "import os\nfor i in range(3000):\n  os.mkdir('d')\n  os.chdir('d')\nprint('made')"
+    assert BOX.run(deep, "").output == "made\n"
+    links = "import os\nos.mkfifo('/tmp/.stdout')\nos.symlink('/etc/passwd', '/tmp/program')\nprint('made')"
+    assert BOX.run(links, "") == sandbox.Outcome(True, "made\n")
+    assert set(role_folder().iterdir()) == before
+
+
+@isolating
+@pytest.mark.gate
+def test_security_a04_what_a_program_starts_ends_with_it() -> None:
+    name = f"left-{os.getpid()}"
+    leave = (
+        "import os, sys, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
+        f"    os.execv(sys.executable, [{name!r}, '-c', 'import time; time.sleep(600)'])\n  os._exit(0)\n"
+        "time.sleep(0.2)\nprint('left')"
+    )
+    assert BOX.run(leave, "").output == "left\n"
+    left = [p for p in psutil.process_iter(["cmdline"]) if name in (p.info["cmdline"] or [])]
+    for process in left:
+        process.send_signal(signal.SIGKILL)
+    assert not left
