@@ -1,4 +1,4 @@
-"""Batches whose sequences begin alike, computed once and by every sequence: what the tests of shared prefixes compare.
+"""Batches whose sequences begin alike, computed once and anew for each: what the tests of shared prefixes compare.
 
 Run under torchrun it compares them in other layouts: `-m tests.helpers.prefix_cases WORKPLACE LAYOUT...`.
 """

@@ -1,4 +1,4 @@
-"""What sequences of a micro-batch have in common is computed once, with the numbers of a pass that computes it anew for
+"""What sequences of a micro-batch begin with is computed once, with the numbers of a pass that computes it anew for
 each of them."""
 
 from __future__ import annotations
