@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import TypeVar
 
-from rlsys.trainer.prefixes import Prefixes, computed, cost
+from rlsys.convert.prefixes import computed, cost
+from rlsys.trainer.prefixes import Prefixes
 
 T = TypeVar("T")
 
@@ -36,7 +37,8 @@ def plan_bins(
         return cost(members_of(indices), crossover)
 
     def bins_of(units: list[list[int]]) -> list[list[int]]:
-        sizes, costs = [computed(members_of(unit)) for unit in units], [cost_of(unit) for unit in units]
+        sizes = [int(computed(members_of(unit))) for unit in units]
+        costs = [cost_of(unit) for unit in units]
 
         def filled(rounds: int) -> list[list[int]] | None:
             return fill(sizes, costs, rounds * round_size, token_budget)

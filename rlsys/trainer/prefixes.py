@@ -142,13 +142,3 @@ class Prefixes:
             {min(token_budget, n) for n in (token_budget, even, even // 2, even // 4)}, reverse=True
         )
         return [*(self.units(n) for n in limits), [[i] for i in self.order]]
-
-
-def computed(members: Sequence[tuple[int, int]]) -> int:
-    """Tokens that are computed, of sequences (length, shared tokens)."""
-    return sum(n - k for n, k in members)
-
-
-def cost(members: Sequence[tuple[int, int]], crossover: float) -> float:
-    """Of such sequences; without shared tokens, n + n^2 / `crossover` each (rlsys.convert.flops)."""
-    return sum(n - k + (n**2 - k**2) / crossover for n, k in members)
