@@ -67,6 +67,10 @@ class _Weightless(Trainer):
     def _built(self) -> Chunks:
         return build_model(self.config, self.hf, self._device, load=lambda *_: None)
 
+    def _transformer_engine(self) -> bool:
+        """The hosts of GPUs have it."""
+        return self.config.launch.gpus_per_node > 0
+
     def _waiting(self, undo: ExitStack) -> Control:
         """Nobody is there to wait for, and nobody to make a gloo group with."""
         return Control(dist.group.WORLD)

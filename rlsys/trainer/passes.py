@@ -221,9 +221,8 @@ class Passes:
         return stored
 
     def _packed(self, share: Share) -> PackedSequences:
-        prefixes = [places.to(self._device) for places in share.prefixes]
         positions = share.position_ids if self._by_position else None
-        return PackedSequences.of(share.lengths, self._device, share.gathered, prefixes, positions)
+        return PackedSequences.of(share.lengths, self._device, share.gathered, share.prefixes, positions)
 
     def _common_length(self, batch: list[MicroBatch]) -> int:
         """With trainer.equal_lengths, what the longest of all ranks' micro-batches has once it can be cut; else 0."""

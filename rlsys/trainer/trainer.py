@@ -164,9 +164,12 @@ class Trainer:
         )  # fmt: skip
 
     def _shared(self) -> Shared:
-        if why_not_shared(config := self.config, self.hf, have_transformer_engine()):
+        if why_not_shared(self.config, self.hf, self._transformer_engine()):
             return "no"
-        return "by route" if config.trainer.replay == "engine" else "yes"
+        return "by route" if self.config.trainer.replay == "engine" else "yes"
+
+    def _transformer_engine(self) -> bool:
+        return have_transformer_engine()
 
     def _joined(self, undo: ExitStack) -> torch.device:
         """The layout made; this rank's device."""

@@ -51,9 +51,9 @@ class Share:
 
     `lengths`: those of the padded sequences, each whole. `gathered` `[P]`: where their tokens stand once the ranks'
     shares are gathered; None where one rank has them all, in order. `place` `[T]`: the same of the micro-batch's
-    tokens. `prefixes`: of each padded sequence the places of the tokens that it shares, `[k]`, all before its own;
-    empty: none shares any. `source` `[P / c]`: which token of the micro-batch stands here, the first of several, -1
-    for padding; `predicts`: whether another follows it.
+    tokens. `prefixes`: of each padded sequence the places of the tokens that it shares, `[k]` in host memory, all
+    before its own; empty: none shares any. `source` `[P / c]`: which token of the micro-batch stands here, the first
+    of several, -1 for padding; `predicts`: whether another follows it.
     `support_at`, `support_ids` `[N]`: where `following` was drawn from a part of the vocabulary, that part's ids.
     `teacher_ids`, `teacher_logp` `[P / c, K]`: what a teacher finds most probable in the place of `following`.
     """
