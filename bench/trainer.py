@@ -46,7 +46,7 @@ from rlsys.core.types import Sample, SampleGroup, Segment, Status, Taken
 from rlsys.planner.memory import model_size
 from rlsys.trainer.model.attention import PackedSequences
 from rlsys.trainer.model.share import Share
-from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.pack import MicroBatch, Shared
 from rlsys.trainer.step import micro_loss, ready, sample_table
 from rlsys.trainer.trainer import Trainer
 
@@ -168,7 +168,7 @@ def groups_of(groups: int, prompt: int, response: int) -> Taken:
     return Taken(1, 1, out, {})
 
 
-def allocated(work: Callable[[], None]) -> int:
+def allocated(work: Callable[[], object]) -> int:
     """The most bytes that it holds above what was held before."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -181,7 +181,7 @@ def allocated(work: Callable[[], None]) -> int:
     return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
-def worked(work: Callable[[], None]) -> float:
+def worked(work: Callable[[], object]) -> float:
     """Seconds, which other processes do not lengthen without CUDA."""
     if DEVICE.type == "cuda":
         return timed(work)
@@ -207,7 +207,8 @@ def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         taken = groups_of(groups, prompt, response)
         row: dict[str, Any] = {"groups": groups, "prompt": prompt, "response": response}
         plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
-        for name, shared in (("before", "no"), ("after", "yes")):
+        ways: dict[str, Shared] = {"before": "no", "after": "yes"}
+        for name, shared in ways.items():
             trainer.passes.pack = replace(trainer.passes.pack, shared=shared)
             (batch,) = ready(trainer, objective, plan, taken, [plan.rows])
             loss = partial(micro_loss, objective, compare=True)
@@ -226,7 +227,7 @@ def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"bench": "trainer prompts", "machine": machine(), "rows": rows, "summary": rows}
 
 
-def timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     if DEVICE.type == "cuda":

@@ -331,7 +331,7 @@ def _in_order(samples: Sequence[TrainSample], by_route: bool) -> tuple[list[Trai
     Of a response nothing is shared whose tokens have more to be equal than themselves: experts, kept ids, opinions.
     """
     tokens = [np.concatenate([s.prompt_ids, np.asarray(s.response_ids)]).astype(np.int64) for s in samples]
-    keys = [s.routed_by if by_route else 0 for s in samples]
+    keys = [(s.routed_by, bool(s.routes)) if by_route else () for s in samples]
     limits = [len(s.prompt_ids) if by_route or s.support or s.opinions else None for s in samples]
     order, shared = in_order(tokens, keys, limits)
     return [samples[i] for i in order], shared if any(shared) else []

@@ -42,7 +42,6 @@ ON_TWO = (
     "tp=2,deepseek",
     "ep=2,padded,replay",
 )
-UNSHARED = ("cp=2", "mtp")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +69,15 @@ def test_a_shared_prefix_changes_no_number(layout: str, workplace: Path) -> None
     trainer = prefixes.trainer_of(workplace, layout)
     try:
         check(layout, prefixes.gaps(trainer))
+    finally:
+        trainer.close()
+
+
+def test_multi_token_prediction_packs_every_prompt(workplace: Path) -> None:
+    trainer = prefixes.trainer_of(workplace, "mtp")
+    try:
+        assert trainer.passes.pack.shared == "no"
+        assert not any(micro.prefixes for micro in prefixes.batch_for(trainer, True))
     finally:
         trainer.close()
 

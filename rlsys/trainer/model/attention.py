@@ -23,7 +23,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -256,10 +255,8 @@ class PackedAttention(DotProductAttention):
             # of the keys before, whose output is dropped, it is less work.
             square = torch.cat([query.new_zeros(query.shape[0], first_query, *query.shape[2:]), query], dim=1)
             return self._attend(square, key, value, first_query=0)[:, first_query:]
-        mask: Tensor | None = None
-        if plain and 0 < first_query == key.shape[1] - query.shape[1]:
-            mask = causal_lower_right(query.shape[1], key.shape[1])  # flash attention has it
-        elif first_query or not plain:
+        mask = None
+        if first_query or not plain:
             whole = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
             mask = whole.tril(first_query)
             if self._before is not None:
@@ -267,6 +264,9 @@ class PackedAttention(DotProductAttention):
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         if self.softmax_offset is not None:
             return with_sinks(q, k, v, mask, self.softmax_scale, self.softmax_offset).transpose(1, 2)
+        if mask is not None and q.shape[1] != k.shape[1]:
+            # Of torch's kernels on a GPU none takes masks and grouped heads but the one that keeps all scores.
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         attended = scaled_dot_product_attention(
             q,
             k,
