@@ -37,7 +37,8 @@ from rlsys.ledger.sample_rows import encode_routes
 from rlsys.ledger.segments import SegmentFile
 from rlsys.segments.records import FOLDER, HEADER_BYTES, Kind, SegmentReader, Whose, encode, head
 from rlsys.segments.route_records import RouteFile
-from rlsys.trainer.pack import Unread, pack, plan_bins
+from rlsys.trainer.bins import plan_bins
+from rlsys.trainer.pack import Unread, pack
 
 LAYERS, TOPK, EXPERTS, GROUP = 58, 8, 256, 16
 """DeepSeek-V3's layers with experts, and a group's samples."""

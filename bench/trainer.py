@@ -1,12 +1,17 @@
 """A train step against bare Megatron-Core on the same packed batch, packing, and the log-prob pass. One rank.
 
     python bench/trainer.py --json [--repeats 7] [--quick]
+    python bench/trainer.py --json --prompts [--quick]
 
 bare       megatron's schedule over the same micro-batches, its own cross-entropy loss, its optimizer step
 step       Trainer.train_step with the GRPO objective of the quickstart (log-probs, clipped loss, metrics)
 logprobs   Trainer.score: the pass that recomputes log-probs before a step
 
 Model and optimizer are the same objects, repeats are interleaved. Responses have the lengths of the recorded trace.
+With --prompts: seconds (of the processor, without CUDA) and memory of a train step of the quickstart's model on one
+group of 8 samples, whose prompt of 60, 500 or 4,000 tokens is computed once or for every sample, with responses of 4,
+200 or 2,000 tokens; one micro-batch.
+
 With CUDA the model is larger and in bfloat16, and the result also has peak memory and the share of the GPU's
 arithmetic that is used (MFU: 6 operations for each token and parameter that it visits, attention not counted).
 """
@@ -20,29 +25,34 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
 from april import TRACE
 from measure import machine, say, spread, write_random_moe
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from rlsys.algo.objective import Objective
-from rlsys.config import Config
+from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Sample, SampleGroup, Segment, Status, Taken
 from rlsys.planner.memory import model_size
 from rlsys.trainer.model.attention import PackedSequences
 from rlsys.trainer.model.share import Share
-from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.pack import MicroBatch, Shared
 from rlsys.trainer.step import micro_loss, ready, sample_table
 from rlsys.trainer.trainer import Trainer
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 16, 4, 24, 2048
 LR = 1e-5
+QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Of dense bfloat16 products, by a word of the device's name."""
@@ -71,6 +81,9 @@ class Bench:
 
     def __init__(self, config: Config) -> None:
         self.trainer = Trainer(config)
+        self.trainer.passes.pack = replace(
+            self.trainer.passes.pack, shared="no"
+        )  # bare megatron shares nothing
         self.objective = Objective(config.algo)
         taken = synthetic(json.loads(TRACE.read_text())["lengths"])
         plan = self.objective.plan(sample_table(taken.groups, taken.train_step, self.objective.asks.needs))
@@ -141,7 +154,80 @@ class Bench:
         return losses, lambda output: (output.float().sum(), count, {"loss": output.detach().sum()})
 
 
-def timed(work: Callable[[], None]) -> float:
+def groups_of(groups: int, prompt: int, response: int) -> Taken:
+    """Groups of 8 samples of random tokens."""
+    rng, out = random.Random(0), []
+    for g in range(groups):
+        ids = [rng.randrange(128) for _ in range(prompt)]
+        samples = [Sample(8 * g + i, g, i, ids, seed=1) for i in range(8)]
+        for i, sample in enumerate(samples):
+            tokens = [rng.randrange(128) for _ in range(response)]
+            sample.append(Segment(tokens, [-4.8] * response, [VersionSpan(1, 0, response)]))
+            sample.status, sample.reward = Status.FINISHED, float(i % 2)
+        out.append(SampleGroup(g, g, samples))
+    return Taken(1, 1, out, {})
+
+
+def allocated(work: Callable[[], object]) -> int:
+    """The most bytes that it holds above what was held before."""
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - held
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def worked(work: Callable[[], object]) -> float:
+    """Seconds, which other processes do not lengthen without CUDA."""
+    if DEVICE.type == "cuda":
+        return timed(work)
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A row for each prompt and response: seconds and bytes of a step with shared prompts, and without. The first is
+    of 16 groups, as the quickstart's steps are."""
+    sizes = [(16, 60, 4)]
+    if not args.quick:
+        sizes += [(1, p, r) for p in (60, 500, 4000) for r in (4, 200, 2000)]
+    model = copytree(QUICKSTART.parent / "models/quickstart-moe", folder / "model")
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 8192}))
+    overrides = [f"run.dir={folder / 'run'}", f"model.path={model}"]
+    overrides += ["trainer.token_budget=65536", "rollout.max_response_tokens=2000"]
+    config = load_config(QUICKSTART, overrides)
+    trainer, objective, rows = Trainer(config), Objective(config.algo), []
+    for groups, prompt, response in sizes:
+        taken = groups_of(groups, prompt, response)
+        row: dict[str, Any] = {"groups": groups, "prompt": prompt, "response": response}
+        plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
+        ways: dict[str, Shared] = {"before": "no", "after": "yes"}
+        for name, shared in ways.items():
+            trainer.passes.pack = replace(trainer.passes.pack, shared=shared)
+            (batch,) = ready(trainer, objective, plan, taken, [plan.rows])
+            loss = partial(micro_loss, objective, compare=True)
+            step = partial(trainer.update, batch, loss, LR, plan.denominator)
+            held = allocated(step)  # warms up, too
+            seconds = [worked(step) for _ in range(1 if response == 2000 else 3)]
+            row[name] = {
+                "tokens": sum(sum(micro.computed_lengths) for micro in batch),
+                "seconds": min(seconds),
+                "bytes": held,
+            }
+        row["times_faster"] = row["before"]["seconds"] / row["after"]["seconds"]
+        row["times_less_memory"] = row["before"]["bytes"] / row["after"]["bytes"]
+        say(json.dumps(row))
+        rows.append(row)
+    return {"bench": "trainer prompts", "machine": machine(), "rows": rows, "summary": rows}
+
+
+def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     if DEVICE.type == "cuda":
@@ -221,12 +307,15 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--prompts", action="store_true", help="prompts that are computed once for their group"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, once: shows that it runs")
     args = parser.parse_args()
     if args.quick:
         args.repeats = 1
     with tempfile.TemporaryDirectory() as name:
-        result = run(args, Path(name))
+        result = (prompts if args.prompts else run)(args, Path(name))
     print(json.dumps(result if args.json else result["summary"], indent=2))
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from launch.plan import LaunchPlan, Role
 from rlsys.config import Config
 from rlsys.config.algo import Spec
+from rlsys.convert.config import HFConfig
+from rlsys.convert.prefixes import why_not_shared
 from rlsys.core.hub import snapshot_name
 from rlsys.planner.memory import Fact
 
@@ -125,8 +127,8 @@ def describe_arithmetic(config: Config) -> list[Fact]:
         (
             "an optimizer update",
             f"{n // config.algo.minibatches} samples, {per_rank} on each of "
-            f"{p.data_parallel} data-parallel rank(s), micro-batches of <= {config.trainer.token_budget} tokens; "
-            f"{updates} update(s) a step",
+            f"{p.data_parallel} data-parallel rank(s), micro-batches of <= {config.trainer.token_budget} computed "
+            f"tokens; {updates} update(s) a step",
         ),
         (
             "trainer ranks",
@@ -140,6 +142,13 @@ def describe_arithmetic(config: Config) -> list[Fact]:
             + (f" of {config.eval.prompts} prompts" if config.eval.prompts else ""),
         ),
     ]
+
+
+def describe_prompts(config: Config, hf: HFConfig, transformer_engine: bool) -> Fact:
+    """How often the trainer computes a prompt that several samples have."""
+    reason = why_not_shared(config, hf, transformer_engine)
+    often = "once in each micro-batch" if reason is None else f"for every sample: {reason}"
+    return "prompts of a group", f"computed {often}"
 
 
 def mode(config: Config) -> str:

@@ -12,7 +12,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.describe import describe_arithmetic, describe_idle, describe_parts, describe_plan
+from launch.describe import (
+    describe_arithmetic,
+    describe_idle,
+    describe_parts,
+    describe_plan,
+    describe_prompts,
+)
 from launch.diagram import Fold, draw, fold
 from launch.environment import allocator_notes
 from launch.plan import LaunchPlan, Node, Ports, build_plan
@@ -93,13 +99,16 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
         gpu_gb: Memory of one GPU.
         absent: Why a model cannot be had.
     """
-    from rlsys.algo.no_effect import describe_passes  # imports torch
+    from megatron_patches import have_transformer_engine  # imports torch
+    from rlsys.algo.no_effect import describe_passes  # likewise
 
     passes = [("" if i else "log-prob passes", line) for i, line in enumerate(describe_passes(config))]
     sizes, odd = describe_arithmetic(config), []
     if config.model.path.exists():
         hf = read_model(config)
         check_tensors(config, hf)
+        engine = have_transformer_engine() if have_cuda() else config.launch.gpus_per_node > 0
+        sizes.append(describe_prompts(config, hf, engine))
         sizes += describe_memory(config, hf)
         odd += odd_sizes(config, hf, gpu_gb)
         intake, too_much = describe_intake(config, hf)

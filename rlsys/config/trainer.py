@@ -93,7 +93,7 @@ class TrainerConfig(Section):
     """Whether that loss also moves the model's other weights, as in pre-training. false: only the layer itself, and
     the policy is trained as without it."""
     token_budget: Positive = 8192
-    """Most tokens in one packed micro-batch. More use the hardware better and need more memory for
+    """Most tokens that one packed micro-batch computes. More use the hardware better and need more memory for
     activations."""
     early_backward: bool = False
     """Compute gradients of finished groups while the step's other groups are still generated (FlexMARL's

@@ -63,7 +63,10 @@ def calibrated(run: Path) -> Calibration:
     prompt = round(fmean(prompts)) if prompts else _PROMPT_TOKENS
     config = load_config(run / "config.yaml")
     later = steps[1:]  # the first one compiles
-    step, token = _slope([(s["tokens"] + prompt * config.samples_per_step, s["time_train"]) for s in later])
+    shares = [s.get("shared_share", 0.0) for s in later]  # of a run of an older rlsys, nothing is shared
+    tokens = [s["tokens"] + prompt * config.samples_per_step for s in later]
+    computed = [n * (1 - share) for n, share in zip(tokens, shares, strict=True)]
+    step, token = _slope(list(zip(computed, (s["time_train"] for s in later), strict=True)))
     by_tp = {}
     for tp in config.engine.tps:
         lines = _log_lines(run, config, tp)
@@ -74,6 +77,7 @@ def calibrated(run: Path) -> Calibration:
             decoded_token=decoded,
             prompt_token=decoded if read is None else read,
             trained_token=token,
+            shared_prompts=any(shares),
             train_step=step,
         )
     waited, pushed = (fmean(_usual([s[name] for s in later])) for name in ("time_rollout", "time_sync"))

@@ -18,6 +18,7 @@ from statistics import fmean
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
+from rlsys.convert.prefixes import group_of
 from rlsys.core.machines import Machine
 from rlsys.planner.costs import Costs, costs_of
 from rlsys.planner.lengths import Lengths, long_tail
@@ -91,7 +92,8 @@ def demand_of(config: Config, costs: Costs, lengths: Lengths, running: int, prom
     pause = 0.0
     if not config.weights.rolling:
         pause = costs.push + costs.prefill(running * (prompt + _partial(lengths)))
-    busy = costs.train([prompt + lengths.mean] * n) + costs.push
+    group = group_of(prompt, [lengths.mean] * config.rollout.group_size, costs.shared_prompts)
+    busy = costs.train(group * config.rollout.groups_per_step) + costs.push
     return Demand(n, busy, pause, _last(costs, lengths, n, min(n, running), prompt))
 
 

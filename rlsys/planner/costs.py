@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import crossover_length, forward_flops, visited_parameters
+from rlsys.convert.prefixes import Sharing, cost, why_not_shared
 from rlsys.core.machines import DECODE_SHARE, PASS_SECONDS, PREFILL_SHARE, TRAINED_SHARE, Machine
 from rlsys.planner.memory import model_size, value_bytes
 from rlsys.planner.weight_update_cost import GB, hashing, rate
@@ -36,6 +37,8 @@ class Costs:
     """Of a train step, all ranks together; attention comes on top (`crossover`)."""
     crossover: float = math.inf
     """Tokens of a sequence at which attention costs as much as all else."""
+    shared_prompts: bool = False
+    """A train step computes the prompt of a group once (rlsys.convert.prefixes)."""
     train_step: float = 0.0
     """Of a train step, besides its tokens."""
     push: float = 0.0
@@ -53,10 +56,9 @@ class Costs:
         """Passes that read so many tokens of prompts."""
         return self.every_pass + max(self.weights + self.experts, tokens * self.prompt_token)
 
-    def train(self, lengths: Sequence[float]) -> float:
-        """A train step on sequences of these lengths, prompts included."""
-        work = sum(n + n * n / self.crossover for n in lengths)
-        return self.train_step + work * self.trained_token
+    def train(self, sequences: Sequence[Sharing]) -> float:
+        """A train step on sequences, prompts included."""
+        return self.train_step + cost(sequences, self.crossover) * self.trained_token
 
 
 def costs_of(config: Config, hf: HFConfig, machine: Machine, tp: int | None = None) -> Costs:
@@ -81,5 +83,7 @@ def costs_of(config: Config, hf: HFConfig, machine: Machine, tp: int | None = No
         * flops
         / (config.parallel.world_size * peak * TRAINED_SHARE),
         crossover=crossover_length(hf),
+        # Machines with rates are GPUs, whose hosts have Transformer Engine.
+        shared_prompts=why_not_shared(config, hf, transformer_engine=True) is None,
         push=pushed / GB / rate(config) + hashing(config, pushed)[1],
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, identity
+from rlsys.convert.prefixes import Sharing, group_of
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Prompt, Taken
 from rlsys.core.weight_updates import Canary, PushTicket
@@ -292,9 +293,13 @@ class _Run:
         self._pushed += clock() - start
         return taken
 
-    def _whole(self, taken: Taken) -> list[int]:
-        """Tokens of each sequence, prompts included."""
-        return [self._grain * (s.tokens + len(s.prompt_ids)) for g in taken.groups for s in g.samples]
+    def _whole(self, taken: Taken) -> list[Sharing]:
+        """Of every sequence, prompts included."""
+        out: list[Sharing] = []
+        for g in taken.groups:
+            prompt = self._grain * len(g.samples[0].prompt_ids)
+            out += group_of(prompt, [self._grain * s.tokens for s in g.samples], self._costs.shared_prompts)
+        return out
 
     async def _push(self, manager: RolloutManager) -> None:
         left = True

@@ -92,7 +92,12 @@ def attention(count: CountFlops) -> Callable[..., Tensor]:
         attention_bias: Any = None, packed_seq_params: Any = None,
     ) -> Tensor:  # fmt: skip
         ranks = parallel_state.get_context_parallel_group().size()
-        pairs = sum(n * n for n in packed_seq_params.lengths)  # two FLOPs each, of which half are masked
+        packed = packed_seq_params
+        before = [len(places) for places in packed.prefixes] or [0] * len(packed.lengths)
+        # Two FLOPs each, of which half are masked; those with shared keys are of their own queries alone.
+        pairs = sum((n + k) ** 2 - k**2 for n, k in zip(packed.lengths, before, strict=True))
+        if any(before):
+            key, value = (t.index_select(0, packed.padding.to_keys) for t in (key, value))
         flops = pairs * query.shape[1] * (query.shape[2] + value.shape[2]) // ranks
         out: Tensor = FlashAttention.apply(query, key, value, flops, count)
         return out

@@ -27,23 +27,27 @@ from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model.chunks import Chunks
 from rlsys.trainer.model.model import build_model
 from rlsys.trainer.model.share import padded_lengths
-from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.pack import MicroBatch, TrainSample, build
 from rlsys.trainer.trainer import Trainer
 
 
-def samples_for(config: Config, micro_batches: int, data_parallel: int) -> list[TrainSample]:
-    """So many samples of the longest response that each rank's micro-batches are filled to the token.
-
-    Samples share their lists: those of two thousand ranks cost nothing.
-    """
-    budget = config.trainer.token_budget
+def samples_for(config: Config, vocab_size: int, shared: bool) -> list[TrainSample]:
+    """Samples of the longest response that fill a micro-batch to the computed token: whole groups of one prompt each,
+    the last one in part. `shared`: a prompt is computed once for its group."""
+    budget, size = config.trainer.token_budget, config.rollout.group_size
     longest = min(config.rollout.max_response_tokens, budget)
-    lengths = [longest] * (budget // longest) + [rest for rest in (budget % longest,) if rest > 1]
-    out = []
-    for n in lengths:
-        prompt, response = [1] * max(1, n // 4), [2] * (n - max(1, n // 4))
-        mu, versions = [-1.0] * len(response), [0] * len(response)
-        out += [TrainSample(prompt, response, mu, versions, row=0)] * (micro_batches * data_parallel)
+    prompt = max(1, longest // 4)
+    out: list[TrainSample] = []
+    while budget > 1:
+        # The last token of a prompt is computed for each sample.
+        common = prompt - 1 if shared and len(out) % size else 0
+        n = min(longest, budget + common)
+        of_prompt = prompt if common else min(prompt, n - 1)
+        budget -= n - common
+        response = n - of_prompt
+        group, member = (1 + number % (vocab_size - 1) for number in divmod(len(out), size))
+        ids = [group, *[1] * (of_prompt - 1)], [member, *[2] * (response - 1)]  # nothing else is common
+        out.append(TrainSample(*ids, [-1.0] * response, [0] * response, row=0))
     return out
 
 
@@ -62,6 +66,10 @@ class _Weightless(Trainer):
 
     def _built(self) -> Chunks:
         return build_model(self.config, self.hf, self._device, load=lambda *_: None)
+
+    def _transformer_engine(self) -> bool:
+        """The hosts of GPUs have it."""
+        return self.config.launch.gpus_per_node > 0
 
     def _waiting(self, undo: ExitStack) -> Control:
         """Nobody is there to wait for, and nobody to make a gloo group with."""
@@ -101,7 +109,9 @@ class Rehearsal:
     def step(self, micro_batches: int) -> None:
         """Score, update, gather. Afterwards the meter has their phases."""
         t = self.trainer
-        self.batch = t.passes.pack(samples_for(self.config, micro_batches, t.dp_size))
+        shared = t.passes.pack.shared
+        samples = samples_for(self.config, t.hf.vocab_size, shared != "no")
+        self.batch = [build(samples, shared) for _ in range(micro_batches)]
         self.meter.from_neighbour = stage_shape(self.config, t.hf, self.batch[0])
         with self.meter, _phases(self.meter, t, self._say):
             self._begin("score")
@@ -153,7 +163,7 @@ class Rehearsal:
 def stage_shape(config: Config, hf: HFConfig, micro: MicroBatch) -> list[int]:
     """Of the hidden states that stages send each other, `[tokens / (cp tp), 1, hidden]`."""
     p = config.parallel
-    tokens = sum(padded_lengths(micro.sequence_lengths, token_multiple(config), p.cp))
+    tokens = sum(padded_lengths(micro.computed_lengths, token_multiple(config), p.cp))
     return [tokens // p.cp // p.tp, 1, hf.hidden_size]
 
 

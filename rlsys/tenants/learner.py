@@ -23,8 +23,9 @@ from rlsys.core.errors import UserError
 from rlsys.tenants.losses import LOSSES, LossKind, token_losses
 from rlsys.tenants.messages import Datum
 from rlsys.tenants.requests import AdamParams
+from rlsys.trainer.bins import plan_bins
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.pack import MicroBatch, plan_bins
+from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.resident import AdapterState, Resident
 from rlsys.trainer.sft.sft import at_temperature_one
 from rlsys.trainer.trainer import Trainer

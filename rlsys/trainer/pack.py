@@ -1,5 +1,8 @@
 """Samples -> packed micro-batches of bounded size, balanced over data-parallel ranks. Pure.
 
+A micro-batch has every sequence whole. What several of them begin with is computed once where the model and its
+layout allow it (rlsys/trainer/prefixes.py); the budget is of tokens that are computed.
+
 Shapes: T tokens of one micro-batch, S sequences in it. Per-token fields are aligned to their token: `logp[t]` is
 the log-prob of `tokens[t]` given what precedes it in its own sequence; a sequence's first token has none.
 """
@@ -9,9 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,11 +28,14 @@ from rlsys.segments import support
 from rlsys.segments import teacher_logprobs as opinions
 from rlsys.segments.records import Arrays, SegmentReader
 from rlsys.segments.route_records import LayerRoutes, read_routes
+from rlsys.trainer.bins import plan_bins
+from rlsys.trainer.prefixes import Prefixes, in_order
 
-T = TypeVar("T")
 Values = Sequence[float] | NDArray[Any]
 """One for each response token."""
 ReadRoutes = Callable[[Sequence[RouteSpan]], Sequence[RouteSpan | LayerRoutes]]
+Shared = Literal["no", "yes", "by route"]
+"""Whether a micro-batch computes once what its sequences begin with; by route: where an engine routed it alike."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,14 @@ class TrainSample:
     def read(self) -> TrainSample:
         return self
 
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.prompt_ids
+
+    @property
+    def routed_by(self) -> tuple[int, bool]:
+        return int(self.versions[0]), self.transferred
+
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
@@ -128,8 +141,16 @@ class Unread:
         read = self.segments.bytes_at
         return [s if s.place is None else read_routes(read, s, self.layers) for s in spans]
 
+    @property
+    def prompt(self) -> Sequence[int]:
+        return self.sample.trained_prompt or self.sample.prompt_ids
+
+    @property
+    def routed_by(self) -> tuple[int, bool]:
+        return self.sample.spans[0].version, self.sample.trained_prompt is not None
+
     def __len__(self) -> int:
-        return len(self.sample.trained_prompt or self.sample.prompt_ids) + self.sample.tokens
+        return len(self.prompt) + self.sample.tokens
 
 
 @dataclass(kw_only=True)
@@ -138,6 +159,9 @@ class MicroBatch(Batch):
 
     `support_at`, `support_ids`: of each token that was drawn from a part of the vocabulary, the ids of that part,
     itself among them, and where the token stands. None: all tokens were drawn from all of it.
+
+    `prefixes`: of each sequence, the number of its first tokens that are computed for the one before it; empty: each
+    sequence computes all of its own.
 
     `routes`: the engine's experts at packed positions. `own_routes`: the trainer's own, kept by the first scoring
     pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
@@ -149,6 +173,7 @@ class MicroBatch(Batch):
     asked: Tensor | None = (
         None  # [T] whose log-probs are wanted in the places of the tokens; None: the tokens'
     )
+    prefixes: list[int] = field(default_factory=list)  # [S]
     support_at: Tensor | None = None  # [N] in 0 .. T-1
     support_ids: Tensor | None = None  # [N]
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
@@ -183,6 +208,12 @@ class MicroBatch(Batch):
         return [int(n) for n in self.cu_seqlens[1:] - self.cu_seqlens[:-1]]
 
     @property
+    def computed_lengths(self) -> list[int]:
+        """Tokens of each sequence that are computed for it."""
+        lengths = self.sequence_lengths
+        return [n - k for n, k in zip(lengths, self.prefixes, strict=True)] if self.prefixes else lengths
+
+    @property
     def real_tokens(self) -> int:
         """All tokens, prompts too; none of a copy."""
         return 0 if self.copy else len(self.tokens)
@@ -200,6 +231,7 @@ def pack(
     dp_size: int = 1,
     multiple: int = 1,
     crossover: float = math.inf,
+    shared: Shared = "no",
 ) -> list[MicroBatch]:
     """The micro-batches of one rank. Every rank gets the same number: expert all-to-alls run in lockstep.
 
@@ -207,14 +239,15 @@ def pack(
     (rlsys.convert.flops). The number of bins is the smallest that fits and gives each of `dp_size` ranks a multiple
     of `multiple` (interleaved pipelines need one). The ranks' bins of one place cost about the same. A sample longer
     than `token_budget` has a bin for itself. A bin left without samples is a masked copy of the shortest one.
-    Depends on lengths and on numbers alike on all ranks, so ranks agree; a rank reads its own samples only.
+    Depends on lengths, prompts and on numbers alike on all ranks, so ranks agree; a rank reads its own samples only.
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
     lengths = [len(s) for s in samples]
-    mine = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover)
+    prefixes = None if shared == "no" else Prefixes.of(samples, shared == "by route")
+    mine = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover, prefixes)
     shortest = samples[max(range(len(samples)), key=lambda i: (-lengths[i], i))]
-    batches = [_build([samples[i].read() for i in b] or [shortest.read()]) for b in mine]
+    batches = [build([samples[i].read() for i in b] or [shortest.read()], shared) for b in mine]
     for members, batch in zip(mine, batches, strict=True):
         if not members:
             batch.mask, batch.copy = torch.zeros_like(batch.mask), True
@@ -230,80 +263,26 @@ class Packer:
     dp_size: int
     multiple: int
     crossover: float
+    shared: Shared = "no"
 
     def __call__(self, samples: Sequence[TrainSample | Unread]) -> list[MicroBatch]:
         """This rank's micro-batches."""
-        return pack(samples, self.token_budget, self.dp_rank, self.dp_size, self.multiple, self.crossover)
+        return pack(
+            samples,
+            self.token_budget,
+            self.dp_rank,
+            self.dp_size,
+            self.multiple,
+            self.crossover,
+            self.shared,
+        )
 
 
-def plan_bins(
-    lengths: Sequence[int],
-    token_budget: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    multiple: int = 1,
-    crossover: float = math.inf,
-) -> list[list[int]]:
-    """Indices of the sequences of each of this rank's micro-batches, from the lengths alone. See `pack`."""
-    costs = [n + n**2 / crossover for n in lengths]
-    round_size = dp_size * multiple
-    fewest = max(1, -(-sum(lengths) // (token_budget * round_size)))
-
-    def filled(rounds: int) -> list[list[int]] | None:
-        return fill(lengths, costs, rounds * round_size, token_budget)
-
-    bins = _smallest(filled, fewest)
-    bins.sort(key=lambda members: -sum(costs[i] for i in members))
-    places = [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
-    return [place[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank] for k, place in enumerate(places)]
-
-
-def _smallest(find: Callable[[int], T | None], least: int) -> T:
-    """What `find` finds for the smallest number from `least` on for which it does, if it does for all above as well.
-
-    Steps that double, then halves of the last one: seconds for tens of thousands of sequences would be minutes.
-    """
-    step, below, found = 1, least - 1, find(at := least)
-    while found is None:
-        below, at, step = at, at + step, 2 * step
-        found = find(at)
-    while at - below > 1:
-        middle = (at + below) // 2
-        if (fewer := find(middle)) is None:
-            below = middle
-        else:
-            at, found = middle, fewer
-    return found
-
-
-def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:
-    """Indices per bin, or None when a bin of several sequences would exceed the budget of tokens.
-
-    Longest first; each into the bin that costs least of those that have room, the first of equals. An empty bin has
-    room for any. O(N log bins): lengths only fall, so a bin that was too full for one sequence is looked at again
-    once, when the first comes that fits.
-    """
-    out: list[list[int]] = [[] for _ in range(bins)]
-    tokens, cost = [0] * bins, [0.0] * bins
-    fitting = [(0.0, b) for b in range(bins)]
-    full: list[tuple[int, int]] = []  # by tokens: those that have no room for the lengths so far
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        while full and full[0][0] + lengths[i] <= budget:
-            b = heappop(full)[1]
-            heappush(fitting, (cost[b], b))
-        while fitting and out[b := fitting[0][1]] and tokens[b] + lengths[i] > budget:
-            heappush(full, (tokens[b], heappop(fitting)[1]))
-        if not fitting:
-            return None
-        b = fitting[0][1]
-        out[b].append(i)
-        tokens[b] += lengths[i]
-        cost[b] += costs[i]
-        heapreplace(fitting, (cost[b], b))
-    return out
-
-
-def _build(samples: Sequence[TrainSample]) -> MicroBatch:
+def build(samples: Sequence[TrainSample], shared: Shared = "no") -> MicroBatch:
+    """One micro-batch of all these samples."""
+    prefixes: list[int] = []
+    if shared != "no":
+        samples, prefixes = _in_order(samples, shared == "by route")
     lengths = [len(s) for s in samples]
     starts = [0, *accumulate(lengths)]
 
@@ -325,6 +304,7 @@ def _build(samples: Sequence[TrainSample]) -> MicroBatch:
         teacher_ids=most,
         teacher_logp=most_logp,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        prefixes=prefixes,
         rows=torch.tensor([s.row for s in samples]),
         places=[s.place for s in samples],
         mu=per_token(0.0, [s.mu for s in samples], np.float32),
@@ -343,6 +323,18 @@ def _build(samples: Sequence[TrainSample]) -> MicroBatch:
             for span in s.routes
         ],
     )
+
+
+def _in_order(samples: Sequence[TrainSample], by_route: bool) -> tuple[list[TrainSample], list[int]]:
+    """Samples so that each shares most with the one before it, and how much that is.
+
+    Of a response nothing is shared whose tokens have more to be equal than themselves: experts, kept ids, opinions.
+    """
+    tokens = [np.concatenate([s.prompt_ids, np.asarray(s.response_ids)]).astype(np.int64) for s in samples]
+    keys = [(s.routed_by, bool(s.routes)) if by_route else () for s in samples]
+    limits = [len(s.prompt_ids) if by_route or s.support or s.opinions else None for s in samples]
+    order, shared = in_order(tokens, keys, limits)
+    return [samples[i] for i in order], shared if any(shared) else []
 
 
 def _supports(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from rlsys.trainer.model.attention import PackedSequences
 from rlsys.trainer.model.mtp import Prediction
 from rlsys.trainer.model.routing import Routing
 from rlsys.trainer.model.share import Share, padded_lengths
-from rlsys.trainer.pack import MicroBatch, Packer
+from rlsys.trainer.pack import MicroBatch, Packer, Shared
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ ScoresOf = Callable[[Tensor, Share, float], Scores]
 @dataclass(frozen=True)
 class Accumulated:
     """What went backward since the last update. `padding_share`: of the tokens computed, those that are padding.
+    `shared_share`: of the tokens of all sequences, those that were computed for another one.
 
     `sums`: of the loss function, over micro-batches and data-parallel ranks, alike on every rank; `loss_sum` is the
     loss itself.
@@ -44,6 +45,7 @@ class Accumulated:
 
     sums: dict[str, Tensor]
     padding_share: float
+    shared_share: float
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Begun:
     """What went backward since the last update, beside its gradient: nothing where no token was computed."""
 
     sums: list[dict[str, Tensor]] = field(default_factory=list)
+    packed_tokens: int = 0
     real_tokens: int = 0
     computed_tokens: int = 0
 
@@ -68,10 +71,14 @@ class Passes:
         device: torch.device,
         zero_grad: Callable[[], None] = lambda: None,
         prediction: Prediction | None = None,
+        *,
+        by_position: bool = False,
+        shared: Shared = "no",
     ) -> None:
         """`crossover`: the length of a sequence whose attention costs as much as all else (rlsys.convert.flops).
         `prediction`: trains a layer for multi-token prediction.
-        `zero_grad`: the optimizer's, where there is one."""
+        `zero_grad`: the optimizer's, where there is one. `by_position`: the models' rotary embeddings take positions
+        of tokens (rlsys.trainer.model.attention). `shared`: what sequences begin with is computed once."""
         self._config, self._models, self._routing = config, list(models), routing
         self._scores_of, self._zero_grad = scores_of, zero_grad
         self._device, self._prediction = device, prediction
@@ -79,9 +86,10 @@ class Passes:
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
         self._dp_size = parallel_state.get_data_parallel_world_size()
         dp_rank, budget = parallel_state.get_data_parallel_rank(), config.trainer.token_budget
-        self.pack = Packer(budget, dp_rank, self._dp_size, self._round, crossover)
+        self.pack = Packer(budget, dp_rank, self._dp_size, self._round, crossover, shared)
+        self._by_position = by_position
         self._sums: list[dict[str, Tensor]] = []  # on the last stage: one of each micro-batch
-        self._real_tokens = self._computed_tokens = 0
+        self._packed_tokens = self._real_tokens = self._computed_tokens = 0
 
     def logprobs(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
         """Log-prob of each token given its predecessors, `[T]` per micro-batch; 0 at a sequence's first token.
@@ -132,7 +140,9 @@ class Passes:
             return weighed, unused, sums
 
         self._sums += self._schedule(loss, batch, forward_only=False)
-        self._real_tokens += sum(m.real_tokens for m in batch)
+        real = [m for m in batch if not m.copy]
+        self._packed_tokens += sum(len(m.tokens) for m in real)
+        self._real_tokens += sum(sum(m.computed_lengths) for m in real)
 
     @property
     def accumulated(self) -> bool:
@@ -142,19 +152,20 @@ class Passes:
     def take_accumulated(self) -> Accumulated:
         """What was accumulated, summed over all ranks in float64; the next accumulate begins anew."""
         begun = self.exchange(Begun())
-        stored, counts = begun.sums, torch.tensor([begun.real_tokens, begun.computed_tokens])
+        stored = begun.sums
+        counts = torch.tensor([begun.packed_tokens, begun.real_tokens, begun.computed_tokens])
         sums = {
             name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0)).cpu()
             for name in (stored[0] if stored else ())
         }
-        real, computed = self.sum_over_dp(counts).tolist()
-        return Accumulated(from_last_stage(sums), 1 - real / computed)
+        packed, real, computed = self.sum_over_dp(counts).tolist()
+        return Accumulated(from_last_stage(sums), 1 - real / computed, 1 - real / max(1, packed))
 
     def exchange(self, begun: Begun) -> Begun:
         """Go on from `begun` instead of from what is given back. The gradients are the caller's to exchange."""
-        before = Begun(self._sums, self._real_tokens, self._computed_tokens)
-        self._sums, self._real_tokens = begun.sums, begun.real_tokens
-        self._computed_tokens = begun.computed_tokens
+        before = Begun(self._sums, self._packed_tokens, self._real_tokens, self._computed_tokens)
+        self._sums, self._packed_tokens = begun.sums, begun.packed_tokens
+        self._real_tokens, self._computed_tokens = begun.real_tokens, begun.computed_tokens
         return before
 
     def sum_over_dp(self, value: Tensor) -> Tensor:
@@ -191,7 +202,7 @@ class Passes:
             output = model(
                 share.tokens[None], share.position_ids[None], None,
                 padding_mask=self._routing.padding_mask(chunk, micro, share),
-                packed_seq_params=PackedSequences.of(share.lengths, self._device, share.gathered),
+                packed_seq_params=self._packed(share),
             )  # fmt: skip
             self._routing.end(chunk, micro)
             return output, lambda out, non_loss_data=False: finish(out, share, micro)
@@ -209,11 +220,15 @@ class Passes:
         )
         return stored
 
+    def _packed(self, share: Share) -> PackedSequences:
+        positions = share.position_ids if self._by_position else None
+        return PackedSequences.of(share.lengths, self._device, share.gathered, share.prefixes, positions)
+
     def _common_length(self, batch: list[MicroBatch]) -> int:
         """With trainer.equal_lengths, what the longest of all ranks' micro-batches has once it can be cut; else 0."""
         if not self._config.trainer.equal_lengths:
             return 0
-        mine = max(sum(padded_lengths(m.sequence_lengths, self._multiple, self._cp)) for m in batch)
+        mine = max(sum(padded_lengths(m.computed_lengths, self._multiple, self._cp)) for m in batch)
         longest = torch.tensor(mine, device=self._device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return int(longest)

@@ -142,7 +142,7 @@ def learn(
         skipped += done.skipped
         figures = {
             **of_critic, "loss": done.loss, "grad_norm": done.grad_norm, "lr": lr, "skipped_updates": skipped,
-            "padding_share": done.padding_share, **done.routing, **done.prediction,
+            "padding_share": done.padding_share, "shared_share": done.shared_share, **done.routing, **done.prediction,
         }  # fmt: skip
         for name, value in done.sums.items():
             sums[name] = sums[name] + value if name in sums else value

@@ -20,7 +20,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_teacher
 from rlsys.convert.flops import crossover_length
 from rlsys.trainer.logprobs import Scores, aligned, as_drawn
-from rlsys.trainer.model.model import build_model
+from rlsys.trainer.model.model import build_model, rotates_by_position
 from rlsys.trainer.model.routing import Routing
 from rlsys.trainer.model.share import Share
 from rlsys.trainer.pack import MicroBatch
@@ -51,7 +51,10 @@ class Teacher:
         for _, parameter in chunks.named_parameters():
             parameter.requires_grad_(False)
         routing = Routing(chunks.modules, hf.layers, "off")  # it takes its own experts
-        self._passes = Passes(config, chunks.modules, routing, self._scores, crossover_length(hf), device)
+        self._passes = Passes(
+            config, chunks.modules, routing, self._scores, crossover_length(hf), device,
+            by_position=rotates_by_position(config, hf),
+        )  # fmt: skip
 
     def opinions(self, batch: list[MicroBatch]) -> Iterator[Opinion]:
         """Of every micro-batch, at the rollout's temperature."""

@@ -22,6 +22,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
+from megatron_patches import have_transformer_engine
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
 from rlsys.config.trainer import Schedule, TrainerConfig
@@ -32,6 +33,7 @@ from rlsys.convert.fit import check_asked, check_layout, trained_model
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.convert.peft import write_adapter
+from rlsys.convert.prefixes import why_not_shared
 from rlsys.convert.stack import stacked
 from rlsys.core.errors import RunError
 from rlsys.core.owner import Owner
@@ -43,12 +45,12 @@ from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scoring
 from rlsys.trainer.model.chunks import MTP, Adapters, Chunks
 from rlsys.trainer.model.lora import Lora, fingerprint
-from rlsys.trainer.model.model import build_model
+from rlsys.trainer.model.model import build_model, rotates_by_position
 from rlsys.trainer.model.mtp import OwnClipping, Prediction, predicted, take_metrics
 from rlsys.trainer.model.routing import Routing
 from rlsys.trainer.model.weights import LocalWeights, gather_hf
 from rlsys.trainer.muon import add_muon
-from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.pack import MicroBatch, Shared
 from rlsys.trainer.passes import LossFn, Passes, ScoresOf
 
 T = TypeVar("T")
@@ -59,7 +61,8 @@ class Updated:
     """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums.
 
     `routing`: figures of replay and expert load (rlsys.trainer.model.routing), empty for a dense model.
-    `padding_share`: of the tokens computed, those that are padding. `skipped`: the gradient was not finite, and the
+    `padding_share`: of the tokens computed, those that are padding. `shared_share`: of the tokens of all sequences,
+    those that were computed for another one (rlsys.trainer.prefixes). `skipped`: the gradient was not finite, and the
     weights are as they were. `prediction`: figures of multi-token prediction (rlsys.trainer.model.mtp), empty where
     it is not trained.
     """
@@ -70,6 +73,7 @@ class Updated:
     routing: dict[str, float]
     padding_share: float
     skipped: bool = False
+    shared_share: float = 0.0
     prediction: dict[str, float] = field(default_factory=dict)
 
 
@@ -156,7 +160,16 @@ class Trainer:
         self.passes = Passes(
             config, self._models, self._routing, self._scoring(), crossover_length(self.hf), self._device,
             self._optimizer.zero_grad, self._prediction,
+            by_position=rotates_by_position(config, self.hf), shared=self._shared(),
         )  # fmt: skip
+
+    def _shared(self) -> Shared:
+        if why_not_shared(self.config, self.hf, self._transformer_engine()):
+            return "no"
+        return "by route" if self.config.trainer.replay == "engine" else "yes"
+
+    def _transformer_engine(self) -> bool:
+        return have_transformer_engine()
 
     def _joined(self, undo: ExitStack) -> torch.device:
         """The layout made; this rank's device."""
@@ -279,7 +292,16 @@ class Trainer:
         done = self.passes.take_accumulated()
         mean = float(done.sums.pop("loss_sum")) / denominator
         routing, prediction = self._routing.metrics(self._device), take_metrics(done.sums)
-        return Updated(mean, grad_norm, done.sums, routing, done.padding_share, skipped, prediction)
+        return Updated(
+            mean,
+            grad_norm,
+            done.sums,
+            routing,
+            done.padding_share,
+            skipped,
+            done.shared_share,
+            prediction,
+        )
 
     def _scoring(self) -> ScoresOf:
         teacher = self.config.algo.teacher

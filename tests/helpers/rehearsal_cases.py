@@ -22,6 +22,7 @@ from rlsys.rehearse.kinds import node_of
 from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.stand_ins import installed
 from rlsys.rehearse.step import Rehearsal, samples_for, stand_in_loss
+from rlsys.trainer.pack import build
 from rlsys.trainer.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,8 @@ def profiled_peak() -> int:
     """Bytes that a plain step allocates above what is there at its beginning, as torch's profiler saw them."""
     config = load_config(CONFIG, overrides(""))
     trainer = Trainer(config)
-    batch = trainer.passes.pack(samples_for(config, MICRO_BATCHES, 1))
+    shared = trainer.passes.pack.shared
+    batch = [build(samples_for(config, trainer.hf.vocab_size, shared != "no"), shared)] * MICRO_BATCHES
     trainer.update(batch, stand_in_loss, 1e-6)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         trainer.update(batch, stand_in_loss, 1e-6)

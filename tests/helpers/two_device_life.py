@@ -56,7 +56,7 @@ class Life:
 
 def lives(case: str, work: Path) -> dict[str, Any]:
     from rlsys.trainer.trainer import Trainer
-    from tests.helpers import tiny
+    from tests.helpers import prefix_cases, tiny
     from tests.helpers import trainer_cases as cases
 
     family, _, variant = case.partition(":")
@@ -70,6 +70,11 @@ def lives(case: str, work: Path) -> dict[str, Any]:
         assert not away, f"parameters in host memory: {away}"
         life.part("steps", lambda: cases.steps(trainer, 2))
         life.part("score", lambda: trainer.passes.score(trainer.passes.pack(cases.samples())))
+        shared = prefix_cases.samples()
+        life.part(
+            "shared prefixes",
+            lambda: trainer.update(trainer.passes.pack(shared), cases.policy_loss, cases.LR),
+        )
         life.part("canaries", lambda: trainer.canaries(cases.SEQUENCES))
         life.part("push", lambda: push(trainer))
         life.part("save", lambda: cases.save(trainer, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ def test_no_gradient_leaves_the_layer(tmp_path: Path, start: Callable[..., Train
     seen = []
     for trained in ({}, {"mtp_loss": 30.0}):
         trainer = start(folder, trainer={**trained, "balance_rate": 0.01})
-        batch = trainer.passes.pack(cases.samples())
+        batch = replace(trainer.passes.pack, shared="no")(cases.samples())  # as with the layer
         updates = [trainer.update(batch, cases.policy_loss, 1e-3) for _ in range(3)]
         weights = {name: tensor.clone() for name, tensor in trainer.named_hf_tensors()}
         seen.append(([(u.loss, u.grad_norm, u.sums["gap"].item()) for u in updates], weights))

@@ -151,7 +151,7 @@ def as_map(experts: Tensor) -> Tensor:
 
 def found(trainer: Trainer, samples: list[TrainSample]) -> tuple[float, float, float]:
     """Share of tokens and layers that took the engine's experts; mean and 99.9th percentile of |logp - mu|."""
-    batch = trainer.passes.pack(samples)
+    batch = dataclasses.replace(trainer.passes.pack, shared="no")(samples)
     seen = chosen_experts(trainer)
     gap = gaps(trainer, batch)
     same = torch.cat(

@@ -24,7 +24,7 @@ VARIANTS = (
     "deepseek-v3:lora", "deepseek-v3:mtp", "glm-4.5:mtp_trunk", "qwen3-moe:muon", "deepseek-v3:muon",
     "qwen3-moe:replay", "qwen3-moe:recompute", "qwen3-moe:padded", "deepseek-v3:bias",
 )  # fmt: skip
-PARTS = {"build", "steps", "score", "canaries", "push", "save", "load", "step after load"}
+PARTS = {"build", "steps", "score", "shared prefixes", "canaries", "push", "save", "load", "step after load"}
 
 
 def recorded(folder: Path, cases: Sequence[str]) -> dict[str, Any]:

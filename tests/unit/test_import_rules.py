@@ -75,7 +75,19 @@ TORCH_FREE_FILES = (
     *(f"rlsys/rehearse/{name}.py" for name in ("command", "figures", "kinds", "report")),
     *(
         f"rlsys/convert/{name}.py"
-        for name in ("config", "fit", "adapters", "flops", "folder", "hub", "rope", "rows", "rules", "table")
+        for name in (
+            "config",
+            "fit",
+            "adapters",
+            "flops",
+            "folder",
+            "hub",
+            "prefixes",
+            "rope",
+            "rows",
+            "rules",
+            "table",
+        )
     ),
     "rlsys/weights/plan.py",
     "rlsys/weights/shard_plan.py",

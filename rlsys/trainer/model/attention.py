@@ -1,19 +1,22 @@
 """Core attention over packed sequences where there is no Transformer Engine.
 
 Shapes: T packed tokens of this rank, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`,
-key and value `[T, g, d]` (megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence.
+key and value `[T, g, d]` (megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence; a
+sequence that shares its first tokens (rlsys/trainer/prefixes.py) attends to the keys of those that were computed.
 Under context parallelism (c ranks) keys and values are gathered: right and simple, with all keys in memory.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -23,37 +26,96 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
+class Rectangle(NamedTuple):
+    """`rows` sequences of up to `longest` own tokens side by side, each of which shares `before` others."""
+
+    rows: int
+    longest: int
+    before: int
+
+
 @dataclass(frozen=True)
 class Padding:
-    """Where packed tokens stand once neighbouring sequences of similar length are padded into rectangles.
+    """Where packed tokens stand once sequences of similar length are padded into rectangles.
 
     `to_padded` `[P]` names the packed token of each padded place (padding repeats its sequence's first token),
-    `to_packed` `[T]` the padded place of each packed token; `rectangles` are (sequences, longest length).
+    `to_packed` `[T]` the padded place of each packed token. `to_keys` names the packed token of each key: those that
+    its sequence shares, then its own; None where nothing is shared, so that they are `to_padded`.
     """
 
     to_padded: Tensor
     to_packed: Tensor
-    rectangles: list[tuple[int, int]]
+    rectangles: list[Rectangle]
+    to_keys: Tensor | None = None
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> Padding:
-        """A rectangle ends where a sequence is longer than its first or shorter than three quarters of it."""
-        rectangles: list[tuple[int, int]] = []
-        for n in lengths:
-            if rectangles and 3 * rectangles[-1][1] <= 4 * n <= 4 * rectangles[-1][1]:
-                rectangles[-1] = (rectangles[-1][0] + 1, rectangles[-1][1])
+    def of(cls, lengths: list[int], device: torch.device, prefixes: Sequence[Tensor] = ()) -> Padding:
+        """A rectangle ends where a sequence is longer than its first or shorter than three quarters of it.
+
+        Neighbours are put side by side; where something is shared, sequences that share equally many tokens.
+        """
+        before = [len(prefix) for prefix in prefixes] or [0] * len(lengths)
+        order = list(range(len(lengths)))
+        if any(before):
+            order.sort(key=lambda i: (before[i], -lengths[i]))
+        rectangles: list[Rectangle] = []
+        for n, k in ((lengths[i], before[i]) for i in order):
+            last = rectangles[-1] if rectangles else None
+            if last is not None and k == last.before and 3 * last.longest <= 4 * n <= 4 * last.longest:
+                rectangles[-1] = last._replace(rows=last.rows + 1)
             else:
-                rectangles.append((1, n))
-        widths = torch.tensor([longest for rows, longest in rectangles for _ in range(rows)])
-        size = torch.tensor(lengths)
-        start = size.cumsum(0) - size
+                rectangles.append(Rectangle(1, n, k))
+        widths = torch.tensor([r.longest for r in rectangles for _ in range(r.rows)])
+        size = torch.tensor([lengths[i] for i in order])
+        start = (torch.tensor(lengths).cumsum(0) - torch.tensor(lengths))[order]
         padded_start = widths.cumsum(0) - widths
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), widths)
         place = torch.arange(int(widths.sum())) - padded_start[sequence]
-        to_padded = start[sequence] + torch.where(place < size[sequence], place, 0)
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), size)
-        to_packed = padded_start[owner] + torch.arange(int(size.sum())) - start[owner]
-        return cls(to_padded.to(device), to_packed.to(device), rectangles)
+        real = place < size[sequence]
+        to_padded = start[sequence] + torch.where(real, place, 0)
+        to_packed = torch.empty(int(size.sum()), dtype=torch.int64)
+        to_packed[to_padded[real]] = torch.arange(len(place))[real]
+        to_keys = None
+        if any(before):
+            own = to_padded.split(widths.tolist())
+            to_keys = torch.cat(
+                [part for i, keys in zip(order, own, strict=True) for part in (prefixes[i], keys)]
+            )
+            to_keys = to_keys.to(device)
+        return cls(to_padded.to(device), to_packed.to(device), rectangles, to_keys)
+
+
+class LongestLength(int):
+    """The length of the longest sequence, with the position of every token `[T]` in its own.
+
+    Megatron gives it to the rotary embedding, see `rotate_by_position`.
+    """
+
+    positions: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, longest: int) -> LongestLength:
+        made = cls(longest)
+        made.positions = positions
+        return made
+
+
+def _at_positions(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    """Of angles of all positions, `[longest, 1, 1, d]` (with yarn's factor, in a tuple), those of the tokens."""
+    if not isinstance(inputs[0], LongestLength):
+        return output
+    if isinstance(output, tuple):
+        return output[0][inputs[0].positions], *output[1:]
+    return output[inputs[0].positions]
+
+
+def rotate_by_position(model: torch.nn.Module) -> None:
+    """Let rotary embeddings give the angles of every token instead of those of all positions, where packed sequences
+    tell positions: megatron would begin anew with each sequence, in a loop over them, and one that shares its first
+    tokens does not begin at 0."""
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.register_forward_hook(_at_positions)
 
 
 @dataclass
@@ -61,30 +123,48 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, and what our own attention needs beside it.
 
     Lengths are those of whole sequences, also where context parallelism gives this rank a part of each. `place`
-    `[c T]` then names where each token stands once the ranks' tokens are gathered.
+    `[c T]` then names where each token stands once the ranks' tokens are gathered. `prefixes`: of each sequence the
+    packed tokens that it shares and that come before its own; empty: none shares any. `positions` `[T]`: of each
+    token in its sequence, for a model with `rotate_by_position`.
     """
 
     lengths: list[int] = field(default_factory=list)
     place: Tensor | None = None
+    prefixes: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device, place: Tensor | None = None) -> PackedSequences:
+    def of(
+        cls,
+        lengths: list[int],
+        device: torch.device,
+        place: Tensor | None = None,
+        prefixes: list[Tensor] | None = None,
+        positions: Tensor | None = None,
+    ) -> PackedSequences:
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-        longest = max(lengths)
+        longest, whole = max(lengths), None
+        if prefixes:
+            longest = max(n + len(k) for n, k in zip(lengths, prefixes, strict=True))
+        if positions is not None:  # to megatron's rotary embedding all tokens are one sequence
+            longest = LongestLength.of(positions, longest)
+            whole = cu_seqlens[[0, -1]]
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=whole,
+            cu_seqlens_kv_padded=whole,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
             place=None if place is None else place.to(device),
+            prefixes=prefixes or [],
         )
 
     @cached_property
     def padding(self) -> Padding:
         """Worked out once for all layers, and never where Transformer Engine attends."""
-        return Padding.of(self.lengths, self.cu_seqlens_q.device)
+        return Padding.of(self.lengths, self.cu_seqlens_q.device, self.prefixes)
 
 
 class PackedAttention(DotProductAttention):
@@ -127,16 +207,24 @@ class PackedAttention(DotProductAttention):
         if packed_seq_params.place is not None:
             return self._chunks(query, key, value, packed_seq_params)
         padding = packed_seq_params.padding
-        sizes = [rows * longest for rows, longest in padding.rectangles]
+        queries = self._rectangles(query, padding, padding.to_padded, with_shared=False)
+        to_keys = padding.to_padded if padding.to_keys is None else padding.to_keys
         # Padding adds exactly 0 to a gradient: no real query sees it, and what it attends to is dropped.
-        queries, keys, values = (
-            t.index_select(0, padding.to_padded).split(sizes) for t in (query, key, value)
-        )
+        keys, values = (self._rectangles(t, padding, to_keys, with_shared=True) for t in (key, value))
         out = []
-        for (rows, longest), *qkv in zip(padding.rectangles, queries, keys, values, strict=True):
-            q, k, v = (t.view(rows, longest, *t.shape[1:]) for t in qkv)
-            out.append(self._attend(q, k, v, first_query=0).reshape(rows * longest, -1))
+        for shape, q, k, v in zip(padding.rectangles, queries, keys, values, strict=True):
+            attended = self._attend(q, k, v, first_query=shape.before)
+            out.append(attended.reshape(shape.rows * shape.longest, -1))
         return torch.cat(out).index_select(0, padding.to_packed)
+
+    @staticmethod
+    def _rectangles(tokens: Tensor, padding: Padding, place: Tensor, *, with_shared: bool) -> list[Tensor]:
+        """tokens `[T, n, d]` -> `[rows, longest, n, d]` of each rectangle, `[rows, before + longest, n, d]` with the
+        shared ones."""
+        widths = [shape.longest + with_shared * shape.before for shape in padding.rectangles]
+        sizes = [shape.rows * width for shape, width in zip(padding.rectangles, widths, strict=True)]
+        parts = tokens.index_select(0, place).split(sizes)
+        return [part.unflatten(0, (-1, width)) for part, width in zip(parts, widths, strict=True)]
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """This rank's two chunks of each sequence (rlsys.trainer.model.share) against all keys before them."""
@@ -161,8 +249,14 @@ class PackedAttention(DotProductAttention):
 
         The first query stands beside key `first_query`.
         """
+        plain = self._before is None and self.softmax_offset is None
+        if plain and 0 < first_query < query.shape[1] == key.shape[1] - first_query:
+            # Kernels skip what is behind the diagonal of a square, and no part of a mask: with queries in the places
+            # of the keys before, whose output is dropped, it is less work.
+            square = torch.cat([query.new_zeros(query.shape[0], first_query, *query.shape[2:]), query], dim=1)
+            return self._attend(square, key, value, first_query=0)[:, first_query:]
         mask = None
-        if first_query or self._before is not None or self.softmax_offset is not None:
+        if first_query or not plain:
             whole = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
             mask = whole.tril(first_query)
             if self._before is not None:
@@ -170,6 +264,9 @@ class PackedAttention(DotProductAttention):
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         if self.softmax_offset is not None:
             return with_sinks(q, k, v, mask, self.softmax_scale, self.softmax_offset).transpose(1, 2)
+        if mask is not None and q.shape[1] != k.shape[1]:
+            # Of torch's kernels on a GPU none takes masks and grouped heads but the one that keeps all scores.
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         attended = scaled_dot_product_attention(
             q,
             k,

@@ -83,13 +83,13 @@ class DeltaNet(MegatronModule):
         beta, a = (x.flatten(1) for x in gates.unflatten(1, (self.key_heads, -1)).chunk(2, dim=-1))
         g = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias.float())
         padding = packed.padding
-        tokens = [rows * longest for rows, longest in padding.rectangles]
+        tokens = [rows * longest for rows, longest, _ in padding.rectangles]
         parts = [
             x.index_select(0, padding.to_padded).split(tokens)
             for x in (torch.cat(qkv, dim=-1).flatten(1), g, beta.sigmoid())
         ]
         found = []
-        for (rows, longest), *of_rectangle in zip(padding.rectangles, *parts, strict=True):
+        for (rows, longest, _), *of_rectangle in zip(padding.rectangles, *parts, strict=True):
             x, decay, write = (part.unflatten(0, (rows, longest)) for part in of_rectangle)
             heads = convolve(x, self.conv).unflatten(2, (self.key_heads, -1))
             q, k, v = heads.split([p, p, each * w], dim=-1)

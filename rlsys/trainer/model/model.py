@@ -36,7 +36,7 @@ from rlsys.convert.fit import stage_layers
 from rlsys.convert.table import entries
 from rlsys.core.errors import UserError
 from rlsys.trainer.checkpoints import checkpoint
-from rlsys.trainer.model.attention import PackedAttention
+from rlsys.trainer.model.attention import PackedAttention, rotate_by_position
 from rlsys.trainer.model.choices import set_choice
 from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
 from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
@@ -50,6 +50,12 @@ from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
 def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
     """Adapters and gated delta nets need megatron's own layers: Transformer Engine fuses norms and experts."""
     return have_transformer_engine() and config.trainer.lora is None and hf.delta is None
+
+
+def rotates_by_position(config: Config, hf: HFConfig) -> bool:
+    """Whether the model takes positions of packed tokens: not where ranks have parts of a sequence, whose places
+    megatron works out, nor where Transformer Engine attends, which takes the lengths of sequences for both."""
+    return config.parallel.cp == 1 and not uses_transformer_engine(config, hf)
 
 
 def _grouped_by_torch(config: Config) -> bool:
@@ -350,6 +356,8 @@ def chunk(
         vp_stage=stage,
         **more,
     )
+    if not transformer_engine:
+        rotate_by_position(model)
     if model.pre_process:
         model.embedding.register_forward_hook(_with_plain_strides)
     if model.post_process and hf.padded_vocab_size > hf.vocab_size:

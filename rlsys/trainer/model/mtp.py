@@ -5,7 +5,7 @@ At token i it joins the model's last hidden state h_i with the embedding of toke
     x_i = W [norm(emb(t_{i+1})); norm(h_i)]      logits = head(norm(layer(x)_i))
 
 Embedding and head are the model's. By default (trainer.mtp_trunk = false) no gradient leaves the layer: the policy's
-gradients, their norm and its clipping are bit for bit those of a run without it.
+gradients, their norm and its clipping are bit for bit those of a run without it, packed alike.
 
 Megatron (0.16.1) has the layer, and computes its loss only from labels that its own shifts make: these know neither
 which tokens are trained nor that a context-parallel rank's tokens are not neighbours on a CPU. Ours come from the

@@ -5,6 +5,10 @@ Replay makes a token take the experts that it took when it was sampled (R3, `tra
 it at the start of the step (R2, `trainer`; Zheng et al. 2025, GSPO, section 5.3). Only the choice is replayed: the
 weights of the chosen experts come from the router's own scores, so the router still learns.
 
+A token that several sequences share (rlsys/trainer/prefixes.py) is routed once and counts as often as they have it:
+in the auxiliary loss, in what moves experts' biases and in the figures. So none of them depends on which sequences a
+micro-batch brings together. It replays what the engine chose for the first of them.
+
 Shapes: T tokens of a micro-batch, P those of this rank's routers, L layers of the whole model, k experts a token.
 """
 
@@ -81,10 +85,14 @@ def decode(
 
 
 class Sequences(NamedTuple):
-    """ids `[P]`: the sequence of each token, any at padding; number: of sequences in the micro-batch."""
+    """ids `[P]`: the sequence of each token, any at padding; number: of sequences in the micro-batch.
+
+    Where tokens are shared, `tokens` `[N]` names one of the P for each that a sequence has, and ids is `[N]`.
+    """
 
     ids: Tensor
     number: int
+    tokens: Tensor | None = None
 
 
 def _possible(chosen: NDArray[np.unsignedinteger], experts: int) -> NDArray[np.bool_]:
@@ -109,7 +117,7 @@ class LayerReplay:
         """The model's own way to choose (rlsys.trainer.model.choices); None: megatron's."""
         self.layer: int = router.layer_number - 1
         self.target: Tensor | None = None
-        self.counted: Tensor | None = None  # [P] bool
+        self.counted: Tensor | None = None  # [P] int64, how often each token counts
         self.sequences: Sequences | None = None  # for the auxiliary loss
         self._of_pass: Sequences | None = None  # those of the pass that is under way
         self.chosen: Tensor | None = None  # [P, k], of the last forward pass
@@ -117,6 +125,11 @@ class LayerReplay:
         self._waiting: deque[tuple[Tensor | None, Sequences | None]] = deque()
         if router.get_aux_loss_coeff("aux_loss"):
             router._apply_aux_loss = self._balance
+        if router.enable_expert_bias:
+            self._count_for_bias, router._apply_expert_bias = (
+                router._apply_expert_bias,
+                self._count_all_for_bias,
+            )
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
@@ -150,7 +163,9 @@ class LayerReplay:
         router = self.router
         coefficient, group = router.get_aux_loss_coeff("aux_loss"), router.tp_cp_group
         assert self._of_pass is not None, "Routing.begin sets it"
-        ids, number = self._of_pass
+        ids, number, tokens_of = self._of_pass
+        if tokens_of is not None:
+            scores, routing_map = scores[tokens_of], routing_map[tokens_of]
         counts = scores.new_zeros(number, scores.shape[1]).index_add_(0, ids, routing_map.to(scores))
         if group.size() > 1:
             dist.all_reduce(counts, group=group)
@@ -162,19 +177,30 @@ class LayerReplay:
             probs, coefficient, total / tokens, "load_balancing_loss", group, valid_token_count=tokens
         )
 
+    def _count_all_for_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """In the place of the router's own: a shared token counts for every sequence that has it."""
+        shared = None if self._of_pass is None else self._of_pass.tokens
+        if shared is None:
+            self._count_for_bias(routing_map, padding_mask)
+            return
+        times = torch.bincount(shared, minlength=len(routing_map))
+        if padding_mask is not None:
+            times = times * ~padding_mask
+        self._count_for_bias(routing_map * times[:, None])
+
     def _count(self, own: Tensor, chosen: Tensor, target: Tensor | None) -> None:
         """Add to the sums, on the device: reading a number here would wait for all that is queued there."""
-        counted = self.counted if self.counted is not None else chosen.new_ones(len(chosen), dtype=torch.bool)
+        counted = self.counted if self.counted is not None else chosen.new_ones(len(chosen))
         if self._sums is None:
             self._sums = chosen.new_zeros(3 + self.router.num_experts, dtype=torch.int64)
         seen, replayed, alike, load = self._sums[0], self._sums[1], self._sums[2], self._sums[3:]
-        load.scatter_add_(0, chosen.flatten(), counted[:, None].expand_as(chosen).flatten().to(torch.int64))
+        load.scatter_add_(0, chosen.flatten(), counted[:, None].expand_as(chosen).flatten())
         seen += counted.sum()
         if target is not None:
-            routed = counted & (target[:, 0] != ABSENT)
+            routed = counted * (target[:, 0] != ABSENT)
             replayed += routed.sum()
             same = (own.sort(1).values == chosen.sort(1).values).all(1)
-            alike += (same & routed).sum()
+            alike += (same * routed).sum()
 
     def take_sums(self) -> tuple[Tensor, Tensor]:
         """Sums since the last call, on the host: `[3]` of tokens that predict another one (seen, replayed, chosen
@@ -225,7 +251,8 @@ class Routing:
         """Tell this chunk's routers what to replay for the micro-batch."""
         if not self._replays[chunk]:
             return
-        counted = _of_this_rank(share.predicts & (not micro.copy))
+        times = share.times() if share.prefixes else 1
+        counted = _of_this_rank((share.predicts & (not micro.copy)) * times)
         sequences = self._sequences(micro, share)
         targets = self._targets(chunk, micro, share)
         for i, replay in enumerate(self._replays[chunk]):
@@ -237,7 +264,11 @@ class Routing:
         if not self._balanced:
             return None
         ids = micro.ids.to(share.source.device)
-        return Sequences(_of_this_rank(ids[share.source.clamp(min=0)]), micro.sequences)
+        if not share.prefixes:
+            return Sequences(_of_this_rank(ids[share.source.clamp(min=0)]), micro.sequences)
+        first, size = _range_of_this_rank(len(share.source))
+        here = (share.place >= first) & (share.place < first + size)
+        return Sequences(ids[here], micro.sequences, share.place[here] - first)
 
     def padding_mask(self, chunk: int, micro: MicroBatch, share: Share) -> Tensor | None:
         """`[1, tokens]` bool, so that megatron balances neither padding nor copies; None where nothing is balanced.
@@ -315,5 +346,12 @@ class Routing:
 
 def _of_this_rank(values: Tensor) -> Tensor:
     """The rows of this tensor-parallel rank: sequence parallelism cuts the tokens that reach a router."""
+    first, size = _range_of_this_rank(len(values))
+    return values[first : first + size]
+
+
+def _range_of_this_rank(tokens: int) -> tuple[int, int]:
+    """Its first one of so many tokens, and how many it has."""
     group = parallel_state.get_tensor_model_parallel_group()
-    return values.chunk(group.size())[group.rank()]
+    size = tokens // group.size()
+    return group.rank() * size, size

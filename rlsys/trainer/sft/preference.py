@@ -73,6 +73,7 @@ def preference_step(
         "grad_norm": done.grad_norm,
         "skipped_updates": int(done.skipped),
         "padding_share": done.padding_share,
+        "shared_share": done.shared_share,
         **_figures(loss, answers),
         **done.prediction,
     }

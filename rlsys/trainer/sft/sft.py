@@ -111,6 +111,7 @@ def imitate(trainer: Trainer, loss: Imitation, traces: Sequence[Trace], lr: floa
         "loss": done.loss,
         "grad_norm": done.grad_norm,
         "padding_share": done.padding_share,
+        "shared_share": done.shared_share,
     }
     return {**figures, **done.prediction}
 

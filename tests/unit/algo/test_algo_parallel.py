@@ -83,6 +83,8 @@ def through_the_trainers_share(part: Batch, values: Tensor) -> Tensor:
     packed: Any = SimpleNamespace(
         tokens=part.tokens,
         cu_seqlens=part.cu_seqlens,
+        computed_lengths=part.cu_seqlens.diff().tolist(),
+        prefixes=[],
         asked=None,
         support_at=None,
         support_ids=None,

@@ -44,10 +44,10 @@ def test_a_synchronous_step_is_what_one_computes_by_hand(tmp_path: Path) -> None
     """16 responses of 50 tokens: one prefill that makes the first token, 49 passes, training, a push, and one pass
     over its canaries: four prompts, and four whole responses."""
     found = forecast(config(tmp_path), Lengths([50], 200))
-    by_hand = COSTS.prefill(16 * 10) + 49 * COSTS.decode(16, 0) + COSTS.train([60] * 16)
+    by_hand = COSTS.prefill(16 * 10) + 49 * COSTS.decode(16, 0) + COSTS.train([(60, 0)] * 16)
     by_hand += COSTS.push + COSTS.prefill(4 * 10 + 4 * 60)
     assert found.step_seconds == pytest.approx(by_hand, rel=0.02)
-    assert found.train_seconds == pytest.approx(COSTS.train([60] * 16))
+    assert found.train_seconds == pytest.approx(COSTS.train([(60, 0)] * 16))
     assert found.tokens_per_s == pytest.approx(16 * 50 / found.step_seconds)
     assert (found.staleness, found.off_policy, found.read_again, found.dropped) == (0, 0, 0, 0)
 
@@ -222,7 +222,7 @@ def test_twice_the_gpus_train_twice_as_fast() -> None:
     double = load_config(
         BIG, ["launch.nodes=2", "launch.backend=ray", f"parallel.dp={2 * made.parallel.data_parallel}"]
     )
-    a, b = (costs_of(c, hf, machines()["h100"]).train([1000] * 8) for c in (made, double))
+    a, b = (costs_of(c, hf, machines()["h100"]).train([(1000, 0)] * 8) for c in (made, double))
     assert a == pytest.approx(2 * b)
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rlsys.algo.figures import carried_over, comparable
 from rlsys.core.spans import RouteSpan, TokenSpan, VersionSpan
 from rlsys.core.types import Sample, Segment
-from rlsys.trainer.pack import MicroBatch, TrainSample, fill, pack
+from rlsys.trainer.bins import fill
+from rlsys.trainer.pack import MicroBatch, TrainSample, pack
 
 
 def sample(prompt: int, response: int, mark: int = 0) -> TrainSample:

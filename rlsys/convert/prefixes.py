@@ -1,0 +1,54 @@
+"""Tokens that sequences have in common at their beginning: whether they are computed once, known from config.json
+alone, and what sequences then cost. Pure.
+
+rlsys/trainer/prefixes.py says which tokens these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+
+Sharing = tuple[float, float]
+"""Tokens of a sequence, and how many of them are computed for another one."""
+
+
+def why_not_shared(config: Config, hf: HFConfig, transformer_engine: bool) -> str | None:
+    """Why every sequence computes its own prompt; None where a micro-batch computes a common one once.
+
+    Args:
+        config: A run's.
+        hf: The trained model.
+        transformer_engine: Whether the trainer's hosts have it.
+    """
+    if config.parallel.cp > 1:
+        return f"parallel.cp = {config.parallel.cp} cuts every sequence"
+    if config.trainer.mtp_loss:
+        return f"trainer.mtp_loss = {config.trainer.mtp_loss:g}: its layer looks two tokens ahead"
+    teacher = config.algo.teacher
+    folders = [] if teacher is None else list(teacher.folders.values())
+    for model, where in ((hf, config.model.path), *((HFConfig.read(folder), folder) for folder in folders)):
+        if model.delta is not None:
+            return f"the states of a gated delta net, which {where} has, are of one sequence"
+    if transformer_engine and config.trainer.lora is None:
+        return "Transformer Engine attends, to a sequence's own keys only"
+    return None
+
+
+def group_of(prompt: float, lengths: Sequence[float], shared: bool) -> list[Sharing]:
+    """Responses of these lengths to one prompt of so many tokens. `shared`: it is computed once, but for its last
+    token, which every response computes."""
+    common = max(0.0, prompt - 1) if shared else 0.0
+    return [(prompt + n, common if i else 0.0) for i, n in enumerate(lengths)]
+
+
+def computed(sequences: Sequence[Sharing]) -> float:
+    """Tokens."""
+    return sum(n - k for n, k in sequences)
+
+
+def cost(sequences: Sequence[Sharing], crossover: float) -> float:
+    """In tokens of a short sequence; without shared ones, n + n^2 / `crossover` each (rlsys.convert.flops)."""
+    return sum(n - k + (n**2 - k**2) / crossover for n, k in sequences)

@@ -1,0 +1,100 @@
+"""Which sequences share a micro-batch: bins of bounded size, balanced over data-parallel ranks. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush, heapreplace
+from typing import TypeVar
+
+from rlsys.convert.prefixes import computed, cost
+from rlsys.trainer.prefixes import Prefixes
+
+T = TypeVar("T")
+
+
+def plan_bins(
+    lengths: Sequence[int],
+    token_budget: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    multiple: int = 1,
+    crossover: float = math.inf,
+    prefixes: Prefixes | None = None,
+) -> list[list[int]]:
+    """Indices of the sequences of each of this rank's micro-batches, from the lengths and from what the sequences
+    have in common. See `pack`.
+
+    What is kept together is computed once, and what is taken apart is spread more evenly: of several ways, the one
+    whose most expensive bins of each place cost least together.
+    """
+    round_size = dp_size * multiple
+
+    def members_of(indices: Sequence[int]) -> list[tuple[int, int]]:
+        return [(lengths[i], 0) for i in indices] if prefixes is None else prefixes.of_bin(indices)
+
+    def cost_of(indices: Sequence[int]) -> float:
+        return cost(members_of(indices), crossover)
+
+    def bins_of(units: list[list[int]]) -> list[list[int]]:
+        sizes = [int(computed(members_of(unit))) for unit in units]
+        costs = [cost_of(unit) for unit in units]
+
+        def filled(rounds: int) -> list[list[int]] | None:
+            return fill(sizes, costs, rounds * round_size, token_budget)
+
+        packed = _smallest(filled, max(1, -(-sum(sizes) // (token_budget * round_size))))
+        return sorted(([i for u in b for i in units[u]] for b in packed), key=lambda b: -cost_of(b))
+
+    alone = [[i] for i in range(len(lengths))]
+    together = prefixes is not None and prefixes.any
+    ways = prefixes.candidates(token_budget, round_size) if prefixes is not None and together else [alone]
+    plans = [bins_of(units) for units in ways]
+    bins = min(plans, key=lambda p: (sum(map(cost_of, p[::dp_size])), len(p)))
+    places = [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
+    return [place[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank] for k, place in enumerate(places)]
+
+
+def _smallest(find: Callable[[int], T | None], least: int) -> T:
+    """What `find` finds for the smallest number from `least` on for which it does, if it does for all above as well.
+
+    Steps that double, then halves of the last one: seconds for tens of thousands of sequences would be minutes.
+    """
+    step, below, found = 1, least - 1, find(at := least)
+    while found is None:
+        below, at, step = at, at + step, 2 * step
+        found = find(at)
+    while at - below > 1:
+        middle = (at + below) // 2
+        if (fewer := find(middle)) is None:
+            below = middle
+        else:
+            at, found = middle, fewer
+    return found
+
+
+def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:
+    """Indices per bin, or None when a bin of several sequences would exceed the budget of tokens.
+
+    Longest first; each into the bin that costs least of those that have room, the first of equals. An empty bin has
+    room for any. O(N log bins): lengths only fall, so a bin that was too full for one sequence is looked at again
+    once, when the first comes that fits.
+    """
+    out: list[list[int]] = [[] for _ in range(bins)]
+    tokens, cost = [0] * bins, [0.0] * bins
+    fitting = [(0.0, b) for b in range(bins)]
+    full: list[tuple[int, int]] = []  # by tokens: those that have no room for the lengths so far
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        while full and full[0][0] + lengths[i] <= budget:
+            b = heappop(full)[1]
+            heappush(fitting, (cost[b], b))
+        while fitting and out[b := fitting[0][1]] and tokens[b] + lengths[i] > budget:
+            heappush(full, (tokens[b], heappop(fitting)[1]))
+        if not fitting:
+            return None
+        b = fitting[0][1]
+        out[b].append(i)
+        tokens[b] += lengths[i]
+        cost[b] += costs[i]
+        heapreplace(fitting, (cost[b], b))
+    return out

@@ -1,0 +1,144 @@
+"""Tokens that sequences have in common at their beginning, which a micro-batch computes once. Pure.
+
+Sequences of a micro-batch stand in the order of their tokens, so that each has most in common with the one before it,
+and shares its first k tokens with that one: of the two, only the earlier one computes them. Responses to one prompt
+share the prompt, further turns the turns before them, branches of a tree what came before the fork.
+
+The last common token is computed by each sequence: what follows it, and so what it predicts, differs. A sequence of n
+tokens that shares k computes n - k, each of which attends to the k and to those before it among its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Prompted(Protocol):
+    """A sequence, known by its prompt."""
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @property
+    def routed_by(self) -> tuple[int, bool]:
+        """What decides which experts an engine chose for the prompt: the first weight version, and whether the
+        engine read another prompt."""
+
+    def __len__(self) -> int: ...
+
+
+def shared_tokens(one: NDArray[Any], other: NDArray[Any]) -> int:
+    """How many of two sequences' first tokens `[n]`, `[m]` are shared: the common ones, but for the last."""
+    n = min(len(one), len(other))
+    different = np.flatnonzero(one[:n] != other[:n])
+    return max(0, (int(different[0]) if len(different) else n) - 1)
+
+
+def _sortable(tokens: NDArray[Any]) -> bytes:
+    """Bytes in the order of the tokens."""
+    return tokens.astype(">u4").tobytes()
+
+
+def in_order(
+    sequences: Sequence[NDArray[Any]], keys: Sequence[Any], limits: Sequence[int | None]
+) -> tuple[list[int], list[int]]:
+    """The sequences of one micro-batch in order, and how many tokens each of these shares with the one before it.
+
+    Args:
+        sequences: Their tokens, `[n_i]` each.
+        keys: Sequences with different keys share nothing. Comparable.
+        limits: Of a sequence the number of its first tokens that may be common with another; None: all.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: (keys[i], _sortable(sequences[i]), i))
+    shared = [0]
+    for a, b in pairwise(order):
+        found = shared_tokens(sequences[a], sequences[b]) if keys[a] == keys[b] else 0
+        # As many as the limit may be common; the last of them is not shared.
+        shared.append(min([found, *(limit - 1 for limit in (limits[a], limits[b]) if limit is not None)]))
+    return order, shared
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What sequences have in common by their prompts alone, which every rank knows.
+
+    `order`: all sequences, by their prompts. `shared`: of each place in it, the tokens that its sequence shares with
+    the one before. `family`: of each place; places of one family share something with their neighbours.
+    """
+
+    lengths: Sequence[int]
+    order: list[int]
+    shared: list[int]
+    family: list[int]
+    place: list[int]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Prompted], by_route: bool) -> Prefixes:
+        """`by_route`: experts are replayed, and only prompts that an engine routed alike are shared."""
+        tokens: dict[int, NDArray[Any]] = {}
+        kept = [s.prompt for s in sequences]  # while they are held, their ids are theirs
+        for prompt in kept:
+            if id(prompt) not in tokens:
+                tokens[id(prompt)] = np.asarray(prompt)
+        sortable = {name: _sortable(value) for name, value in tokens.items()}
+        keys: list[Hashable] = [s.routed_by if by_route else 0 for s in sequences]
+        lengths = [len(s) for s in sequences]
+        names = [id(prompt) for prompt in kept]
+        order = sorted(range(len(sequences)), key=lambda i: (keys[i], sortable[names[i]], -lengths[i], i))
+        shared = [0]
+        for a, b in pairwise(order):
+            if keys[a] != keys[b]:
+                shared.append(0)
+            elif names[a] == names[b]:
+                shared.append(max(0, len(kept[a]) - 1))
+            else:
+                shared.append(shared_tokens(tokens[names[a]], tokens[names[b]]))
+        family = np.cumsum([not k for k in shared]).tolist()
+        place = [0] * len(order)
+        for at, i in enumerate(order):
+            place[i] = at
+        return cls(lengths, order, shared, family, place)
+
+    @property
+    def any(self) -> bool:
+        return max(self.shared, default=0) > 0
+
+    def of_bin(self, members: Sequence[int]) -> list[tuple[int, int]]:
+        """(length, shared tokens) of the sequences of one micro-batch."""
+        places = sorted(self.place[i] for i in members)
+        out = [(self.lengths[self.order[at]], 0) for at in places[:1]]
+        for a, b in pairwise(places):
+            k = min(self.shared[a + 1 : b + 1]) if self.family[a] == self.family[b] else 0
+            out.append((self.lengths[self.order[b]], k))
+        return out
+
+    def units(self, limit: int) -> list[list[int]]:
+        """Neighbours that share something, in parts that compute at most `limit` tokens or have one sequence."""
+        out: list[list[int]] = []
+        tokens = 0
+        for at, i in enumerate(self.order):
+            own = self.lengths[i] - self.shared[at]
+            if self.shared[at] and tokens + own <= limit:
+                out[-1].append(i)
+                tokens += own
+            else:
+                out.append([i])
+                tokens = self.lengths[i]
+        return out
+
+    def candidates(self, token_budget: int, round_size: int) -> list[list[list[int]]]:
+        """Ways to keep sequences together, from the largest parts to none at all: large ones share most, small ones
+        are spread over `round_size` ranks most evenly."""
+        computed = sum(self.lengths) - sum(self.shared)
+        rounds = max(1, -(-computed // (token_budget * round_size)))
+        even = -(-computed // (rounds * round_size))
+        limits = sorted(
+            {min(token_budget, n) for n in (token_budget, even, even // 2, even // 4)}, reverse=True
+        )
+        return [*(self.units(n) for n in limits), [[i] for i in self.order]]

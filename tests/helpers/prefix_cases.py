@@ -1,0 +1,172 @@
+"""Batches whose sequences begin alike, computed once and anew for each: what the tests of shared prefixes compare.
+
+Run under torchrun it compares them in other layouts: `-m tests.helpers.prefix_cases WORKPLACE LAYOUT...`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.core.spans import RouteSpan
+from rlsys.trainer.logprobs import Scores
+from rlsys.trainer.pack import MicroBatch, TrainSample
+from rlsys.trainer.trainer import Trainer, finalize_model_grads
+from tests.helpers import trainer_cases as cases
+
+BUDGET = 512
+VOCAB = 96
+
+
+def samples(groups: int = 3, size: int = 4) -> list[TrainSample]:
+    """Groups of responses to one prompt each, behind a few tokens that all prompts have in common; of every group
+    two responses begin alike, and one goes on in a further turn."""
+    rng = random.Random(0)
+
+    def ids(n: int) -> list[int]:
+        return [rng.randrange(VOCAB) for _ in range(n)]
+
+    template, out = ids(3), []
+    for g in range(groups):
+        prompt = [*template, *ids(rng.randint(9, 21))]
+        responses = [ids(rng.randint(1, 40)) for _ in range(size - 1)]
+        responses.append([*responses[0][: 1 + len(responses[0]) // 2], *ids(5)])
+        for i, response in enumerate(responses):
+            out.append(_sample(prompt, response, g * size + i, rng))
+        out.append(_sample([*prompt, *responses[1], *ids(4)], ids(7), g * size + 1, rng, place=1))
+    return out
+
+
+def _sample(
+    prompt: list[int], response: list[int], row: int, rng: random.Random, place: int = 0
+) -> TrainSample:
+    mu = [-abs(rng.gauss(4.5, 0.5)) for _ in response]
+    return TrainSample(prompt, response, mu, [0] * len(response), row, place=place)
+
+
+def with_routes(plain: list[TrainSample]) -> list[TrainSample]:
+    """Random routes; those of a prompt's token are alike wherever the tokens before it are."""
+    out = []
+    for i, s in enumerate(plain):
+        tokens, rows = [*s.prompt_ids, *(int(t) for t in s.response_ids)], b""
+        for n in range(1, len(s)):
+            of_prompt = n <= len(s.prompt_ids)
+            rng = random.Random(f"{tokens[:n]}{'' if of_prompt else i}")
+            rows += bytes(e for _ in range(4) for e in rng.sample(range(8), 2))
+        out.append(dataclasses.replace(s, routes=(RouteSpan(0, len(s) - 1, rows),)))
+    return out
+
+
+def batch_for(trainer: Trainer, shared: bool) -> list[MicroBatch]:
+    plain = samples()
+    if trainer.config.trainer.replay == "engine":
+        plain = with_routes(plain)
+    if trainer.config.rollout.top_k:
+        plain = cases.with_support(plain)
+    pack = trainer.passes.pack
+    return (pack if shared else dataclasses.replace(pack, shared="no"))(plain)
+
+
+def loss_of(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """A policy loss and a term for the entropy."""
+    loss, sums = cases.policy_loss(scores, micro)
+    if scores.entropy is not None:
+        loss = loss - 0.1 * (scores.entropy * micro.mask).sum()
+    if scores.values is not None:
+        loss = loss + 0.1 * ((scores.values - 1.0) ** 2 * micro.mask).sum()
+    return loss, sums
+
+
+def by_row(trainer: Trainer, batch: list[MicroBatch], values: list[Tensor]) -> dict[str, list[float]]:
+    """Of each sequence of all ranks, told by its row and its place; copies left out."""
+    out = {}
+    for micro, of_batch in zip(batch, values, strict=True):
+        parts = of_batch.split(micro.sequence_lengths)
+        for row, place, part in zip(micro.rows.tolist(), micro.places, parts, strict=True):
+            if not micro.copy:
+                out[f"{row}.{place}"] = part.tolist()
+    return {row: part for of_rank in trainer.from_all(out) for row, part in of_rank.items()}
+
+
+def seen(trainer: Trainer, shared: bool) -> dict[str, Any]:
+    """What a scoring pass and a backward pass give. Gradients are those that this rank's optimizers hold."""
+    batch = batch_for(trainer, shared)
+    scores = trainer.passes.score(batch)
+    out: dict[str, Any] = {"logp": by_row(trainer, batch, [s.logp for s in scores])}
+    if scores[0].entropy is not None:
+        out["entropy"] = by_row(trainer, batch, [s.entropy for s in scores if s.entropy is not None])
+    before = [bias.clone() for bias in trainer._expert_biases]
+    trainer.passes.accumulate(batch, loss_of)
+    finalize_model_grads(trainer.models, None)
+    out["biases"] = [bias.tolist() for bias in trainer._expert_biases]
+    for bias, value in zip(trainer._expert_biases, before, strict=True):
+        bias.copy_(value)
+    trainer.optimizer.prepare_grads()
+    whole = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    groups = [g for each in whole if not each.is_stub_optimizer for g in each.optimizer.param_groups]
+    out["gradients"] = [p.grad.clone() for g in groups for p in g["params"]]
+    done = trainer.passes.take_accumulated()
+    out["loss"] = float(done.sums["loss_sum"])
+    out["shared_share"] = done.shared_share
+    out["routing"] = trainer._routing.metrics(trainer._device)
+    trainer.optimizer.zero_grad()
+    return out
+
+
+def gaps(trainer: Trainer) -> dict[str, Any]:
+    """How far the pass that shares is from the one that does not."""
+    cases.stir(trainer)
+    alone, shared = seen(trainer, False), seen(trainer, True)
+    found: dict[str, Any] = {}
+    for name in ("logp", "entropy"):
+        if name in alone:
+            assert alone[name].keys() == shared[name].keys()
+            found[name] = max(
+                (torch.tensor(a) - torch.tensor(shared[name][row])).abs().max().item()
+                for row, a in alone[name].items()
+            )
+    found["gradient"] = max(
+        ((a - b).abs().max() / a.abs().max().clamp(min=1.0)).item()
+        for a, b in zip(alone["gradients"], shared["gradients"], strict=True)
+        if a.numel()
+    )
+    found["largest gradient"] = max(float(a.abs().max()) for a in alone["gradients"] if a.numel())
+    found["loss"] = abs(alone["loss"] - shared["loss"]) / max(1.0, abs(alone["loss"]))
+    found["biases"] = alone["biases"] == shared["biases"]
+    found["routing"] = alone["routing"], shared["routing"]
+    return found | {"share": shared["shared_share"], "without": alone["shared_share"]}
+
+
+def trainer_of(workplace: Path, layout: str) -> Trainer:
+    sections = cases.sections(layout)
+    sections["trainer"]["token_budget"] = BUDGET
+    kind = next((k for k in MODELS if k in layout), None)
+    folder = workplace / (kind or cases.model_of(layout))
+    return Trainer(cases.config_of(folder, workplace / "run-prefixes", **sections), ("entropy",))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"architecture": "Qwen3ForCausalLM"},
+    "windows": {"architecture": "GptOssForCausalLM"},
+}
+
+
+def main(workplace: Path, layouts: list[str]) -> None:
+    for layout in layouts:
+        trainer = trainer_of(workplace, layout)
+        found = trainer.from_all(gaps(trainer))
+        if trainer.is_main:
+            with (workplace / "gaps.jsonl").open("a") as file:
+                file.write(json.dumps([layout, found]) + "\n")
+        trainer.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,40 @@
+"""Where a common prompt is computed once, by facts that explain and the planner know as well as the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.describe import describe_prompts
+from rlsys.convert.fit import trained_model
+from rlsys.convert.prefixes import why_not_shared
+from tests.helpers import tiny
+from tests.helpers.trainer_cases import config_of
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "transformer_engine", "why"),
+    [
+        ("qwen3", {}, False, None),
+        ("deepseek-v3", {"parallel": {"tp": 2, "ep": 2, "etp": 1}}, False, None),
+        ("qwen3", {"parallel": {"cp": 2}}, False, "parallel.cp = 2"),
+        ("deepseek-v3", {"trainer": {"mtp_loss": 0.3}}, False, "trainer.mtp_loss = 0.3"),
+        ("qwen3-next", {}, False, "gated delta net"),
+        ("qwen3", {}, True, "Transformer Engine"),
+        ("qwen3", {"trainer": {"lora": {"rank": 4, "alpha": 8}}}, True, None),
+    ],
+)
+def test_where_a_common_prompt_is_computed_once(
+    family: str, sections: dict[str, Any], transformer_engine: bool, why: str | None, tmp_path: Path
+) -> None:
+    model = tiny.write(tmp_path / "model", tiny.TINY[family], mtp="mtp_loss" in str(sections))
+    config = config_of(model, tmp_path / "run", **sections)
+    hf = trained_model(config)
+    reason = why_not_shared(config, hf, transformer_engine)
+    _, said = describe_prompts(config, hf, transformer_engine)
+    if why is None:
+        assert reason is None and said == "computed once in each micro-batch"
+    else:
+        assert reason is not None and why in reason and said == f"computed for every sample: {reason}"
