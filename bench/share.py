@@ -35,7 +35,15 @@ from rlsys.core.spans import RoutePlace, RouteSpan, VersionSpan
 from rlsys.core.types import GroupState, Sample, SampleGroup, Status, Taken
 from rlsys.ledger.sample_rows import encode_routes
 from rlsys.ledger.segments import SegmentFile
-from rlsys.segments.records import FOLDER, HEADER_BYTES, Kind, SegmentReader, Whose, encode, head
+from rlsys.segments.records import (
+    FOLDER,
+    HEADER_BYTES,
+    Kind,
+    SegmentReader,
+    SequenceKey,
+    encode,
+    encode_header,
+)
 from rlsys.segments.route_records import RouteFile
 from rlsys.trainer.pack import Unread, pack, plan_bins
 
@@ -87,7 +95,7 @@ class HoledRoutes:
         table = struct.pack("<HHI", LAYERS, TOPK, 1)
         table += struct.pack(f"<{LAYERS}I", *(sums.get(layer, 0) for layer in range(LAYERS)))
         length = len(table) + LAYERS * size
-        first = head(Kind.ROUTES, Whose(0), 0, positions, length, table, len(table))
+        first = encode_header(Kind.ROUTES, SequenceKey(0), 0, positions, length, table, len(table))
         self._file.seek(self._at)
         self._file.write(first + table)
         for layer, chosen in zip(self._layers, experts, strict=True):
@@ -121,7 +129,9 @@ def write_step(folder: Path, sizes: Sizes) -> None:
             mu = rng.random(n).tobytes()
             experts = rng.integers(0, EXPERTS, (len(sizes.layers), PROMPT + n - 1, TOPK), np.uint8)
             where = encode_routes([routes.append(experts)])
-            sample.pieces = [tokens.append(encode(Kind.TOKENS, Whose(i), 0, n, ids + mu + where, len(where)))]
+            sample.pieces = [
+                tokens.append(encode(Kind.TOKENS, SequenceKey(i), 0, n, ids + mu + where, len(where)))
+            ]
             tokens.write_out()
         groups[i // GROUP].samples.append(sample)
     tokens.close()

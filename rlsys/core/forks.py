@@ -72,7 +72,7 @@ def cut(sample: Sample, at: int) -> None:
     if sample.support:
         del sample.support[_rows_end(sample.support, at) :]
     sample.routes = _routes_before(sample.routes, len(sample.prompt_ids) + at - 1) if at else []
-    sample.opinions, sample.taught = b"", False
+    sample.teacher_logprobs, sample.taught = b"", False
     sample.mu_sum = sum(sample.mu)
     sample.given = min(sample.given, sample.sampled_tokens)
     sample.discarded += received - sample.received_tokens

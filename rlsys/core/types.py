@@ -108,7 +108,7 @@ class Sample:
     sampled.
 
     Its tokens are in hand, or `pieces` says where they lie: then `response_ids`, `mu`, `routes`, `support`,
-    `opinions` and `behaviour` are empty. `spans` are there always, and tile the response.
+    `teacher_logprobs` and `behaviour` are empty. `spans` are there always, and tile the response.
 
     `routes` is in order and without overlap. Positions that no span covers have no routes: the engine was not asked
     for them, or it died before it handed them over; such tokens train without replay.
@@ -150,7 +150,7 @@ class Sample:
     """It was drawn from another prompt than its group's, and is trained on that (agents)."""
     support: bytearray = field(default_factory=bytearray)
     """Rows of the ids that sampling kept, one a response token (rlsys/segments/support.py); empty: all."""
-    opinions: bytes = b""
+    teacher_logprobs: bytes = b""
     """What a teacher that is an engine finds most probable in the place of each response token
     (rlsys/segments/teacher_logprobs.py). It is large: from the time it is saved, only who loads the sample has it."""
     taught: bool = False  # a teacher was asked about the whole response

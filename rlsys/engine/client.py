@@ -19,7 +19,7 @@ from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.sse import events
 from rlsys.engine.weight_calls import load_by, load_from_disk
 from rlsys.engine.wire import BAD_ANSWER, UNPLANNED, DeadEngine, EngineError, Limits, Stranger, Wire, parse
-from rlsys.segments.route_records import ASK
+from rlsys.segments.route_records import ROUTES_PARAM
 
 IDLE_SECONDS = 30.0
 _VERSION_DIGITS = 18
@@ -91,7 +91,7 @@ class EngineClient(Wire):
         body = {"input_ids": ids, "rid": rid, "sampling_params": sampling, **_STREAMED, **self._adapter}
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
-            sampling["custom_params"] = {ASK: True}
+            sampling["custom_params"] = {ROUTES_PARAM: True}
         if cache_key is not None:
             body["extra_key"] = cache_key
         if tops:

@@ -88,7 +88,7 @@ class RolloutBuffer:
                 for sample, own in zip(group.samples, whole, strict=True):
                     for sequence, loaded in zip(sample.sequences, own.sequences, strict=True):
                         sequence.behaviour = loaded.behaviour
-                        sequence.taught, sequence.opinions = bool(loaded.opinions), b""
+                        sequence.taught, sequence.teacher_logprobs = bool(loaded.teacher_logprobs), b""
                 for sample in group.samples:
                     self._saved.know(sample)
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):

@@ -82,7 +82,7 @@ class RunReader:
             with self.database() as db, SegmentReader(self._run_dir) as segments:
                 groups = read_groups(db, where, *values)
                 for group in groups:
-                    group.samples = [segments.loaded(sample) for sample in group.samples]
+                    group.samples = [segments.load(sample) for sample in group.samples]
                 return groups
         except RunError as e:
             raise UserError(str(e)) from None

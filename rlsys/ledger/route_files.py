@@ -21,7 +21,7 @@ from pathlib import Path
 from rlsys.core.errors import UserError, disk_errors
 from rlsys.core.spans import RouteSpan
 from rlsys.segments.records import FOLDER
-from rlsys.segments.route_records import RouteFile, written_bytes
+from rlsys.segments.route_records import RouteFile, file_size
 
 STILL_OPEN = 2
 """Of a living process's files, so many of the newest stay: it writes the last one, and answers are on their way."""
@@ -46,7 +46,7 @@ class RouteFiles:
         wanted = "SELECT name, length FROM route_files WHERE file IN (SELECT file FROM route_places)"
         for name, length in self._db.execute(wanted).fetchall():
             with disk_errors(self._folder, UserError):
-                found = written_bytes(self._folder / name)
+                found = file_size(self._folder / name)
             if found < length:
                 has = f"it has {found}" if found >= 0 else "it is not there"
                 raise UserError(
@@ -77,7 +77,7 @@ class RouteFiles:
         assert span.place is not None
         name, offset, length, _ = span.place
         with disk_errors(self._folder):
-            found = written_bytes(self._folder / name)
+            found = file_size(self._folder / name)
         if found < offset + length:
             log.warning(
                 "sample %d: no routes of positions [%d, %d): %s ends at %d bytes, and they lie at %d",

@@ -16,7 +16,7 @@ from rlsys.core.types import Sample, Scored, Status
 from rlsys.ledger.segments import SegmentFile
 from rlsys.ledger.store import ids_to_blob, row_of_sequence
 from rlsys.ledger.writer import StoreWriter
-from rlsys.segments.records import Kind, Whose, encode
+from rlsys.segments.records import Kind, SequenceKey, encode
 
 New = tuple[list[Piece], list[RouteSpan], bool]
 """Where new tokens of a sequence lie, and where engines have put new routes. True: it has lost tokens, and these are
@@ -129,7 +129,7 @@ class SavedSamples:
                     placed = [one for one in placed if one[:2] != (sample.sample_id, number)]
                 if claimed := self._file.routes.claim(sample.sample_id, routes, again=anew):
                     encoded = encode_routes(claimed)
-                    record = encode(Kind.TOKENS, Whose.of(q), before.tokens, 0, encoded, len(encoded))
+                    record = encode(Kind.TOKENS, SequenceKey.of(q), before.tokens, 0, encoded, len(encoded))
                     pieces = [*pieces, self._file.tokens.append(record)]
                 if number:
                     self._write_further(q)
@@ -246,15 +246,19 @@ def append_tokens(
         ids = ids_to_blob(sample.response_ids[before.tokens :])
         mu = np.asarray(sample.mu[before.tokens :], "<f8").tobytes()
         routes = encode_routes(new_routes)
-        record = encode(Kind.TOKENS, Whose.of(sample), before.tokens, new, ids + mu + routes, len(routes))
+        record = encode(
+            Kind.TOKENS, SequenceKey.of(sample), before.tokens, new, ids + mu + routes, len(routes)
+        )
         pieces.append(file.append(record))
     if len(sample.support) != before.support:
         kept = bytes(sample.support[before.support :])
-        pieces.append(file.append(encode(Kind.SUPPORT, Whose.of(sample), before.tokens, new, kept)))
-    if sample.opinions:  # they come once, of the whole response
-        record = encode(Kind.OPINIONS, Whose.of(sample), 0, sample.tokens, sample.opinions)
+        pieces.append(file.append(encode(Kind.SUPPORT, SequenceKey.of(sample), before.tokens, new, kept)))
+    if sample.teacher_logprobs:  # they come once, of the whole response
+        record = encode(
+            Kind.TEACHER_LOGPROBS, SequenceKey.of(sample), 0, sample.tokens, sample.teacher_logprobs
+        )
         pieces.append(file.append(record))
-        sample.opinions = b""
+        sample.teacher_logprobs = b""
     return pieces
 
 
@@ -263,7 +267,7 @@ def append_scores(file: SegmentFile, sample: Sample, start: int) -> list[Piece]:
     if len(sample.behaviour) <= start:
         return []
     logp = np.array(sample.behaviour[start:], dtype="<f4").tobytes()
-    record = encode(Kind.SCORES, Whose.of(sample), start, len(sample.behaviour) - start, logp)
+    record = encode(Kind.SCORES, SequenceKey.of(sample), start, len(sample.behaviour) - start, logp)
     return [file.append(record)]
 
 

@@ -159,9 +159,9 @@ def _seen(
     for found in db.execute("SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (row[0],)):
         sample.further.append(sequence_of_row(found, pieces.get(found[1], [])))
     if pieces:
-        sample = replace(segments.loaded(sample), routes=[], opinions=b"")  # large, and nothing to read
+        sample = replace(segments.load(sample), routes=[], teacher_logprobs=b"")  # large, and nothing to read
         for sequence in sample.further:
-            sequence.routes, sequence.opinions = [], b""
+            sequence.routes, sequence.teacher_logprobs = [], b""
     versions = sorted({span.version for span in sample.spans})
     marks = ", ".join("?" * len(versions))
     steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({marks})"

@@ -151,7 +151,7 @@ class StoreWriter:
         """The same with their tokens in hand, what is not flushed included."""
         self.tokens.write_out()
         with SegmentReader(self.path.parent) as reader:
-            return [reader.loaded(sample) for sample in samples]
+            return [reader.load(sample) for sample in samples]
 
     def samples(self, query: SampleQuery) -> list[Seen]:
         """A page of them, what is not flushed included."""

@@ -49,8 +49,7 @@ class EngineTeacher:
         return {"teacher_tokens": self._tokens, "teacher_unanswered": self._unanswered}
 
     async def ask(self, sample: Sample) -> str | None:
-        """Set `opinions` of all sequences that are trained and have none; why that is impossible, None when it is
-        done."""
+        """Set `teacher_logprobs` of all trained sequences without; returns why that is impossible, None when done."""
         for sequence in sample.trained_sequences:
             if sequence.taught or not sequence.tokens:
                 continue
@@ -78,7 +77,7 @@ class EngineTeacher:
                         )
                         self._tell(away=False)
                         self._check(ids.ravel().tolist())
-                        sequence.opinions, sequence.taught = teacher_logprobs.encode(ids, logp), True
+                        sequence.teacher_logprobs, sequence.taught = teacher_logprobs.encode(ids, logp), True
                         return None
                     except (*DeadEngine, EngineError) as e:
                         if isinstance(e, EngineError) and e.status < _ITS_FAULT:

@@ -24,7 +24,7 @@ from rlsys.core.spans import RouteSpan
 from rlsys.core.types import Sample
 from rlsys.segments import support
 from rlsys.segments import teacher_logprobs as opinions
-from rlsys.segments.records import Arrays, SegmentReader
+from rlsys.segments.records import SegmentReader, TokenArrays
 from rlsys.segments.route_records import LayerRoutes, read_routes
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class TrainSample:
         cls,
         sample: Sample,
         row: int = -1,
-        held: Arrays | Sample | None = None,
+        held: TokenArrays | Sample | None = None,
         read: ReadRoutes = list,
         first_turn: int = 0,
     ) -> TrainSample:
@@ -95,7 +95,7 @@ class TrainSample:
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
             behaviour, () if transferred else read(held.routes), transferred, held.support,
-            held.opinions, sample.sequence, turns,
+            held.teacher_logprobs, sample.sequence, turns,
         )  # fmt: skip
 
     def read(self) -> TrainSample:

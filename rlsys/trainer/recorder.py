@@ -48,7 +48,7 @@ class Recorder:
         for symptom in self._watch.add(entry):
             decode = Tokenizer.of(self._config).decode
             with SegmentReader(self._config.run.dir) as segments:
-                samples = told_samples(symptom.name, self._groups, decode, segments.loaded)
+                samples = told_samples(symptom.name, self._groups, decode, segments.load)
             self._metrics.write("warning", step, **symptom.entry(), samples=samples)
 
     def show(self, groups: Sequence[SampleGroup]) -> None:

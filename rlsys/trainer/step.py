@@ -31,7 +31,7 @@ from rlsys.algo.objective import Objective, StepPlan
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Sample, SampleGroup, Scored, Taken, Unscored
 from rlsys.obs.metrics import MISMATCH_EDGES
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, Unread
@@ -67,7 +67,7 @@ def train_step(
     metrics["effective_groups"] = len({int(plan.samples.group_ids[r]) for r in plan.trained})
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
-    if due := objective.put_off(plan, taken.groups, step, partial(in_hand, trainer.segments)):
+    if due := objective.put_off(plan, taken.groups, step, partial(load_with_routes, trainer.segments)):
         again = replace(taken, groups=[group for group, _ in due])
         table = sample_table(again.groups, step, objective.asks.needs)
         plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
@@ -278,7 +278,7 @@ def score_with_others(batches: Sequence[list[MicroBatch]], objective: Objective,
         trainer.critic.score_values(batches)
     if "divergence" in passes and trainer.teacher is None:  # an engine was asked, and the samples have it
         if any(micro.teacher_ids is None for batch in batches for micro in batch):
-            raise RunError("a sample that was taken has no opinions of algo.teacher.engine")
+            raise RunError("a sample of the step has no log-probs of algo.teacher.engine")
     elif "divergence" in passes:
         assert isinstance(trainer.teacher, Teachers), "add_teacher comes before the first step"
         trainer.teacher.score(batches)

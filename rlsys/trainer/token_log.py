@@ -51,7 +51,7 @@ def write_notes(trainer: Trainer, taken: Taken, noted: Sequence[Noted]) -> None:
             s.sample_id: TokenFigures(
                 np.array(s.response_ids, dtype="<i4").tobytes(), to_floats(s.mu), *found.get(s.sample_id, ())
             )
-            for s in map(trainer.segments.loaded, samples)
+            for s in map(trainer.segments.load, samples)
         }
         write_trained(trainer.config.run.dir, taken.train_step, figures)
 

@@ -240,7 +240,7 @@ class Worker:
         if self._leaving:  # it may be one of them, or of their group
             await asyncio.wait(set(self._leaving))
         with SegmentReader(self._parts.folder) as reader:
-            sample = reader.loaded(sample)
+            sample = reader.load(sample)
         self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
         self._told |= {(q.sample_id, q.sequence): changing(q) for q in sample.further}
         self._groups.add(sample, prompt.index, together)

@@ -21,7 +21,7 @@ from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
 from rlsys.segments.records import SegmentReader
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 from tests.helpers.servers import TINY_MOE, tiny_moe_model
@@ -144,7 +144,7 @@ def routes(s: Sample, run: Path) -> bytes:
     """Of all positions, one byte each: there are few experts. `run`: where engines write them."""
     assert [r.start for r in s.routes] == [0, *(r.end for r in s.routes[:-1])]
     with SegmentReader(run) as segments:
-        return b"".join(r.experts for r in in_hand(segments, s).routes)
+        return b"".join(r.experts for r in load_with_routes(segments, s).routes)
 
 
 def worst_gap(a: list[float], b: list[float]) -> float:

@@ -23,7 +23,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.segments.records import SegmentReader
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.engine_stack import (
     CANARIES,
@@ -212,7 +212,7 @@ async def test_an_engine_keeps_its_requests_through_a_push(
         seam = len(PROMPT) + kept.spans[1].start - 1
         assert kept.routes[0].start == seam
         with SegmentReader(engine_run) as segments:
-            (after,) = in_hand(segments, kept).routes
+            (after,) = load_with_routes(segments, kept).routes
         assert routes(unbroken, engine_run)[seam * LAYERS * TOP_K :] == after.experts
         await s.router.interrupt()
         assert s.router.stats()["lost"] == 0

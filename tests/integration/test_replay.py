@@ -18,7 +18,7 @@ from rlsys.core.types import Sample, Unscored
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.segments.records import SegmentReader
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.trainer.model.routing import decode
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.step import score_parked
@@ -107,7 +107,7 @@ def exact_samples(engine_config: Config, engine: str, engine_run: Path) -> list[
             return await generated(engine, SAMPLES)
 
     with SegmentReader(engine_run) as segments:
-        return [TrainSample.of(in_hand(segments, s), s.sample_id) for s in asyncio.run(body())]
+        return [TrainSample.of(load_with_routes(segments, s), s.sample_id) for s in asyncio.run(body())]
 
 
 @pytest.fixture

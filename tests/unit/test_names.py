@@ -32,7 +32,6 @@ RECORDED = {
     "rlsys/rewards": 115,
     "rlsys/rollout": 215,
     "rlsys/router": 216,
-    "rlsys/segments": 54,
     "rlsys/tenants": 126,
     "rlsys/trainer": 386,
     "rlsys/venv_runner": 1,

@@ -23,7 +23,7 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.ledger import check
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
-from rlsys.segments.records import FOLDER, Kind, Whose, decode, encode
+from rlsys.segments.records import FOLDER, Kind, SequenceKey, decode, encode
 from tests.helpers.takeovers import between_look_and_commit, take_locks_away
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,7 +62,7 @@ def test_a_record_is_read_as_it_was_written(
 ) -> None:
     mu = [i / 3 for i in ids]
     payload = struct.pack(f"<{len(ids)}i{len(mu)}d", *ids, *mu) + routes
-    data = encode(Kind.TOKENS, Whose(sample, sequence, 0), start, len(ids), payload, len(routes))
+    data = encode(Kind.TOKENS, SequenceKey(sample, sequence, 0), start, len(ids), payload, len(routes))
     record = decode(data, "here")
     assert (record.kind, record.sample_id, record.sequence, record.start) == (
         Kind.TOKENS,
@@ -77,7 +77,7 @@ def test_a_record_is_read_as_it_was_written(
 
 @given(st.data())
 def test_no_changed_byte_passes(data: st.DataObject) -> None:
-    record = bytearray(encode(Kind.SCORES, Whose(7), 2, 3, bytes(range(12))))
+    record = bytearray(encode(Kind.SCORES, SequenceKey(7), 2, 3, bytes(range(12))))
     at = data.draw(st.integers(0, len(record) - 1))
     record[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RunError, match=r"^here: damaged"):
@@ -239,7 +239,7 @@ def test_a_changed_byte_is_told_to_who_reads_it(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[60] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match=rf"{file.name} at 0: damaged: the record of sample 0"):
+    with pytest.raises(UserError, match=rf"{file.name} at 0: damaged: checksum mismatch in the record of sample 0"):
         RunReader(tmp_path).groups("1")
 
 

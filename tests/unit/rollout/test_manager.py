@@ -22,7 +22,7 @@ from rlsys.ledger.reader import RunReader
 from rlsys.rollout.figures import quantile
 from rlsys.rollout.schedule import admission_capacity
 from rlsys.segments.records import SegmentReader
-from rlsys.segments.route_records import in_hand, read_pointer
+from rlsys.segments.route_records import load_with_routes, read_pointer
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import (
     APRIL,
@@ -634,7 +634,7 @@ async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> Non
         r.buffer.save([running])
         (saved,) = (s for s in loaded(tmp_path, r.buffer.unloaded([0]))[0].samples if s.index == 0)
         with SegmentReader(tmp_path) as reader:
-            assert [s.end for s in in_hand(reader, saved).routes] == [positions]
+            assert [s.end for s in load_with_routes(reader, saved).routes] == [positions]
 
 
 async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(

@@ -41,7 +41,7 @@ from rlsys.rollout.members import Members
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.segments.records import FOLDER, SegmentReader
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.worker.scoring import Scorer
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, abandon, make_config
@@ -252,7 +252,7 @@ class World:
     def check_routes(self, s: Sample) -> None:
         """They are the engine's at every position that has any; without them are only those that died with one."""
         with SegmentReader(self.config.run.dir) as segments:
-            read = in_hand(segments, s)
+            read = load_with_routes(segments, s)
         for told, span in zip(s.routes, read.routes, strict=True):
             self.happened["routes in hand" if told.place is None else "routes in files"] += 1
             chosen = [e for p in range(span.start, span.end) for e in experts(p)]

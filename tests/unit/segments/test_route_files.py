@@ -33,7 +33,7 @@ from rlsys.segments.route_records import (
     ROUTES_VARIABLE,
     RouteFile,
     encode,
-    in_hand,
+    load_with_routes,
     pointer,
     read_pointer,
     read_routes,
@@ -211,8 +211,8 @@ def test_what_was_put_off_needs_no_file_any_more(tmp_path: Path) -> None:
         answered(writer(tmp_path, start=s.index + 1), s, 4, buffer.versions.new(0))
     samples = trained(buffer, group, 1)
     with SegmentReader(tmp_path) as reader:
-        held = [in_hand(reader, s) for s in samples]
-        assert all(s.routes[0].place is not None for s in map(reader.loaded, samples))
+        held = [load_with_routes(reader, s) for s in samples]
+        assert all(s.routes[0].place is not None for s in map(reader.load, samples))
     assert [s.routes for s in held] == [[RouteSpan(0, 5, chosen(5).astype("<u2").tobytes())]] * 2
     buffer.close()
 
@@ -317,7 +317,7 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
     group.samples[1].append(Segment([3], [-1.0], [VersionSpan(version, 0, 1)], "abort"))
     samples = trained(buffer, group, 1)
     with SegmentReader(tmp_path) as reader:
-        held = in_hand(reader, samples[0])
+        held = load_with_routes(reader, samples[0])
     assert np.frombuffer(held.routes[0].experts, "<u2").tolist() == chosen(5).flatten().tolist()
     writer(tmp_path, start=2).append(chosen(1), 0)  # it has been started again
     buffer.prune(1)
@@ -393,7 +393,7 @@ def test_a_kill_before_files_are_removed_counts_nothing_twice(
 
 def test_more_than_a_record_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 GiB; a kernel reads 2 GiB at once."""
-    monkeypatch.setattr("rlsys.segments.route_records.LARGEST", 50)
+    monkeypatch.setattr("rlsys.segments.route_records.MAX_PAYLOAD_BYTES", 50)
     with pytest.raises(ValueError, match="a record at most 50"):
         encode(chosen(3), 0)
 
