@@ -334,7 +334,7 @@ class Rollout:
         )  # fmt: skip
         source: Any = Numbers()
         workers = getattr(args, "workers", 1)
-        more: dict[str, Any] = {} if workers == 1 else {"in_hand": False}
+        more: dict[str, Any] = {} if workers == 1 else {"holds_tokens": False}
         self.router: Any = make_router(args, session) if workers == 1 else make_workers(self.config, args)
         planning = Planning(self.config, source, None)
         self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest

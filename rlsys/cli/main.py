@@ -250,7 +250,7 @@ def report(args: argparse.Namespace) -> int:
 
 def ledger(args: argparse.Namespace) -> int:
     """Print a run's ledger and check it: RunError (exit code 1) when it does not add up."""
-    from rlsys.ledger.ledger import check
+    from rlsys.ledger.ledger import check_ledger
     from rlsys.ledger.reader import RunReader
 
     must_be_run(args.run)
@@ -259,7 +259,7 @@ def ledger(args: argparse.Namespace) -> int:
         print(json.dumps(found.figures(), indent=2))
     else:
         Console().print(ledger_table(found.figures()))
-    check(found)
+    check_ledger(found)
     return 0
 
 

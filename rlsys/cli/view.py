@@ -24,7 +24,7 @@ from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.core.types import Status
-from rlsys.ledger.samples import Order, SampleQuery, Seen, check_query
+from rlsys.ledger.samples import Order, SampleQuery, SampleView, check_query
 from rlsys.obs.role import unless_ignored
 from rlsys.viewer.answers import KINDS, AnswerRows
 from rlsys.viewer.reading import Part, RunTexts, arrays_of, parts_of, sequences_of, turns_of
@@ -101,7 +101,7 @@ def show_samples(args: argparse.Namespace) -> int:
             continue
         if seen.sample.group_id != prompt_of:  # the prompt of a whole group is shown once
             prompt_of = seen.sample.group_id
-            console.print(Rule(f"group {seen.sample.group_id}, {seen.fate}", align="left"))
+            console.print(Rule(f"group {seen.sample.group_id}, {seen.outcome}", align="left"))
             console.print(Text(_harmless(texts.prompt(seen)), style="dim"))
         _print_sample(console, texts, seen)
     if not shown and not args.json:
@@ -179,7 +179,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise UserError(f"--grep {text}: not a regular expression: {e}") from None
 
 
-def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
+def _print_sample(console: Console, texts: RunTexts, seen: SampleView) -> None:
     sample = seen.sample
     advantage = next((a for a in arrays_of(seen)["advantages"] if a is not None), None)
     facts = [
@@ -201,7 +201,7 @@ def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
     parts = parts_of(seen)
     versions = sorted({part.version for part in parts})
     style = {version: _STYLES[i % len(_STYLES)] for i, version in enumerate(versions)}
-    if seen.kept:
+    if seen.has_tokens:
         pieces = texts.tokenizer.pieces(sample.response_ids)
         text = Text()
         for part in parts:
@@ -212,7 +212,7 @@ def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
         console.print(text, highlight=False)
     else:
         console.print(Text("its tokens are no longer kept (rollout.keep_groups)", style="dim"))
-    for other in sequences_of(seen, texts.tokenizer.decode) if seen.kept else []:
+    for other in sequences_of(seen, texts.tokenizer.decode) if seen.has_tokens else []:
         of = (
             " on the side"
             if other["aside"]
@@ -232,7 +232,7 @@ def _harmless(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _why_none(seen: Seen) -> str:
+def _why_none(seen: SampleView) -> str:
     status = seen.sample.status
     if status in (Status.FINISHED, Status.TRUNCATED):
         return f"{status.value}, not scored yet"

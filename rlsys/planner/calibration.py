@@ -119,12 +119,12 @@ def lengths_of(groups: Sequence[Sequence[Length]]) -> Lengths:
     is stopped with long responses in flight would show short ones only.
     """
     newest, rng = groups[len(groups) // 2 :], random.Random(0)
-    ended = sorted(one.tokens for group in newest for one in group if one.ended)
+    ended = sorted(one.tokens for group in newest for one in group if one.complete)
     longest = max((one.tokens for group in newest for one in group), default=1)
 
     def whole(one: Length) -> int:
-        longer = ended if one.ended else ended[int(np.searchsorted(ended, one.tokens, side="right")) :]
-        return one.tokens if one.ended else rng.choice(longer or [longest])
+        longer = ended if one.complete else ended[int(np.searchsorted(ended, one.tokens, side="right")) :]
+        return one.tokens if one.complete else rng.choice(longer or [longest])
 
     found = [[whole(one) for one in group] for group in newest]
     return Lengths([n for group in found for n in group] or [1], longest, found or None)

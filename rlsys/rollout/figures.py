@@ -75,7 +75,7 @@ class Figures:
             "received_tokens", "engine_tokens", "engines_serving", "engine_deaths", "engine_rank_seconds"
         )  # fmt: skip
         return {
-            "lost": self._buffer.lost,
+            "lost": self._buffer.lost_tokens,
             **(
                 {"tokens_per_check": stats["checked_tokens"] / checks}
                 if (checks := stats["draft_checks"])

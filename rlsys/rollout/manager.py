@@ -23,9 +23,9 @@ from rlsys.generators.generator import build_generator
 from rlsys.generators.tools import ToolPenalties
 from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.commits import Commits
+from rlsys.ledger.commit_scheduler import CommitScheduler
 from rlsys.ledger.ledger import Ledger, check_conservation
-from rlsys.ledger.samples import SampleQuery, Seen
+from rlsys.ledger.samples import SampleQuery, SampleView
 from rlsys.obs.phases import Phases
 from rlsys.planning.planning import Planning
 from rlsys.rollout.canaries import Canaries
@@ -76,7 +76,7 @@ class RolloutManager:
         planning.restore(buffer.note("planning") or "")
         record = record_of(config)
         repeat = None if record is None else Repeat(record, buffer)
-        self._commits = Commits(buffer)
+        self._commits = CommitScheduler(buffer)
         self._router: Engines
         self._streams: Streams | Workers
         if isinstance(router, Workers):
@@ -152,11 +152,11 @@ class RolloutManager:
                     given = {i for part in self._parts for i in part}
                     part = await self._waiting.for_part(trained_steps, given)
             else:
-                version, _ = self._buffer.taken(train_step)
+                version, _ = self._buffer.read_step(train_step)
                 part = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
             if not part:
                 return None
-            groups = self._buffer.unloaded(part)
+            groups = self._buffer.read_groups(part)
             self._tool_penalties.put(groups)
             self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             self._commits.flush()
@@ -193,7 +193,7 @@ class RolloutManager:
                 self._buffer.take(train_step, chosen, self._parts)
                 self._runner.begin_step()
             counts = self._figures.counts()
-            version, groups = self._buffer.taken(train_step)
+            version, groups = self._buffer.read_step(train_step)
             self._tool_penalties.put(groups)
             if self._colocated:
                 with phases.add("interrupt"):
@@ -375,7 +375,7 @@ class RolloutManager:
         self._commits.flush()
         return await self._buffer.committed_ledger()
 
-    def samples(self, query: SampleQuery) -> list[Seen]:
+    def samples(self, query: SampleQuery) -> list[SampleView]:
         """The same: a page of them, what is not flushed included."""
         return self._buffer.samples(query)
 

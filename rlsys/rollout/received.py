@@ -33,5 +33,5 @@ class Received:
         if received != saved:
             raise RunError(f"{received} tokens came for samples, {saved} are in the ledger")
         lost = int(stats["lost"])
-        self._buffer.add_lost(max(0, lost - self._lost_seen))
+        self._buffer.add_lost_tokens(max(0, lost - self._lost_seen))
         self._lost_seen = lost

@@ -22,7 +22,7 @@ from rlsys.core.texts import shortened, valid_text
 from rlsys.core.types import LONGEST_REASON, CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
 from rlsys.generators.censoring import REFUSED, FailedSamples, boundary, named
 from rlsys.ledger.buffer import DEAD, RolloutBuffer
-from rlsys.ledger.commits import Commits
+from rlsys.ledger.commit_scheduler import CommitScheduler
 from rlsys.planning.planning import Planning
 from rlsys.planning.teacher import AWAY, EngineTeacher
 from rlsys.rollout.beside import Means
@@ -55,7 +55,7 @@ class SampleRunner:
         self,
         config: Config,
         buffer: RolloutBuffer,
-        commits: Commits,
+        commits: CommitScheduler,
         planning: Planning,
         streams: Streams | Workers,
         repeat: Repeat | None = None,
@@ -93,7 +93,7 @@ class SampleRunner:
         self.slots = config.slots
         """Samples that may be generating at once; fewer take effect as samples finish."""
         self.occupancy = Occupancy(config.samples_per_step)
-        commits.failed = self._fail
+        commits.on_failure = self._fail
 
     def go(self, trained_steps: int) -> None:
         """Start what may start with weights of this many train steps in the engines."""

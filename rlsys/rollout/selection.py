@@ -92,7 +92,7 @@ class Selection:
         live = [q for g in self._buffer.groups.values() for s in g.samples for q in s.trained_sequences]
         starts = {(q.sample_id, q.sequence): self._first_unscored(q, trained_steps) for q in live}
         wanted = {q.group_id: None for q in live if starts[q.sample_id, q.sequence] is not None}
-        found = [q for g in self._buffer.unloaded(wanted) for s in g.samples for q in s.trained_sequences]
+        found = [q for g in self._buffer.read_groups(wanted) for s in g.samples for q in s.trained_sequences]
         return [
             Unscored(replace(q, further=[]), start)
             for q in found

@@ -256,8 +256,8 @@ async def serve(
             publish(owner)
 
         def open_buffer() -> RolloutBuffer:
-            largest, in_hand = parts.planning.largest, config.rollout.workers == 1
-            return RolloutBuffer(path, identity(config), largest, owner, in_hand=in_hand)
+            largest, holds_tokens = parts.planning.largest, config.rollout.workers == 1
+            return RolloutBuffer(path, identity(config), largest, owner, holds_tokens=holds_tokens)
 
         try:
             buffer = await open_while_telling(path, open_buffer, listen)

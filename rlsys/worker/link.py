@@ -20,7 +20,7 @@ import msgspec
 
 from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
 from rlsys.core.types import CensorCause, Sample, Status
-from rlsys.ledger.sample_rows import New, ToldSequence
+from rlsys.ledger.sample_rows import NewTokens, SequenceUpdate
 from rlsys.worker.scoring import Verdict
 
 _LENGTH = struct.Struct("<I")
@@ -106,7 +106,7 @@ class Row(OfSequence, tag=True, array_like=True):
     discarded: int
     further: list[Further]
 
-    def tell_sample(self, sample: Sample) -> list[ToldSequence]:
+    def tell_sample(self, sample: Sample) -> list[SequenceUpdate]:
         """Bring the coordinator's sample up to date. What came of each sequence."""
         self.tell(sample)
         sample.censor_reason, sample.censor_cause = self.censor_reason, self.censor_cause
@@ -120,7 +120,7 @@ class Row(OfSequence, tag=True, array_like=True):
         return [(0, self.pieces, self.placed, self.anew), *further]
 
 
-def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> Row:
+def row_of(sample: Sample, done: bool, own: NewTokens, further: Mapping[int, NewTokens]) -> Row:
     """`own`, `further`: pieces and placed routes of the first sequence, and of later ones by number."""
     return Row(
         **_of_sequence(sample, own), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
@@ -133,7 +133,7 @@ def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> 
     )  # fmt: skip
 
 
-def _of_sequence(q: Sample, new: New) -> dict[str, Any]:
+def _of_sequence(q: Sample, new: NewTokens) -> dict[str, Any]:
     """The fields of OfSequence."""
     pieces, placed, anew = new
     return {

@@ -39,7 +39,7 @@ class Shelf(Protocol):
 
     def flush_soon(self) -> None: ...
 
-    async def flushed(self) -> None:
+    async def wait_for_commit(self) -> None:
         """Until the next flush, which is soon."""
 
 
@@ -148,7 +148,7 @@ class Streams:
     async def _saved(self, sample: Sample) -> None:
         """It is saved, and outlives this process when this returns."""
         self._shelf.save([sample])
-        await self._shelf.flushed()
+        await self._shelf.wait_for_commit()
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
         """The reward of a terminal sample, or the reason why it has none."""

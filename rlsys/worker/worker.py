@@ -34,7 +34,7 @@ from rlsys.engine_requests import Limits
 from rlsys.generators.generator import Generator, build_generator
 from rlsys.generators.trees import TreeGenerator
 from rlsys.generators.turns import sampling_turns
-from rlsys.ledger.sample_rows import New, Stored, append_tokens, changing
+from rlsys.ledger.sample_rows import NewTokens, StoredLengths, append_tokens, mutable_fields
 from rlsys.ledger.segments import SegmentFile
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.role import STACKS_VARIABLE, run_role
@@ -102,14 +102,14 @@ class Worker:
         )  # fmt: skip
         self._link = Link(ToWorker, self._hear, end)
         self._file: SegmentFile | None = None
-        self._stored: dict[int, list[Stored]] = {}  # of each sequence of the samples that run here
+        self._stored: dict[int, list[StoredLengths]] = {}  # of each sequence of the samples that run here
         self._told: dict[tuple[int, int], object] = {}  # of further sequences, what the coordinator knows
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()  # forgotten, and not at their end yet
         self._calls: set[asyncio.Task[None]] = set()
         self._rows: list[Row] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._flushed: asyncio.Future[None] | None = None
+        self._next_commit: asyncio.Future[None] | None = None
 
     async def serve(self, end: socket.socket) -> None:
         """For the life of the process."""
@@ -241,8 +241,8 @@ class Worker:
             await asyncio.wait(set(self._leaving))
         with SegmentReader(self._parts.folder) as reader:
             sample = reader.load(sample)
-        self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
-        self._told |= {(q.sample_id, q.sequence): changing(q) for q in sample.further}
+        self._stored[sample.sample_id] = [StoredLengths.of(q) for q in sample.sequences]
+        self._told |= {(q.sample_id, q.sequence): mutable_fields(q) for q in sample.further}
         self._groups.add(sample, prompt.index, together)
         try:
             if sample.status.terminal:
@@ -273,27 +273,27 @@ class Worker:
         for sample in samples:
             further = {}
             for q in sample.further:
-                key, now = (q.sample_id, q.sequence), changing(q)
+                key, now = (q.sample_id, q.sequence), mutable_fields(q)
                 if self._told.get(key) != now:
                     further[q.sequence] = self._written(self._file, q)
                     self._told[key] = now
             own = self._written(self._file, sample)
             self._rows.append(row_of(sample, not self._streams.runs(sample), own, further))
 
-    def _written(self, file: SegmentFile, sequence: Sample) -> New:
+    def _written(self, file: SegmentFile, sequence: Sample) -> NewTokens:
         """What is new of it, in the file."""
         stored = self._stored[sequence.sample_id]
         if sequence.sequence == len(stored):
-            stored.append(Stored())
+            stored.append(StoredLengths())
         before = stored[sequence.sequence]
         anew = sequence.tokens < before.tokens
         if anew:
-            before = Stored()
+            before = StoredLengths()
         new = sequence.routes[before.routes :]
         placed = [span for span in new if span.place is not None]
         in_hand = [span for span in new if span.place is None]
         pieces = append_tokens(file, sequence, before, in_hand)
-        stored[sequence.sequence] = Stored.of(sequence)
+        stored[sequence.sequence] = StoredLengths.of(sequence)
         return pieces, placed, anew
 
     def unsaved(self, sample: Sample) -> bool:
@@ -310,16 +310,16 @@ class Worker:
         for row in self._rows:
             self._link.send(row)
         self._rows.clear()
-        if self._flushed is not None:
-            self._flushed.set_result(None)
-            self._flushed = None
+        if self._next_commit is not None:
+            self._next_commit.set_result(None)
+            self._next_commit = None
 
-    async def flushed(self) -> None:
+    async def wait_for_commit(self) -> None:
         """Until the next flush."""
         self.flush_soon()
-        if self._flushed is None:
-            self._flushed = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._flushed)
+        if self._next_commit is None:
+            self._next_commit = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_commit)
 
     def flush_soon(self) -> None:
         if self._timer is None:

@@ -20,8 +20,8 @@ from rlsys.core.errors import RunError
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.commits import Commits
-from rlsys.ledger.sample_rows import Told
+from rlsys.ledger.commit_scheduler import CommitScheduler
+from rlsys.ledger.sample_rows import WorkerUpdate
 from rlsys.obs.role import describe_exit
 from rlsys.worker.link import Failed, Forget, Judged, OfSamples, Row, Run, pack, unpack
 from rlsys.worker.sample_spans import SampleSpans
@@ -68,7 +68,7 @@ class Workers:
         self._error: str | None = None
         self._failed: Callable[[BaseException], None] = lambda error: None
         self._buffer: RolloutBuffer
-        self._commits: Commits
+        self._commits: CommitScheduler
         self._spans: SampleSpans
         self.engines = WorkerEngines(config, self.processes, self._fail, self._resumed)
 
@@ -78,10 +78,10 @@ class Workers:
         await asyncio.gather(*(self._begin(w) for w in self.processes))
         self._watching = asyncio.create_task(self._look_after(), name="workers")
 
-    def attach(self, commits: Commits, spans: SampleSpans) -> None:
+    def attach(self, commits: CommitScheduler, spans: SampleSpans) -> None:
         """Before the first sample: what saves them, and is told of them."""
         self._commits, self._spans = commits, spans
-        self._failed = lambda error: commits.failed(error)
+        self._failed = lambda error: commits.on_failure(error)
 
     async def _begin(self, worker: WorkerProcess) -> None:
         engines = self.engines
@@ -105,7 +105,7 @@ class Workers:
         rows = [m for m in messages if isinstance(m, Row)]
         if rows:
             before = self._buffer.added_tokens
-            self._buffer.save_told(self._told(worker, rows))
+            self._buffer.save_from_workers(self._told(worker, rows))
             if new := self._buffer.added_tokens - before:
                 worker.told += new
                 worker.deaths = 0
@@ -123,7 +123,7 @@ class Workers:
                     worker.deaths = 0
                     run.verdict.set_result(self._parts.held_to(message.verdict))
 
-    def _told(self, worker: WorkerProcess, rows: list[Row]) -> Iterator[Told]:
+    def _told(self, worker: WorkerProcess, rows: list[Row]) -> Iterator[WorkerUpdate]:
         """Samples as these rows say, one after the other: a sample may be there twice."""
         for row in rows:
             run = self._running.get(row.sample_id)

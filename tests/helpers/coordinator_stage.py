@@ -23,7 +23,7 @@ import aiohttp
 from rlsys.config import Config, identity
 from rlsys.core.weight_updates import Canary
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.clock_record import ClockRecord
+from rlsys.ledger.replay_log import ReplayLog
 from rlsys.ledger.segments import SegmentTable
 from rlsys.ledger.store import FILE_NAME
 from rlsys.obs.role import end_with_parent
@@ -80,7 +80,7 @@ BOUNDARIES = {
     "an interrupt goes out": Boundary(WorkerEngines, "all", "before", "interrupt"),
     "one worker has answered an interrupt": Boundary(WorkerProcess, "call", "after", "interrupt"),
     "all have answered an interrupt": Boundary(WorkerEngines, "all", "after", "interrupt"),
-    "interrupts are written": Boundary(ClockRecord, "interrupted", "after"),
+    "interrupts are written": Boundary(ReplayLog, "interrupted", "after"),
     "a push begins": Boundary(WorkerEngines, "all", "before", "begin_push"),
     "a push has begun at one worker": Boundary(WorkerProcess, "call", "after", "begin_push"),
     "a push has begun": Boundary(WorkerEngines, "all", "after", "begin_push"),
@@ -137,7 +137,7 @@ class Stage:
     async def run(self) -> None:
         config, folder = self.config, self.config.run.dir
         planning = Planning(config, Numbers(), None)
-        buffer = RolloutBuffer(folder / FILE_NAME, identity(config), planning.largest, in_hand=False)
+        buffer = RolloutBuffer(folder / FILE_NAME, identity(config), planning.largest, holds_tokens=False)
         n = config.rollout.workers
         command = [sys.executable, "-m", "tests.helpers.worker_stage", sys.argv[1]]
         self.workers = Workers(config, [[*command, *self.urls[i::n]] for i in range(n)])

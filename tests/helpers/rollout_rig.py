@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rlsys.config import Config, identity
 from rlsys.core.types import Prompt, Sample, SampleGroup, Taken
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning, PromptScores
 from rlsys.planning.teacher import EngineTeacher
@@ -137,7 +137,7 @@ async def rig(
         yield made
         await made.manager.close()
         ledger = made.buffer.ledger()
-        check(ledger)
+        check_ledger(ledger)
         assert sum(ledger.tokens.values()) == before + made.router.received
     finally:
         made.buffer.close()

@@ -68,7 +68,7 @@ def write_run(folder: Path) -> Path:
         first.status = Status.PARKED
         first.resumes = version - 2
         if version < 4:
-            buffer.clock.interrupted([first])
+            buffer.replay_log.record_interrupts([first])
     buffer.save(group.samples)
     buffer.close()
     _write_metrics(run)

@@ -66,7 +66,7 @@ def write_step(run: Path) -> tuple[Taken, Taken]:
             sample.status, sample.reward = Status.FINISHED, float(sample.index % 2)
         buffer.finish(group, GroupState.READY)
     buffer.take(1, groups)
-    light = buffer.taken(1)[1]
+    light = buffer.read_step(1)[1]
     buffer.close()
     whole = [replace(g, state=GroupState.TRAINED, train_step=1) for g in groups]
     return Taken(1, version, light, {}), Taken(1, version, whole, {})

@@ -13,7 +13,7 @@ from rlsys.config import Config, identity
 from rlsys.core.types import Taken
 from rlsys.core.weight_updates import Canary
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
@@ -43,7 +43,7 @@ class Run:
         file.write_text(config.model_dump_json())
         planning = Planning(config, Numbers(), None)
         self.buffer = RolloutBuffer(
-            config.run.dir / FILE_NAME, identity(config), planning.largest, in_hand=False
+            config.run.dir / FILE_NAME, identity(config), planning.largest, holds_tokens=False
         )
         n = config.rollout.workers
         command = [sys.executable, "-m", "tests.helpers.worker_stage", str(file)]
@@ -115,7 +115,7 @@ async def run(
             yield one
             pids = one.pids()
             await one.manager.close()
-            check(one.buffer.ledger())
+            check_ledger(one.buffer.ledger())
         finally:
             await one.workers.close()
             one.buffer.close()

@@ -27,7 +27,7 @@ from rlsys.generators.generator import build_generator
 from rlsys.generators.tools import Calculator, around_answer
 from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
@@ -135,7 +135,7 @@ class Run:
         await self.client.slow_down(None)
         await self.manager.close()
         await asyncio.to_thread(self._sync.close)
-        check(self.buffer.ledger())
+        check_ledger(self.buffer.ledger())
         self.buffer.close()
 
 

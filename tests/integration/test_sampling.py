@@ -104,7 +104,7 @@ def test_log_probs_of_a_cut_distribution_are_the_engines(
         buffer.finish(group, GroupState.READY)
     buffer.take(1, groups)
     buffer.flush()
-    taken = Taken(1, version, buffer.taken(1)[1], {})
+    taken = Taken(1, version, buffer.read_step(1)[1], {})
     buffer.close()
     samples = [s for g in groups for s in g.samples]
     tokens, kept = sum(s.tokens for s in samples), sum(len(s.support) for s in samples)

@@ -23,7 +23,6 @@ RECORDED = {
     "rlsys/gateway": 132,
     "rlsys/generators": 275,
     "rlsys/importers": 184,
-    "rlsys/ledger": 164,
     "rlsys/obs": 115,
     "rlsys/ops": 11,
     "rlsys/planner": 175,

@@ -205,7 +205,7 @@ async def test_disaggregated_engines_never_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (Scored(4000, 0, [-1.0]), "sample 4000: scored, but not in a live group"),
+        (Scored(4000, 0, [-1.0]), "sample 4000: the trainer scored it, but its group is no longer live"),
         (Scored(0, 1, [-1.0, -1.0]), "sample 0: scores from token 1 on, but 3 of 3 have one"),
         (Scored(0, 3, [-1.0]), "sample 0: scores from token 3 on, but 3 of 3 have one"),
     ],

@@ -39,7 +39,7 @@ def test_its_tokens_are_there_after_pruning_and_over_a_checkpoint(tmp_path: Path
         s.status, s.reward = Status.FINISHED, float(s.index < 4)
     buffer.finish(group, GroupState.READY)
     buffer.take(1, [group])
-    _, light = buffer.taken(1)
+    _, light = buffer.read_step(1)
     buffer.flush()
 
     first = objective(capacity=99)

@@ -108,7 +108,7 @@ def test_a_ledger_is_printed_and_checked(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_ledger_with_losses_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "identity", 2)
-    buffer.add_lost(5)
+    buffer.add_lost_tokens(5)
     buffer.close()
     assert main.main(["ledger", str(tmp_path)]) == 1
     assert "rlsys: error: ledger: 5 tokens" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from rlsys.core.forks import Forced, cut, fork
 from rlsys.core.spans import Fork, RouteSpan, VersionSpan
 from rlsys.core.types import Prompt, Sample, Scored, Segment
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments import support
@@ -139,8 +139,11 @@ def test_the_ledger_has_every_tree_and_what_engines_made(steps: Sequence[tuple[s
                 before = [arrays(s) for s in group.samples]
                 assert [arrays(s) for s in RunReader(folder).groups("1")[0].samples] == before
                 ledger = buffer.ledger()
-                check(ledger)
-                assert sum(ledger.tokens.values()) - ledger.given + ledger.discarded == base + received
+                check_ledger(ledger)
+                assert (
+                    sum(ledger.tokens.values()) - ledger.copied_tokens + ledger.discarded_tokens
+                    == base + received
+                )
                 assert buffer.added_tokens == received
                 buffer.close()
                 buffer = RolloutBuffer(folder / FILE_NAME, "run", 4)

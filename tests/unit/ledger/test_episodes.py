@@ -17,7 +17,7 @@ from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Scored, Se
 from rlsys.generators.generator import build_generator
 from rlsys.generators.tools import ToolFailed
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.samples import SampleQuery
 from rlsys.ledger.store import FILE_NAME
@@ -82,7 +82,7 @@ def test_the_ledger_has_every_sequence_as_it_was_saved(steps: Sequence[tuple[str
                 before = [arrays(s) for s in group.samples]
                 assert [arrays(s) for s in RunReader(folder).groups("1")[0].samples] == before
                 ledger = buffer.ledger()
-                check(ledger)
+                check_ledger(ledger)
                 assert ledger.tokens["active"] == sum(s.all_tokens for s in group.samples)
                 if what == "reopen":
                     buffer.close()
@@ -148,11 +148,11 @@ def test_scores_and_interrupts_are_of_one_sequence(tmp_path: Path) -> None:
     grow(s.begin([4]), version, 2)
     buffer.save([s])
     buffer.store_scores([Scored(s.sample_id, 0, [-0.25, -0.5], sequence=1)])
-    buffer.clock.interrupted(s.sequences)
+    buffer.replay_log.record_interrupts(s.sequences)
     s.status = Status.FINISHED
     buffer.finish(group, GroupState.READY)
     buffer.take(1, [group])
-    (back,) = buffer.load(buffer.taken(1)[1][0].samples)
+    (back,) = buffer.load(buffer.read_step(1)[1][0].samples)
     assert (back.behaviour, back.further[0].behaviour) == ([], [-0.25, -0.5])
     buffer.flush()
     (seen,) = RunReader(tmp_path).samples(SampleQuery(group=0))
@@ -162,7 +162,7 @@ def test_scores_and_interrupts_are_of_one_sequence(tmp_path: Path) -> None:
     buffer.prune(1)
     buffer.flush()
     (seen,) = RunReader(tmp_path).samples(SampleQuery(group=0))
-    assert seen.sample.further[0].prompt_ids == [] and not seen.kept
+    assert seen.sample.further[0].prompt_ids == [] and not seen.has_tokens
     buffer.close()
 
 

@@ -89,7 +89,7 @@ def write_ledger(folder: Path) -> None:
             acknowledged.append((buffer.next_group_id, buffer.last_taken_step))
     with closing(RolloutBuffer(folder / FILE_NAME, "run", 2, claim(folder))) as buffer:
         buffer.restore(1)
-        buffer.taken(2)
+        buffer.read_step(2)
         buffer.prune(1)
         buffer.flush()
 

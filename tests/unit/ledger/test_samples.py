@@ -111,7 +111,7 @@ def test_tokens_that_the_ledger_has_forgotten_are_read_where_the_trainer_wrote_t
     assert after[1].advantages == [1.0] * after[1].tokens
     (run / "trained" / "000001.msgpack").unlink()
     gone = RunReader(run).samples(SampleQuery(step=1))
-    assert [(s.kept, s.tokens) for s in gone] == [(False, b.tokens) for b in before]
+    assert [(s.has_tokens, s.tokens) for s in gone] == [(False, b.tokens) for b in before]
 
 
 def test_the_same_groups_of_a_step_are_kept_by_everybody() -> None:

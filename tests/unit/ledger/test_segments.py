@@ -20,7 +20,7 @@ from rlsys.core.spans import RouteSpan, VersionSpan
 from rlsys.core.types import GroupState, Prompt, SampleGroup, Scored, Segment, Status
 from rlsys.ledger import samples, segments
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments.records import FOLDER, Kind, SequenceKey, decode, encode
@@ -97,7 +97,7 @@ def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
         s.status = Status.FINISHED
     buffer.finish(group, GroupState.READY)
     buffer.take(1, [group])
-    (back,) = buffer.taken(1)[1]
+    (back,) = buffer.read_step(1)[1]
     assert not any(s.response_ids for s in back.samples)
     back.samples = buffer.load(back.samples)
     assert [(s.response_ids, s.mu, s.routes) for s in back.samples] == [
@@ -199,7 +199,7 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
     (group,) = back.active()
     assert [list(s.response_ids) for s in group.samples] == [[10, 11, 12]] * 2
     ledger = back.ledger()
-    check(ledger)
+    check_ledger(ledger)
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
         (committed,) = db.execute("SELECT length FROM segments").fetchone()
     assert ledger.torn_bytes == size - committed > 25
@@ -239,7 +239,9 @@ def test_a_changed_byte_is_told_to_who_reads_it(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[60] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match=rf"{file.name} at 0: damaged: checksum mismatch in the record of sample 0"):
+    with pytest.raises(
+        UserError, match=rf"{file.name} at 0: damaged: checksum mismatch in the record of sample 0"
+    ):
         RunReader(tmp_path).groups("1")
 
 
@@ -291,7 +293,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
         old.flush()
     (new,) = writers
     new.restore(0)
-    _, groups = new.taken(1)
+    _, groups = new.read_step(1)
     assert [len(s.response_ids) for s in new.load(groups[0].samples)] == [8, 8]
     new.close()
 
@@ -335,7 +337,7 @@ def test_a_commit_waits_for_the_files_that_have_something_new(
     buffer.save(group.samples)
     buffer.flush()
     assert len(synced) == 1
-    buffer.add_lost(1)
+    buffer.add_lost_tokens(1)
     buffer.flush()
     assert len(synced) == 1, "nothing new lies in it"
     buffer.close()

@@ -21,7 +21,7 @@ from rlsys.core.owner import claim
 from rlsys.core.sockets import make_folder
 from rlsys.core.types import Prompt
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.obs import coordinator
 from rlsys.obs.filesystem import is_local, kind_in
@@ -94,7 +94,7 @@ def test_a_folder_may_move_from_one_kind_to_the_other(nfs: Path, monkeypatch: py
             (mode,) = buffer.read(lambda db: db.execute("PRAGMA journal_mode").fetchone())
             assert mode == ("wal" if local else "truncate")
             buffer.close()
-    check(RunReader(nfs).ledger())
+    check_ledger(RunReader(nfs).ledger())
 
 
 def test_what_a_killed_writer_left_half_written_is_not_read(nfs: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_a_killed_writer_left_half_written_is_not_read(nfs: Path) -> None:
     size = journal.stat().st_size
     assert size > 0
     ledger = RunReader(nfs).ledger()
-    check(ledger)
+    check_ledger(ledger)
     assert ledger.issued_groups == 1
     assert journal.stat().st_size == size
 

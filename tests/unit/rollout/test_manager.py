@@ -17,7 +17,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.seeds import sample_seed
 from rlsys.core.spans import RouteSpan
 from rlsys.core.types import Prompt, Sample, SampleGroup, Segment, Status
-from rlsys.ledger.ledger import Ledger, check
+from rlsys.ledger.ledger import Ledger, check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.rollout.figures import quantile
 from rlsys.rollout.schedule import admission_capacity
@@ -568,7 +568,7 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
         except Killed:
             pass
         finally:
-            check(r.buffer.ledger())
+            check_ledger(r.buffer.ledger())
             abandon(r.buffer)
         return saved if len(told) < 40 else 40
 
@@ -578,7 +578,7 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
     assert sessions > 5
     trained = [g for groups in told.values() for g in groups]
     assert len(trained) == len(set(trained)) == 80
-    check(RunReader(tmp_path).ledger())
+    check_ledger(RunReader(tmp_path).ledger())
 
 
 async def test_data_that_changed_under_the_run_is_the_users_mistake(tmp_path: Path) -> None:
@@ -632,7 +632,7 @@ async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> Non
             made.append(chosen(1), 0)
         await r.manager.commit(1)
         r.buffer.save([running])
-        (saved,) = (s for s in loaded(tmp_path, r.buffer.unloaded([0]))[0].samples if s.index == 0)
+        (saved,) = (s for s in loaded(tmp_path, r.buffer.read_groups([0]))[0].samples if s.index == 0)
         with SegmentReader(tmp_path) as reader:
             assert [s.end for s in load_with_routes(reader, saved).routes] == [positions]
 

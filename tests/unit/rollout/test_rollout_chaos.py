@@ -30,7 +30,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.generators.generator import single_turn
 from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planner.virtual_time import run_virtual
@@ -310,10 +310,10 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, 
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == STEPS * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
-    check(ledger)
+    check_ledger(ledger)
     assert ledger.groups["trained"] == len(trained)
     assert ledger.groups["censored"] > 0
-    assert ledger.lost == 0
+    assert ledger.lost_tokens == 0
     with sqlite3.connect(folder / FILE_NAME) as db:
         journal = {
             step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
@@ -354,8 +354,8 @@ def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: d
     assert len({group[0] for group in trained}) == len(trained) == 120 * config.rollout.groups_per_step
     assert all(len(group) == 1 + 3 * config.rollout.group_size for group in trained)
     ledger = RunReader(folder).ledger()
-    check(ledger)
-    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    check_ledger(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     assert world.happened["killed"] >= 3 and world.happened["die"] >= 3, world.happened
 
 
@@ -420,9 +420,9 @@ def test_a_hundred_steps_of_trees(folder: Path) -> None:
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == 200
     ledger = RunReader(folder).ledger()
-    check(ledger)
-    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
-    assert ledger.given > 100 and ledger.discarded > 100 and world.happened["forked"] > 100
+    check_ledger(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
+    assert ledger.copied_tokens > 100 and ledger.discarded_tokens > 100 and world.happened["forked"] > 100
     assert world.happened["killed"] >= 5 and world.happened["die"] >= 3, world.happened
 
 
@@ -445,8 +445,8 @@ def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sectio
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == 200 * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
-    check(ledger)
-    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    check_ledger(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     copied = sum(e.calls.count("update_weights_from_tensor") for e in [*world.joined, *world.gone])
     assert copied >= 3, "from one another, without the trainer"
     served = [engine for engine in [*world.joined, *world.gone] if engine.started]
@@ -477,8 +477,8 @@ def test_sixty_steps_with_engines_that_explore_and_die(folder: Path) -> None:
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == 60 * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
-    check(ledger)
-    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    check_ledger(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     explorer, writers = world.engines[2], world.engines[:2]
     tried = {request.seed for request in explorer.history}
     written = {request.seed for engine in writers for request in engine.history}

@@ -55,7 +55,7 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         await ticking(r, client.commit, 1)
         r.router.stale_engines = ["http://engine:2"]
         if (again := await ticking(r, client.take, 2)) is not None:
-            assert ids(again.groups) == ids(r.buffer.taken(2)[1])
+            assert ids(again.groups) == ids(r.buffer.read_step(2)[1])
         status = await ticking(r, client.status)
         assert status["engines_ready"] is True
         assert status["weight_version"] == r.buffer.versions.newest

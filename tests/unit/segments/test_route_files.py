@@ -25,7 +25,7 @@ from rlsys.engine.chunks import Made, Meta
 from rlsys.engine.chunks import read_routes as from_answer
 from rlsys.engine.hooks.route_writer import RouteWriter, route_writer
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.route_files import RouteFiles
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments.records import FOLDER, SegmentReader
@@ -80,7 +80,7 @@ def trained(buffer: RolloutBuffer, group: SampleGroup, step: int) -> list[Sample
         s.status = Status.FINISHED
     buffer.finish(group, GroupState.READY)
     buffer.take(step, [group])
-    (back,) = buffer.taken(step)[1]
+    (back,) = buffer.read_step(step)[1]
     buffer.flush()
     return back.samples
 
@@ -273,7 +273,7 @@ def test_a_file_goes_when_nobody_wants_it_and_its_writer_is_done(tmp_path: Path)
     buffer.flush()
     assert names(tmp_path) == [before[0], *before[-2:]], "the late sample's, and what may still be written"
     assert buffer.ledger().torn_bytes == len(encode(chosen(3), 0))
-    check(buffer.ledger())
+    check_ledger(buffer.ledger())
     answered(writer(tmp_path, start=2), late.samples[1], 4, version)
     buffer.save(late.samples)
     group = issue(buffer)
@@ -324,8 +324,8 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
     buffer.flush()
     assert names(tmp_path) == ["000000-engine-0-2/0-000001.seg"]
     ledger = buffer.ledger()
-    check(ledger)
-    assert (ledger.torn_bytes, ledger.lost) == (len(encode(chosen(9), 0)) + 25, 0)
+    check_ledger(ledger)
+    assert (ledger.torn_bytes, ledger.lost_tokens) == (len(encode(chosen(9), 0)) + 25, 0)
     buffer.close()
 
 

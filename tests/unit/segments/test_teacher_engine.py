@@ -149,7 +149,7 @@ def test_they_are_kept_with_the_tokens(tmp_path: Path) -> None:
     buffer.save(again)
     buffer.flush()
     assert sum(f.stat().st_size for f in (tmp_path / FOLDER).iterdir()) == size
-    (seen,) = buffer.unloaded([group.group_id])
+    (seen,) = buffer.read_groups([group.group_id])
     with SegmentReader(tmp_path) as segments:
         assert [bytes(segments.arrays(s).teacher_logprobs) for s in seen.samples] == [made, b""]
     buffer.close()
@@ -174,7 +174,7 @@ def test_a_response_that_is_cut_loses_them(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     first = buffer.groups[group.group_id].samples[0]
     assert first.tokens == 3 and first.taught
-    (seen,) = buffer.unloaded([group.group_id])
+    (seen,) = buffer.read_groups([group.group_id])
     with SegmentReader(tmp_path) as segments:
         assert bytes(segments.arrays(seen.samples[0]).teacher_logprobs) == made
     buffer.close()
@@ -188,7 +188,7 @@ def test_a_changed_byte_of_them_is_told(tmp_path: Path) -> None:
     made = teach(group.samples[0])
     buffer.save(group.samples)
     buffer.flush()
-    (seen,) = buffer.unloaded([group.group_id])
+    (seen,) = buffer.read_groups([group.group_id])
     (file,) = (tmp_path / FOLDER).iterdir()
     data = bytearray(file.read_bytes())
     data[data.index(made) + 5] ^= 1
@@ -205,7 +205,7 @@ def test_a_record_of_part_of_a_response_is_told(tmp_path: Path) -> None:
     grow(group)
     buffer.save(group.samples)
     buffer.flush()
-    (seen,) = buffer.unloaded([group.group_id])
+    (seen,) = buffer.read_groups([group.group_id])
     sample = seen.samples[0]
     record = encode(
         Kind.TEACHER_LOGPROBS, SequenceKey.of(sample), 0, 3, teacher_logprobs.encode(*said([1, 2], [0, 1, 2]))
@@ -247,7 +247,7 @@ async def test_each_response_is_asked_about_once_and_trained_with_the_answer(tmp
         await r.manager.commit(2)
         r.buffer.prune(2)
         r.buffer.flush()
-        gone = r.buffer.unloaded([g.group_id for g in taken.groups])
+        gone = r.buffer.read_groups([g.group_id for g in taken.groups])
         assert not any(s.pieces for g in gone for s in g.samples), "pruned with the tokens"
 
 

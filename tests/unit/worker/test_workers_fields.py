@@ -182,7 +182,7 @@ async def test_trees_and_repairs_outlive_a_worker(planners: list[str], tmp_path:
                 r.workers.processes[step % 2].kill()
             await r.push()
         ledger = r.buffer.ledger()
-        assert forked > 20 and ledger.given > 20 and ledger.discarded > 20
+        assert forked > 20 and ledger.copied_tokens > 20 and ledger.discarded_tokens > 20
 
 
 def check_branch(group: SampleGroup, sample: Sample) -> None:

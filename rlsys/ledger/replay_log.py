@@ -1,4 +1,4 @@
-"""What the clock decided, beside spans and journal: `rollout.repeat` needs no more to run the same again."""
+"""The log of timing-dependent decisions: with spans and journal, all that `rollout.repeat` needs to replay a run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from rlsys.ledger.versions import WeightVersions
 from rlsys.ledger.writer import StoreWriter
 
 
-class ClockRecord:
-    """Owns the tables admissions and interrupts, which are only added to."""
+class ReplayLog:
+    """Owns the tables admissions and interrupts, which are append-only."""
 
     def __init__(self, file: StoreWriter, versions: WeightVersions) -> None:
         self._file = file
         self._versions = versions
 
-    def admitted(self, group: SampleGroup) -> None:
-        """The group may start, or go on after a restart, under the current weight version."""
+    def record_admission(self, group: SampleGroup) -> None:
+        """Record that the group may start, or resume after a restart, under the current weight version."""
         with self._file.writing():
             insert = "INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)"
             self._file.db.execute(insert, (group.group_id, self._versions.newest))
 
-    def interrupted(self, samples: Iterable[Sample]) -> None:
-        """These sequences were in an engine and are parked now."""
+    def record_interrupts(self, samples: Iterable[Sample]) -> None:
+        """Record that these sequences were removed from an engine and parked."""
         rows = [(s.sample_id, s.sequence, s.tokens, self._versions.newest) for s in samples]
         insert = "INSERT INTO interrupts (sample_id, sequence, tokens, weight_version) VALUES (?, ?, ?, ?)"
         with self._file.writing():
