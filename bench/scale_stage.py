@@ -292,7 +292,7 @@ async def work(args: argparse.Namespace) -> None:
         leave()
 
     async with make_session() as session:
-        router = make_router(args, session, sole=False)
+        router = make_router(args, session, single_router=False)
         generator = build_generator(config, None, sampling_turns(config, router))
         share = config.flush_tokens // args.workers
         watch = asyncio.create_task(lag.watch())

@@ -37,7 +37,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.core.weight_updates import EngineAddress, PushTicket
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.router.checksums import Checksums
+from rlsys.router.engine_checksums import ChecksumVerifier
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.sync import WeightSync
 
@@ -122,7 +122,7 @@ async def checksum_seconds(
     for _ in checksums.watch(tensors.items()):
         pass
     digests, hashed = checksums.digests(), time.perf_counter() - start
-    match = Checksums().compare(client.url, digests, await client.checksums())
+    match = ChecksumVerifier().compare(client.url, digests, await client.checksums())
     assert match.equal and not match.wrong, match
     return time.perf_counter() - start, hashed
 

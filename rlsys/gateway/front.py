@@ -34,7 +34,7 @@ from rlsys.gateway.fleet import Fleet
 from rlsys.gateway.metrics import Metrics
 from rlsys.gateway.proxy import Job, Unavailable, error_body
 from rlsys.gateway.requests import engine_bodies, samples_of
-from rlsys.router.failures import Poisonous
+from rlsys.router.failure_policy import PoisonRequest
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -108,7 +108,7 @@ class Front:
             response = _error(400, str(e))
         except UserError as e:
             response = _error(400, str(e))
-        except Poisonous as e:
+        except PoisonRequest as e:
             response = _error(422, str(e))  # no 5xx: clients would send it again
         except RunError as e:
             response = _error(500, str(e))

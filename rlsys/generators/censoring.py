@@ -28,7 +28,7 @@ from rlsys.core.types import LONGEST_REASON, CensorCause, Prompt
 from rlsys.data import PromptSource
 from rlsys.engine_requests import RefusedPrompt
 from rlsys.generators.parser_client import ToolFailed
-from rlsys.router.failures import Poisonous, RefusedRequest
+from rlsys.router.failure_policy import PoisonRequest, RefusedRequest
 
 REFUSED = "prompt refused"
 """Reasons begin with it where no engine may get the prompt."""
@@ -77,7 +77,7 @@ def boundary(name: str) -> Iterator[Item]:
     except RowError as e:
         place_first = str(e).startswith(name.partition(",")[0])
         item.censored = censored(CensorCause.ROW, str(e) if place_first else f"{e} ({name})")
-    except (Poisonous, RefusedRequest) as e:
+    except (PoisonRequest, RefusedRequest) as e:
         item.censored = censored(CensorCause.ENGINE, str(e))
     except ToolFailed as e:
         item.censored = censored(CensorCause.TOOL, str(e))

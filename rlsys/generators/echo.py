@@ -91,10 +91,10 @@ class Echo(TreeGenerator):
         branches, start = list(found.values()), 0
         while start < self._most and tree.free:
             end = min(start + self._p.window, self._most)
-            going = [b for b in branches if not self._ends.ended(b.sample.response_ids)]
+            going = [b for b in branches if not self._ends.is_ended(b.sample.response_ids)]
             await tree.grow([b.sample for b in going], end, self._p.tops, greedy=False)
             going = [
-                b for b in going if b.sample.tokens >= end and not self._ends.ended(b.sample.response_ids)
+                b for b in going if b.sample.tokens >= end and not self._ends.is_ended(b.sample.response_ids)
             ]
             if not going:
                 break

@@ -66,7 +66,7 @@ class FunctionTurns:
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         while True:
             start = sample.observed[-1].end if sample.observed else 0
-            if not self._ends.ended(sample.response_ids[start:]):
+            if not self._ends.is_ended(sample.response_ids[start:]):
                 await self._speak(sample)
                 if sample.status is not Status.FINISHED:
                     return

@@ -59,7 +59,7 @@ class Branch:
     sample: Sample
     birth: int = 0
     parent: Branch | None = None
-    ended: bool = False
+    is_ended: bool = False
     children: list[Branch] = field(default_factory=list)
 
 
@@ -89,30 +89,30 @@ class Latr(TreeGenerator):
         room = max(1, round(p.share * tree.size))
         branches, step = begun(tree), 0
         for step in range(min(p.most_steps, self._budget)):
-            wanting = [b.sample for b in branches if not b.ended and b.sample.tokens <= step]
+            wanting = [b.sample for b in branches if not b.is_ended and b.sample.tokens <= step]
             if wanting:
                 most = min((step // p.chunk + 1) * p.chunk, p.most_steps, self._budget)
                 await tree.grow(wanting, most, 2, greedy=True)
             for branch in branches:
-                branch.ended |= branch.sample.tokens <= step
+                branch.is_ended |= branch.sample.tokens <= step
             self._fork(tree, branches, step, room)
             self._prune(tree, branches, step)
             for branch in branches:
                 ids = branch.sample.response_ids
-                branch.ended |= len(ids) <= step or self._ends.ended(
+                branch.is_ended |= len(ids) <= step or self._ends.is_ended(
                     ids[max(0, step - self._ends.reach) : step + 1]
                 )
             settled = all(b.birth + max(p.prune_after) < step for b in branches)
-            if all(b.ended for b in branches) or (len(branches) >= room and settled):
+            if all(b.is_ended for b in branches) or (len(branches) >= room and settled):
                 break
         for branch in branches:
-            if not branch.ended:
+            if not branch.is_ended:
                 tree.cut(branch.sample, step + 1)
 
     def _fork(self, tree: Tree, branches: list[Branch], step: int, room: int) -> None:
         """At their tokens `step`, in the order of the branches, as long as there is room."""
         for branch in list(branches):
-            if branch.ended or len(branches) >= room or not tree.free:
+            if branch.is_ended or len(branches) >= room or not tree.free:
                 continue
             tops = tree.tops(branch.sample, step)
             if len(tops) < 2:
@@ -144,10 +144,10 @@ class Latr(TreeGenerator):
         old = list(branch.parent.sample.response_ids[branch.birth : step + 1])
         if (
             len(new) != len(old)
-            or self._ends.ended(new)
-            or self._ends.ended(old)
-            or branch.ended
-            or branch.parent.ended
+            or self._ends.is_ended(new)
+            or self._ends.is_ended(old)
+            or branch.is_ended
+            or branch.parent.is_ended
         ):
             return False
         if self._decode(old[:1]).strip() in MATHS:

@@ -53,7 +53,7 @@ class SavedTurns:
         Raises Full when there is no room for a token of it, and what `speak` raises.
         """
         s, start = self._sample, self.heard
-        ends = self._ends.also(stop_texts)
+        ends = self._ends.with_texts(stop_texts)
         limit = self._budget if most is None else min(self._budget, start + most)
         if start >= limit:
             raise Full

@@ -228,7 +228,7 @@ class Conversation:
     async def _turn(self, params: Mapping[str, Any], in_text: bool) -> dict[str, Any]:
         s, stops = self._sample, check_stop(params.get("stop"))
         start, end = await self._turns.turn(params.get("max_new_tokens") or None, stops)
-        finish, ends = self._turns.finish, self._ends.also(stops)
+        finish, ends = self._turns.finish, self._ends.with_texts(stops)
         ids, mu = s.response_ids[start:end].tolist(), s.mu[start:end]
         whole = self._tokenizer.decode(ids)
         self._text += whole

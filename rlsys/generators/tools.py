@@ -81,7 +81,7 @@ class ToolTurns:
         if sample.observed_last or not sample.response_ids or turns >= self._max_turns:
             return None
         turn = sample.response_ids[sample.observed[-1].end if sample.observed else 0 :]
-        if not self._ends.ended(turn):
+        if not self._ends.is_ended(turn):
             return None
         calls = self._call.findall(self._tokenizer.decode(turn))
         return calls[-1] if calls else None

@@ -3,21 +3,22 @@
     meta     monotonic counters: issued groups, weight_version, lost tokens, the epoch of the launch that writes; and
              the state of planners
     groups   one row per issued group: its prompt, size, state, rank in the order of completion
-    samples  one row per issued sample: status, lengths, reward. Rows are small, so that counting is cheap. `drawn_from`
-             is the prompt it was sampled from if that is not its group's; with `own_prompt` it is trained on it too.
+    samples  one row per issued sample: status, lengths, reward. Rows are small, so that counting is cheap.
+             `drawn_from` is the prompt it was sampled from if that is not its group's; with `own_prompt`
+             it is trained on it too.
              `tokens` counts all its sequences, the other columns describe the first. Of these tokens, `given` were
              copied from another sample or forced; `discarded` counts further tokens that were cut off
     sequences   the other sequences of samples that have several; prompts are kept as long as `pieces`
-    pieces   references into segment files (rlsys/segments/records.py), in the order of the records: ids, mu and routes,
-             and the trainer's log-probs; deleted when no checkpoint can need them
+    pieces   references into segment files (rlsys/segments/records.py), in the order of the records: ids, mu,
+             routes, and the trainer's log-probs; deleted when no checkpoint can need them
     segments name and committed length of each file
     route_files, route_places   the engines' own segments: name, bytes claimed by samples, end of the last claim; and
              which samples reference which file (route_files.py)
     takes    the journal: the groups a train step took, at which weight version; `parts`: those that the trainer
              received before, by portion
     pushes   the train step whose weights a weight version holds
-    admissions, interrupts   timing-dependent decisions: when a group was admitted, and the number of tokens at which a
-             sample was interrupted, each with the weight version
+    admissions, interrupts   timing-dependent decisions: when a group was admitted, and at how many tokens a sample
+             was interrupted, each with the weight version
 
 synchronous=FULL: committed data survives kill -9 and a power failure. On a local disk the journal is a WAL, so
 readers on this machine never wait for the writer. On a shared file system, or one of unknown type, a WAL would

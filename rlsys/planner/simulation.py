@@ -188,10 +188,10 @@ class _Run:
             vocab_size=_VOCABULARY,
             context_length=10**9,
             stop_ids=(END,),
-            bounds=Bounds(_NEVER, _NEVER, uncompared=1.0),
+            bounds=Bounds(_NEVER, _NEVER, max_unknown_share=1.0),
             strategy=config.router.strategy,
             interruption=config.router.interruption,
-            patience=_NEVER,
+            push_timeout_s=_NEVER,
             slots=config.max_running_requests,
             kinds=config.engine,
         )

@@ -10,7 +10,7 @@ from rlsys.core.seeds import sample_seed
 from rlsys.core.types import Prompt, Sample
 from rlsys.generators.censoring import named
 from rlsys.generators.generator import Generator, respond
-from rlsys.router.router import EVALUATION, NobodyExplores
+from rlsys.router.router import EVALUATION, NoExplorationEngine
 from rlsys.worker.scoring import Scorer
 
 log = logging.getLogger("rlsys.rollout")
@@ -34,7 +34,7 @@ class Explorer:
     async def _reward(self, sample: Sample, prompt: Prompt) -> float | None:
         try:
             censored = await respond(self._generate, sample, prompt, f"a probe of {named(prompt)}")
-        except NobodyExplores:
+        except NoExplorationEngine:
             if not self._alone:
                 log.warning("no engine explores: groups get rollout.group_size samples until one does")
             self._alone = True

@@ -200,7 +200,7 @@ class RolloutManager:
                     await self._interrupt_all(keep=self._kept(train_step), gently=True)
                 if self._config.launch.release_memory:
                     with phases.add("sleep"):
-                        await self._router.rest_engines()
+                        await self._router.release_memory()
             masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             metrics = self._figures.of_step(train_step, version, groups)
             if new:
@@ -432,6 +432,6 @@ class RolloutManager:
         if not going_on:
             self._runner.pause()
         parked = await self._streams.interrupt(keep, going_on=going_on, gently=gently)
-        self._buffer.clock.interrupted(parked)
+        self._buffer.replay_log.record_interrupts(parked)
         self._spans.interrupted(parked)
         self._received.settle()

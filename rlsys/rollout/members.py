@@ -84,7 +84,7 @@ class Members:
             )
             return
         log.info("%s leaves; its samples go on in other engines", member.url)
-        self._leaving[member.url] = asyncio.create_task(self._router.send_away(member.url))
+        self._leaving[member.url] = asyncio.create_task(self._router.evict_engine(member.url))
         self._told.discard(member.url)
 
     def _forget_lost(self, told: Collection[str]) -> None:
@@ -101,7 +101,7 @@ class Members:
                 "%s %s; forgotten", url, f"has not answered for {LOST_SECONDS:g} s" if lost else "died"
             )
             forget(self._owner, url)
-            self._leaving[url] = asyncio.create_task(self._router.send_away(url))
+            self._leaving[url] = asyncio.create_task(self._router.evict_engine(url))
 
     def _tell_once(self, member: Member, why: str) -> None:
         if member.url not in self._told:

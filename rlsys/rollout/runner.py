@@ -231,7 +231,7 @@ class SampleRunner:
             group = self._buffer.issue(prompt, self._seeds(group_id, range(self._planning.size)))
             self._save_planning()
             self._commits.flush_soon()
-        self._buffer.clock.admitted(group)
+        self._buffer.replay_log.record_admission(group)
         self._prompts[group.group_id] = prompt
         self._admitted_at[group.group_id] = asyncio.get_running_loop().time()
         if self._planning.wants_probes(group):

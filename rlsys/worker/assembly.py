@@ -92,10 +92,10 @@ def build_router(
         strategy=config.router.strategy,
         interruption=config.router.interruption,
         reads_again=config.rollout.keep_budget is not None,
-        patience=config.start_seconds,  # the supervisor may be restarting the only engine
-        trusted=trusted,
+        push_timeout_s=config.start_seconds,  # the supervisor may be restarting the only engine
+        skip_attestation=trusted,
         peers=passes_on(config) and sole,  # weights pass through one folder of the run, one copy at a time
-        sole=sole,
+        single_router=sole,
         slots=config.max_running_requests,
         kinds=config.engine,
     )

@@ -133,7 +133,7 @@ class Streams:
             name = f"{named(prompt)}, sample {sample.sample_id}"
             censored = await respond(self._to_its_end, sample, prompt, name)
             if censored is not None:
-                await self._router.until_idle(sample)
+                await self._router.wait_idle(sample)
                 sample.censor(censored.cause, censored.reason)
         finally:
             del self._running[sample.sample_id]
@@ -197,7 +197,7 @@ class Streams:
         running = [q for s in self._live() for q in s.sequences]
         busy = [q for q in running if q.status is Status.IN_FLIGHT]
         try:
-            await self._router.interrupt(keep, going_on=going_on)
+            await self._router.interrupt(keep, keep_serving=going_on)
         finally:
             await self.save_running()
         return [q for q in busy if q.status is Status.PARKED]

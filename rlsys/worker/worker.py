@@ -124,7 +124,7 @@ class Worker:
         figures = Figures(
             counts | {"reward_hung": self._scorer.hung, "reward_failed": self._scorer.failed}, prefills,
             self._router.engine_states(), self._router.engine_figures(), self._router.stale_engines,
-            self._router.next_members(), self._router.rolls, self._router.hopeless, self._streams.full(),
+            self._router.next_members(), self._router.is_rolling, self._router.hopeless, self._streams.full(),
             dict(self._streams.counts),
         )  # fmt: skip
         self._link.send(figures)
@@ -177,7 +177,7 @@ class Worker:
         own = list(self._router.engine_states())
         self._file = SegmentFile(self._parts.folder, writer)
         if version:
-            self._router.expect(version)
+            self._router.set_expected_version(version)
         for engine in joined:
             await self.do_add_engine(*engine)
         self._streams.go(trained_steps)
@@ -209,10 +209,10 @@ class Worker:
         self._router.add_engine(self._parts.client(url, tp, pool))
 
     async def do_send_away(self, url: str) -> None:
-        await self._router.send_away(url)
+        await self._router.evict_engine(url)
 
     async def do_rest(self) -> None:
-        await self._router.rest_engines()
+        await self._router.release_memory()
 
     async def do_begin_push(self, version: int, only_stale: bool, members: Collection[str]) -> Any:
         if members:

@@ -14,8 +14,8 @@ from rlsys.core.types import Segment
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import EngineClient
 from rlsys.engine_requests import Limits
-from rlsys.router.arrivals import with_shares
-from rlsys.router.push import PROBE_SECONDS, worst
+from rlsys.router.push import PROBE_SECONDS, merge_push_metrics
+from rlsys.router.response_handler import with_cache_shares
 from rlsys.worker.link import Joined
 from rlsys.worker.worker_process import WorkerGone, WorkerProcess
 
@@ -112,7 +112,7 @@ class WorkerEngines:
         if not task.cancelled() and (error := task.exception()) and not isinstance(error, WorkerGone):
             self._failed(error)
 
-    async def rest_engines(self) -> None:
+    async def release_memory(self) -> None:
         """After `interrupt`: engines give their memory to the trainer until the next push."""
         await self.all("rest")
 
@@ -141,7 +141,7 @@ class WorkerEngines:
                     await asyncio.sleep(PROBE_SECONDS)
         except TimeoutError:
             raise RunError(
-                f"no engine was there for weight version {version} within {patience:g} s: {self._states()}"
+                f"no engine was ready for weight version {version} within {patience:g} s: {self._states()}"
             ) from None
 
     async def end_push(
@@ -156,7 +156,7 @@ class WorkerEngines:
             "end_push", version=version, canaries=canaries, checksums=checksums, left_out=left_out
         )
         self._raise_if_hopeless()
-        told = worst(found)
+        told = merge_push_metrics(found)
         self._rolls = bool(told["push_left"])
         return told
 
@@ -176,7 +176,7 @@ class WorkerEngines:
         self._homes[url] = home
         self._post("add_engine", [home], url=url, tp=client.tp, pool=client.pool)
 
-    async def send_away(self, url: str) -> None:
+    async def evict_engine(self, url: str) -> None:
         """See Router.send_away."""
         home = next((w for w in self._workers if url in self._engines_of(w)), None)
         if home is not None:
@@ -230,7 +230,7 @@ class WorkerEngines:
             (w.figures.counts.get("weight_version", 0) for w in self._workers), default=0
         )
         whys = {why for why, _ in prefills}
-        return with_shares(counts, {why: (prefills[why, 0], prefills[why, 1]) for why in whys})
+        return with_cache_shares(counts, {why: (prefills[why, 0], prefills[why, 1]) for why in whys})
 
     # Outside the ledger: see Router
 

@@ -83,7 +83,7 @@ class RolloutRole:
         ]
         self.router = router = Router(
             clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4),
-            interruption=config.router.interruption, patience=100,
+            interruption=config.router.interruption, push_timeout_s=100,
         )  # fmt: skip
         scorer = Scorer(
             lambda: nullcontext(ground.reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
@@ -108,7 +108,7 @@ class RolloutRole:
         assert self.buffer is not None
         self.buffer.close()
         self.buffer = None
-        self._ground.history.last_session = self.router._requests.run_id
+        self._ground.history.last_session = self.router._sender.run_id
         self.process.end("in order")
 
     async def answer(

@@ -35,7 +35,7 @@ class Rig:
     def __init__(
         self,
         *engines: ScriptedEngine,
-        patience: float = 60.0,
+        push_timeout_s: float = 60.0,
         context: int = 200,
         interruption: Interruption = "abort",
         reads_again: bool = False,
@@ -52,7 +52,7 @@ class Rig:
             stop_ids={EOS},
             bounds=bounds,
             routes=True,
-            patience=patience,
+            push_timeout_s=push_timeout_s,
             interruption=interruption,
             reads_again=reads_again,
             **options,

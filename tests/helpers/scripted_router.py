@@ -100,7 +100,7 @@ class ScriptedRouter:
                     sample.status = Status.PARKED
         return sample
 
-    async def until_idle(self, sample: Sample) -> None:
+    async def wait_idle(self, sample: Sample) -> None:
         while sample.sample_id in self._busy:
             await self._busy[sample.sample_id].done.wait()
 

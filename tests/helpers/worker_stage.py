@@ -25,7 +25,7 @@ from tests.helpers.scripted_engine import EOS
 
 def router_of(clients: list[EngineClient], **more: Any) -> Router:
     return Router(
-        clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+        clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), push_timeout_s=100,
         routes=True, **more,
     )  # fmt: skip
 
@@ -33,7 +33,7 @@ def router_of(clients: list[EngineClient], **more: Any) -> Router:
 async def main() -> None:
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     async with make_session() as session:
-        router = router_of([EngineClient(url, session) for url in sys.argv[2:]], sole=False)
+        router = router_of([EngineClient(url, session) for url in sys.argv[2:]], single_router=False)
         scorer = Scorer(lambda: nullcontext(length_reward), lambda ids: "x" * len(ids), 60)
         record = record_of(config)
         stops = None if record is None else Stops(record)

@@ -30,7 +30,6 @@ RECORDED = {
     "rlsys/rehearse": 79,
     "rlsys/rewards": 115,
     "rlsys/rollout": 215,
-    "rlsys/router": 216,
     "rlsys/tenants": 126,
     "rlsys/trainer": 386,
     "rlsys/venv_runner": 1,

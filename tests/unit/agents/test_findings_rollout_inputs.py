@@ -99,7 +99,7 @@ def speaker(tokenizer: Tokenizer, ends: TurnEnds, *said: str) -> Callable[[Sampl
     async def speak(sample: Sample) -> None:
         ids = tokenizer.encode(next(words))
         sample.append(Segment(ids, [-1.0] * len(ids), [VersionSpan(1, 0, len(ids))]))
-        sample.status = Status.FINISHED if ends.ended(ids) else Status.TRUNCATED
+        sample.status = Status.FINISHED if ends.is_ended(ids) else Status.TRUNCATED
 
     return speak
 

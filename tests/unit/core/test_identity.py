@@ -61,8 +61,8 @@ async def test_weights_that_another_run_pushed_are_not_ours(theirs: Identity) ->
 @pytest.mark.virtual_clock
 async def test_an_engine_of_another_run_gets_no_weights() -> None:
     engine = ScriptedEngine(A, label=THEIRS.label(7))
-    async with routing(engine, identity=OURS, patience=5) as rig:
-        with pytest.raises(RunError, match=r"no engine was there for weight version 1.*'theirs:1:7'"):
+    async with routing(engine, identity=OURS, push_timeout_s=5) as rig:
+        with pytest.raises(RunError, match=r"no engine was ready for weight version 1.*'theirs:1:7'"):
             await rig.push()
         assert engine.calls == []
 
@@ -82,7 +82,7 @@ async def test_what_comes_of_other_weights_in_the_middle_of_a_push_is_not_taken_
         engine._continue_generation({})
         await asyncio.sleep(0.5)
         (state,) = rig.router._pool.engines
-        state.has(2)
+        state.set_version(2)
         await asyncio.sleep(0.5)
         assert len(s.response_ids) == had
         task.cancel()

@@ -18,7 +18,7 @@ from rlsys.data.quickstart_model import write_model
 from rlsys.generators.tools import ToolTurns, around_answer
 from rlsys.importers import slime
 from rlsys.importers.draft import Draft
-from rlsys.router.request import Turn
+from rlsys.router.request_sender import Turn
 from rlsys.router.turn_ends import turn_ends
 from tests.helpers.stop_families import FAMILIES, edit, write_family
 from tests.helpers.verdicts import REWARDS, judged, sample_of

@@ -42,7 +42,7 @@ from rlsys.ledger.samples import SampleQuery
 from rlsys.rewards import Rewards
 from rlsys.rewards.results import Mark, NoMark, join_marks, read_mark
 from rlsys.rollout.trial import try_rollout
-from rlsys.router.failures import RefusedRequest
+from rlsys.router.failure_policy import RefusedRequest
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.worker.scoring import Scorer, Verdict
 from tests.helpers import rollout_rig
@@ -440,7 +440,7 @@ async def test_a_request_that_an_engine_refuses_is_that_samples_matter() -> None
         assert isinstance(found[1], RefusedRequest)
         assert [s.status for s in samples] == [Status.FINISHED, Status.PARKED, Status.FINISHED]
         assert r.router.stats()["engines_serving"] == 1
-        await r.router.until_idle(samples[1])
+        await r.router.wait_idle(samples[1])
 
 
 # Environments

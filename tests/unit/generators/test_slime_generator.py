@@ -65,7 +65,7 @@ class Model:
                 raise asyncio.CancelledError
             self.at_once = None if self.at_once is None else self.at_once - 1
             sample.append(Segment([token], [-sample.tokens / 7], [VersionSpan(self.version, 0, 1)]))
-            if ends.ended(sample.response_ids[start:]):
+            if ends.is_ended(sample.response_ids[start:]):
                 sample.status = Status.FINISHED
                 return
         sample.status = Status.TRUNCATED

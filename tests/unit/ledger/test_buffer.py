@@ -216,7 +216,9 @@ def test_dead_groups_keep_their_counts_but_not_their_arrays(buffer: RolloutBuffe
     assert ledger.tokens["expired"] == 6
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
         assert db.execute("SELECT count(*) FROM pieces").fetchone() == (0,)
-    assert not buffer._saved._stored, "what was written is known of samples that live, and of no others"
+    assert not buffer._sample_rows._stored_lengths, (
+        "what was written is known of samples that live, and of no others"
+    )
 
 
 def test_what_is_lost_adds_up_over_sessions(buffer: RolloutBuffer, reopen: Opener) -> None:

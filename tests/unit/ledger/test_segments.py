@@ -277,7 +277,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     old.finish(group, GroupState.READY)
     old.take(1, [group])
     old.flush()
-    old._file.tokens._most = 1  # the next tokens have a file of their own
+    old._file.tokens._max_bytes = 1  # the next tokens have a file of their own
     later = issue(old)
     grow(later, version, 10)
     old.save(later.samples)
@@ -300,7 +300,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
 
 def test_a_file_of_groups_that_nobody_trains_goes_before_any_checkpoint(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    buffer._file.tokens._most = 1  # a file for each record
+    buffer._file.tokens._max_bytes = 1  # a file for each record
     version = buffer.versions.new(0)
     dropped, kept = issue(buffer), issue(buffer)
     for group in (dropped, kept):

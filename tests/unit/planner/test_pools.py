@@ -14,7 +14,7 @@ from rlsys.config import Config, ConfigError, dump_config, load_config
 from rlsys.core.errors import UserError
 from rlsys.engine.launch_args import engine_command
 from rlsys.planner.layout import lay_out, push_plan
-from rlsys.router.push import of_size
+from rlsys.router.push import checksums_of_size
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.router_rig import A, B, routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -107,11 +107,11 @@ def test_engines_of_each_size_are_held_against_checksums_of_their_own() -> None:
         return checksums.digests()
 
     both = digests(1, 2)
-    assert of_size(both, [1, 2], 1) == digests(1)
-    assert of_size(both, [1, 2], 2) == digests(2)
+    assert checksums_of_size(both, [1, 2], 1) == digests(1)
+    assert checksums_of_size(both, [1, 2], 2) == digests(2)
     assert digests(1) != digests(2)
-    assert of_size(digests(2), [2], 2) == digests(2)
-    assert of_size(both, [1, 2], 4) == [], "nobody said what it must hold"
+    assert checksums_of_size(digests(2), [2], 2) == digests(2)
+    assert checksums_of_size(both, [1, 2], 4) == [], "nobody said what it must hold"
 
 
 FAR = {"name": "far", "count": 2, "relay": True}

@@ -26,9 +26,9 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.ledger.writer import StoreWriter
 from rlsys.rollout.service import Access
-from rlsys.router import failures
+from rlsys.router import failure_policy
 from rlsys.router.attest import Agreement
-from rlsys.router.failures import DEATHS_CENSORED
+from rlsys.router.failure_policy import DEATHS_CENSORED
 from rlsys.router.push import WeightPush
 from tests.helpers import nemesis_launch
 from tests.helpers.history import History, judge
@@ -161,7 +161,7 @@ def test_it_sees_a_trainer_that_comes_back(folder: Path, monkeypatch: pytest.Mon
 
 def test_it_sees_a_sample_that_kills_engines_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 8."""
-    monkeypatch.setattr(failures, "DEATHS_CENSORED", 10**6)
+    monkeypatch.setattr(failure_policy, "DEATHS_CENSORED", 10**6)
     assert seen(folder, [], "poison", poison=POISON)
 
 

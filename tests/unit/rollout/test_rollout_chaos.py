@@ -117,7 +117,7 @@ class World:
         launched = [e.url for e in self.engines if e not in self.joined]
         own = [self.client(url, 1, i) for i, url in enumerate(launched)]
         router = Router(
-            own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+            own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), push_timeout_s=100,
             routes=True, peers=self.joins, kinds=self.config.engine,
         )  # fmt: skip
         scorer = Scorer(

@@ -1,4 +1,4 @@
-"""One request of a sample to one engine: what goes into it, and what becomes of the sample."""
+"""RequestSender: sends one request of a sample to one engine, and updates the sample."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ from rlsys.config.rollout import Truncation
 from rlsys.core.spans import Tops
 from rlsys.core.types import Sample, Status
 from rlsys.engine_requests.sampling import MOST_STOPS
-from rlsys.router.arrivals import Arrivals
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.failures import Suspects, attempt
+from rlsys.router.failure_policy import PoisonDetector, attempt
 from rlsys.router.pool import Pool
-from rlsys.router.strategy import Wish
+from rlsys.router.response_handler import ResponseHandler
+from rlsys.router.strategy import RoutingRequest
 from rlsys.router.turn_ends import TurnEnds
 
 TURNS = 64
-"""About so many of the last ones count for the mean length of a turn."""
+"""Number of recent turns in the running mean of turn lengths."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a sample asks for until it has ended. `limit`: tokens of its response, over all requests. `pinned`: by the
-    engine that is pinned for an evaluation. `tops`: what is to be told of its tokens beside."""
+    """The parameters of a sample's requests.
+
+    Args:
+        limit: tokens of its response over all requests.
+        pinned: use the engine that is pinned for an evaluation.
+        tops: collects top log-probs of its tokens.
+    """
 
     limit: int
     temperature: float
@@ -38,73 +43,85 @@ class Turn:
     tops: Tops | None = None
 
     def status(self, sample: Sample, finish: str | None = None) -> Status:
-        """Before a request, and after one that ended with `finish`. SGLang looks at a response's last token last of
-        all: where it aborts a request, or the budget is used up, that token may be the one that ends the response.
-        Going on would write past the end, and a whole response would count as cut off.
+        """Return the status before a request, or after one that ended with `finish`.
+
+        SGLang checks a response's last token last: where it aborts a request, or the budget is used up, that
+        token may be the one that ends the response. Continuing would write past the end, and a complete
+        response would count as truncated.
         """
         if finish == "stop":
             return Status.FINISHED
-        if not sample.observed_last and self.ends.ended(self.ends.turn_of(sample)):
+        if not sample.observed_last and self.ends.is_ended(self.ends.turn_of(sample)):
             return Status.FINISHED
         full = finish == "length" or len(sample.response_ids) >= self.limit
         return Status.TRUNCATED if full else Status.PARKED
 
 
-class Requests:
-    """Sends them, and remembers which engine has the prompt of a group in its cache.
+class RequestSender:
+    """Sends requests, and remembers which engine has the prompt of a group in its cache.
 
-    `routes`: ask for the experts of each token. `interruption`: what becomes of samples in flight in a push.
-    `reads_again`: whether a sample that was interrupted may find nothing of older weights.
+    Args:
+        routes: request the routed experts of each token.
+        interruption: what happens to samples in flight during a push.
+        reads_again: do not let interrupted samples reuse a cache of older weights.
     """
 
     def __init__(
         self,
         pool: Pool,
         dispatcher: Dispatcher,
-        arrivals: Arrivals,
-        suspects: Suspects,
+        arrivals: ResponseHandler,
+        suspects: PoisonDetector,
         *,
         routes: bool,
         interruption: Interruption,
         reads_again: bool,
     ) -> None:
         self._pool, self._dispatcher = pool, dispatcher
-        self._arrivals, self._suspects = arrivals, suspects
+        self._response_handler, self._poison_detector = arrivals, suspects
         self._routes, self._interruption, self._reads_again = routes, interruption, reads_again
         self._order = itertools.count()
         self.run_id = uuid.uuid4().hex[:8]
         self._group_engine: dict[int, str] = {}
         self._turn_tokens: float | None = None
-        """Mean of the turns that ended, the recent ones first."""
+        """Running mean of the length of turns."""
         self.resumes = 0
 
     def id_for(self, sample_id: int) -> str:
-        """Of the next request. It ends with a point: so it is not the beginning of another, which SGLang would abort
-        with it."""
+        """Return the id of the next request.
+
+        It ends with a point, so that it is not a prefix of another id, which SGLang would abort too.
+        """
         return f"{self.run_id}-{sample_id}-{next(self._order)}."
 
-    def wish(self, sample: Sample, limit: int) -> Wish:
-        """A prefix lives in an engine's cache for as long as the weights do. `limit`: see Turn.
+    def routing_request(self, sample: Sample, limit: int) -> RoutingRequest:
+        """Describe a sample's next request to the routing strategy. `limit`: see Turn.
 
-        However long a response is already, it is expected to get as many more tokens as others have in all, or as it
-        may: long-tailed ones end no sooner for being long.
+        A prefix stays in an engine's cache as long as the weights. A response of any length is expected to grow
+        by the mean length of turns, up to its limit: a long response of a long-tailed distribution does not end
+        sooner for being long.
         """
         version = sample.spans[-1].version if sample.spans else None
         last = None if sample.engine is None else self._pool.find(sample.engine)
         has_prefix = last is not None and last.version == version
         prefer = sample.engine if has_prefix else self._group_engine.get(sample.group_id)
-        begun = len(sample.response_ids)
-        left = max(0, limit - begun)
-        write = left if self._turn_tokens is None else min(left, self._turn_tokens)
-        return Wish(prefer, version, sample.seed, read=len(sample.prompt_ids) + begun, write=write)
+        response_tokens = len(sample.response_ids)
+        remaining = max(0, limit - response_tokens)
+        write = remaining if self._turn_tokens is None else min(remaining, self._turn_tokens)
+        return RoutingRequest(
+            prefer, version, sample.seed, read=len(sample.prompt_ids) + response_tokens, write=write
+        )
 
-    def caches_end(self, urls: Collection[str]) -> None:
-        """Of these engines, which get other weights."""
+    def invalidate_caches(self, urls: Collection[str]) -> None:
+        """Forget the cached prefixes of these engines, which get other weights."""
         self._group_engine = {g: url for g, url in self._group_engine.items() if url not in urls}
 
     async def send(self, engine: EngineState, sample: Sample, turn: Turn) -> str:
-        """One request. Afterwards the sample is terminal, or PARKED with every token that arrived. Returns the server
-        error that ended it, in words."""
+        """Send one request. Afterwards the sample is terminal, or PARKED with every token that arrived.
+
+        Returns:
+            the message of the server error that ended it, or an empty string.
+        """
         unread = 0 if self._has_prefix(engine, sample) else len(sample.prompt_ids) + len(sample.response_ids)
         if sample.sample_id != EVALUATION:
             self._group_engine[sample.group_id] = engine.url
@@ -114,17 +131,17 @@ class Requests:
         rid = self.id_for(sample.sample_id)
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
         start, finish = len(sample.response_ids), None
-        ids, what = [*sample.prompt_ids, *sample.response_ids], f"sample {sample.sample_id}"
+        ids, subject = [*sample.prompt_ids, *sample.response_ids], f"sample {sample.sample_id}"
         flight = Flight(
             rid,
             sample,
             asyncio.timeout(None),
             pinned=turn.pinned,
-            why=_why(engine, sample),
+            cache_source=_cache_source(engine, sample),
             unread=unread,
         )
         try:
-            async with attempt(self._dispatcher, engine, flight, len(ids), what) as made:
+            async with attempt(self._dispatcher, engine, flight, len(ids), subject) as result:
                 stream = engine.client.generate(
                     ids,
                     rid=rid,
@@ -132,7 +149,7 @@ class Requests:
                     temperature=turn.temperature,
                     seed=sample.seed,
                     stop_ids=sorted(turn.ends.ids),
-                    stop_texts=turn.ends.texts[:MOST_STOPS],  # the others are looked for as tokens come
+                    stop_texts=turn.ends.texts[:MOST_STOPS],  # the router itself detects the others
                     routes_from=self._routes_from(sample),
                     cache_key=self._cache_key(engine, sample),
                     truncation=turn.truncation,
@@ -141,32 +158,35 @@ class Requests:
                 async with aclosing(stream):
                     async for segment in stream:
                         at = len(sample.response_ids)
-                        finish = await self._arrivals.receive(engine, flight, segment, turn.ends)
-                        if finish == "abort" and not segment.prompt_tokens:  # the engine did not count it
-                            engine.received -= flight.arrived
+                        finish = await self._response_handler.receive(engine, flight, segment, turn.ends)
+                        if finish == "abort" and not segment.prompt_tokens:  # not in the engine's own count
+                            engine.received -= flight.received_tokens
                         if turn.tops is not None:
-                            kept = (segment.tops or [])[: len(sample.response_ids) - at]
-                            turn.tops.found |= {at + i: place for i, place in enumerate(kept)}
-            return self._suspects.blame(made, engine, sample)
+                            tops = (segment.tops or [])[: len(sample.response_ids) - at]
+                            turn.tops.found.update({at + i: top for i, top in enumerate(tops)})
+            return self._poison_detector.record_end(result, engine, sample)
         finally:
             sample.status = turn.status(sample, finish)
             if sample.status.terminal and sample.sample_id != EVALUATION:
-                self._remember(sample)
+                self._record_turn_length(sample)
 
-    def _remember(self, sample: Sample) -> None:
-        """How long its turn was."""
+    def _record_turn_length(self, sample: Sample) -> None:
+        """Update the running mean of turn lengths."""
         tokens = len(sample.response_ids) - (sample.observed[-1].end if sample.observed else 0)
-        known = self._turn_tokens
-        self._turn_tokens = tokens if known is None else known + (tokens - known) / TURNS
+        mean = self._turn_tokens
+        self._turn_tokens = tokens if mean is None else mean + (tokens - mean) / TURNS
 
     def _has_prefix(self, engine: EngineState, sample: Sample) -> bool:
-        own = (
+        own_prefix = (
             bool(sample.spans) and sample.engine == engine.url and sample.spans[-1].version == engine.version
         )
-        return own or self._group_engine.get(sample.group_id) == engine.url
+        return own_prefix or self._group_engine.get(sample.group_id) == engine.url
 
     def _routes_from(self, sample: Sample) -> int | None:
-        """With the prompt at first; then from the seam: the last token that was sampled, which no pass has read."""
+        """Return the first position whose routes are requested.
+
+        0 at first; later the last sampled token, which no pass has processed.
+        """
         if not self._routes or sample.sample_id == EVALUATION:
             return None
         if not sample.response_ids:
@@ -175,8 +195,11 @@ class Requests:
         return len(sample.prompt_ids) + len(sample.response_ids) - 1 - unread
 
     def _cache_key(self, engine: EngineState, sample: Sample) -> str | None:
-        """Where caches outlive a push, only samples of the same first version may meet in them; and a prefix that is
-        to be read again meets those of the same weights alone."""
+        """Return the key that separates cached prefixes.
+
+        Where caches outlive a push, only samples of the same first version may share them; with `reads_again`
+        only samples of the same weights.
+        """
         if self._interruption != "in_place":
             return None
         if self._reads_again:
@@ -184,8 +207,8 @@ class Requests:
         return str(sample.spans[0].version if sample.spans else engine.version)
 
 
-def _why(engine: EngineState, sample: Sample) -> str:
-    """What could have put its prefix into the engine's cache."""
+def _cache_source(engine: EngineState, sample: Sample) -> str:
+    """Return why the sample's prefix may be in the engine's cache."""
     if not sample.response_ids:
         return "sibling"
     if sample.spans[-1].version != engine.version:
