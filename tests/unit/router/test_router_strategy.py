@@ -65,7 +65,7 @@ def candidates(loads: list[int]) -> list[Engine]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@given(pool=POOLS, request=WISHES)
+@given(pool=POOLS, wish=WISHES)
 def test_every_strategy_chooses_a_candidate_and_always_the_same(
     name: str, pool: list[Engine], wish: RoutingRequest
 ) -> None:
