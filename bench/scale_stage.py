@@ -283,13 +283,13 @@ async def work(args: argparse.Namespace) -> None:
     """A worker; when it is told to end, it writes down how late its loop was."""
     from rlsys.generators.generator import build_generator
     from rlsys.generators.turns import sampling_turns
-    from rlsys.worker.worker import Worker, WorkerParts, leave, standard_input
+    from rlsys.worker.worker import Worker, WorkerParts, exit_now, standard_input
 
     config, lag = Config.model_validate_json((args.folder / "config.json").read_text()), Lag()
 
     def end() -> None:
         (args.folder / f"lag-{args.worker}.json").write_text(json.dumps(lag.late[len(lag.late) // 10 :]))
-        leave()
+        exit_now()
 
     async with make_session() as session:
         router = make_router(args, session, single_router=False)

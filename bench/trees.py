@@ -59,7 +59,7 @@ async def measure(part: Part, config: Config, url: str, prompts: int, size: int)
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source, rows = build_source(config, tokenizer), []
     async with make_session() as session:
-        router = build_router(config, [EngineClient(url, session, tp=1)], tokenizer, trusted=True)
+        router = build_router(config, [EngineClient(url, session, tp=1)], tokenizer, skip_attestation=True)
         watch = asyncio.create_task(router.watch())
         router.resume()
         try:

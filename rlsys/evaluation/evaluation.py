@@ -133,7 +133,7 @@ async def respond(
     rewards = Rewards(config)
     try:
         async with open_engines(config, whose) as engines:
-            router = build_router(config, engines, tokenizer, trusted=True)
+            router = build_router(config, engines, tokenizer, skip_attestation=True)
             watch = asyncio.ensure_future(router.watch())
             router.resume()
             answer = build_generator(config, tokenizer, turns(config, router))
@@ -153,7 +153,7 @@ async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
     verdicts = await respond(config, tokenizer, whose, asked, greedy_turns)
     result = judge(asked, verdicts, len(asked))
     async with open_engines(config, whose) as engines:
-        router = build_router(config, engines, tokenizer, trusted=True)
+        router = build_router(config, engines, tokenizer, skip_attestation=True)
         watch = asyncio.ensure_future(router.watch())
         router.resume()
         async with open_sets(config, tokenizer, router) as sets:

@@ -45,7 +45,7 @@ async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[st
     told = [
         {
             "text": tokenizer.decode(s.judged_ids), "tokens": s.sampled_tokens, "status": s.status.value,
-            "reward": v.named or v.reward, "reason": v.reason, "right": v.right,
+            "reward": v.parts or v.reward, "reason": v.reason, "right": v.right,
         }
         for (s, _), v in zip(asked, verdicts, strict=True)
     ]  # fmt: skip

@@ -102,7 +102,7 @@ class AgentGenerator:
         """Agents are somebody else's processes."""
         self.evaluated_step: int | None = None
         """Of an evaluation within a run: how many train steps its weights contain."""
-        self.saved: Callable[[Sample], Awaitable[None]] | None = None
+        self.persist: Callable[[Sample], Awaitable[None]] | None = None
         """Where samples are saved; returns when what the sample has outlives this process. Of a service, whoever is
         told an answer may tell it to others (meeting.py), so it must be the same after a death of ours."""
         self._environments = None if params.environment is None else Services(params.environment, FIELD)
@@ -127,7 +127,7 @@ class AgentGenerator:
             talk = Conversation(
                 self._config, self._rendering, self._reader, self._speak, self._ends, sample, prompt,
                 self.counts, train_all=self._params.train == "all",
-                saved=self.saved if self.remote and sample.sample_id != EVALUATION else None,
+                saved=self.persist if self.remote and sample.sample_id != EVALUATION else None,
             )  # fmt: skip
             async with self._running(sample, task) as (session, ended):
                 try:

@@ -17,7 +17,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import BAD_ANSWER, DeadEngine, EngineError
 from rlsys.engine_requests import ANY_ENGINE, Limits, RefusedPrompt
 from rlsys.segments import teacher_logprobs
-from rlsys.worker.assembly import client_maker, limits_of
+from rlsys.worker.assembly import client_maker, prompt_limits
 
 AWAY = "the teacher is away"
 """Reasons begin with it that say nothing about the sample."""
@@ -109,7 +109,7 @@ def build_teacher(config: Config, url: str, owner: Owner, session: ClientSession
     section, its = config.algo.teacher, teacher_config(config)
     assert section is not None
     whose = engine_identity(owner, url) if section.engine == "own" else NOBODY
-    limits = limits_of(its)
+    limits = prompt_limits(its)
     patience = min(its.start_seconds, config.rollout.stall_timeout / 2)
     client = client_maker(its, session)(url, whose, adapter=None)
     top_k = min(section.top_k or limits.vocab_size, limits.vocab_size)

@@ -39,7 +39,7 @@ from rlsys.rollout.selection import Selection
 from rlsys.rollout.waiting import Waiting
 from rlsys.router.engines import Engines
 from rlsys.router.router import Router
-from rlsys.worker.repeat import Repeat, Stops, record_of
+from rlsys.worker.run_replay import ReplaySchedule, ReplayStops, load_record
 from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.streams import Streams
@@ -74,8 +74,8 @@ class RolloutManager:
         self._tool_penalties = ToolPenalties(config, tokenizer, buffer.load)
         self._planning = planning
         planning.restore(buffer.note("planning") or "")
-        record = record_of(config)
-        repeat = None if record is None else Repeat(record, buffer)
+        record = load_record(config)
+        repeat = None if record is None else ReplaySchedule(record, buffer)
         self._commits = CommitScheduler(buffer)
         self._router: Engines
         self._streams: Streams | Workers
@@ -83,7 +83,7 @@ class RolloutManager:
             router.attach(self._commits, self._spans)
             self._router, self._streams = router.engines, router
         else:
-            stops = None if record is None else Stops(record)
+            stops = None if record is None else ReplayStops(record)
             speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
             self._router, self._streams = router, Streams(
                 config, router, scorer, build_generator(config, tokenizer, speak), self._commits,
@@ -94,7 +94,7 @@ class RolloutManager:
         self._runner = SampleRunner(
             config, buffer, self._commits, planning, self._streams, repeat, self._spans
         )
-        self._selection = Selection(config, buffer, repeat, self._streams.full)
+        self._selection = Selection(config, buffer, repeat, self._streams.at_max_resumes)
         self._canaries = Canaries(source, config.eval.prompts, lambda: engines.limits)
         self._over_provision = OverProvision(config, buffer, self._runner)
         self._keep_budget = KeepBudget(config, buffer)
@@ -102,8 +102,8 @@ class RolloutManager:
             config, buffer, engines, self._runner, self._selection, self._called_away, self._give_up
         )
         self._figures = Figures(config, buffer, engines, scorer, planning, self._counts)
-        settled = router.engines.settled if isinstance(router, Workers) else None
-        self._received = Received(buffer, engines, settled)
+        counts_at_save = router.engines.counts_at_save if isinstance(router, Workers) else None
+        self._received = Received(buffer, engines, counts_at_save)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
@@ -197,7 +197,7 @@ class RolloutManager:
             self._tool_penalties.put(groups)
             if self._colocated:
                 with phases.add("interrupt"):
-                    await self._interrupt_all(keep=self._kept(train_step), gently=True)
+                    await self._interrupt_all(keep=self._kept(train_step), wait_for_max_resumes=True)
                 if self._config.launch.release_memory:
                     with phases.add("sleep"):
                         await self._router.release_memory()
@@ -224,7 +224,7 @@ class RolloutManager:
                     **beside,
                     **counts,
                     **self._figures.totals(),
-                    **self._spans.figures(),
+                    **self._spans.metrics(),
                     **self._take_seconds,
                 },
                 self._planning.sources(groups),
@@ -274,7 +274,9 @@ class RolloutManager:
         if not self._colocated and (
             not rolls or self._selection.too_old(self._done_steps)
         ):  # else take has done it
-            await self._interrupt_all(keep=self._kept(self._done_steps), going_on=rolls, gently=True)
+            await self._interrupt_all(
+                keep=self._kept(self._done_steps), keep_serving=rolls, wait_for_max_resumes=True
+            )
         self._buffer.versions.new(self._done_steps)
         await self._runner.drop(self._selection.too_old(self._done_steps), GroupState.EXPIRED)
         self._commits.flush()
@@ -405,7 +407,7 @@ class RolloutManager:
     def _generate(self, trained_steps: int) -> None:
         """Samples that wait for an engine go on, and what may start starts."""
         self._router.resume()
-        self._runner.go(trained_steps)
+        self._runner.advance(trained_steps)
 
     def _go_on(self) -> None:
         """Disaggregated engines always generate, unless the trainer repeats steps whose groups are there already.
@@ -421,17 +423,19 @@ class RolloutManager:
         self,
         keep: Callable[[Sample], bool] | None = None,
         *,
-        going_on: bool = False,
-        gently: bool = False,
+        keep_serving: bool = False,
+        wait_for_max_resumes: bool = False,
     ) -> None:
         """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
         that came is in the buffer, lost ones are counted. `going_on`: engines go on with samples to keep. `gently`:
         rollout.max_resumes counts, unless something else comes first.
         """
-        gently = gently and not self._called_away()
-        if not going_on:
+        wait_for_max_resumes = wait_for_max_resumes and not self._called_away()
+        if not keep_serving:
             self._runner.pause()
-        parked = await self._streams.interrupt(keep, going_on=going_on, gently=gently)
+        parked = await self._streams.interrupt(
+            keep, keep_serving=keep_serving, wait_for_max_resumes=wait_for_max_resumes
+        )
         self._buffer.replay_log.record_interrupts(parked)
-        self._spans.interrupted(parked)
+        self._spans.on_interrupt(parked)
         self._received.settle()

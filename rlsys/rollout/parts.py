@@ -99,4 +99,4 @@ class Parts:
     @property
     def hung(self) -> bool:
         """Whether a reward function may still be busy that does not end when it should."""
-        return bool(self.scorer.hung or self.planning.hung)
+        return bool(self.scorer.timeouts or self.planning.hung)

@@ -15,7 +15,7 @@ from rlsys.data.mixture import row_sources
 from rlsys.data.row_check import KINDS, RowCounts
 from rlsys.data.tables import Table
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.worker.assembly import limits_of
+from rlsys.worker.assembly import prompt_limits
 
 NOTE = "data"
 """The ledger's note with the tables that the run began with."""
@@ -60,7 +60,7 @@ class RowChecks:
         """Until all rows are checked."""
         if not self._needed:
             return
-        limits = limits_of(self._config)
+        limits = prompt_limits(self._config)
         command = [
             sys.executable, "-m", "rlsys.data.row_check", "--config", str(self._config.run.dir / CONFIG_FILE),
             "--vocab-size", str(limits.vocab_size), "--context-length", str(limits.context_length),

@@ -28,9 +28,9 @@ from rlsys.planning.teacher import AWAY, EngineTeacher
 from rlsys.rollout.beside import Means
 from rlsys.rollout.occupancy import Occupancy
 from rlsys.rollout.schedule import admission_capacity
-from rlsys.worker.repeat import Repeat
+from rlsys.worker.run_replay import ReplaySchedule
 from rlsys.worker.sample_spans import SampleSpans
-from rlsys.worker.scoring import take_turns
+from rlsys.worker.scoring import set_turn_rewards
 from rlsys.worker.streams import Streams
 from rlsys.worker.workers import Workers
 
@@ -58,7 +58,7 @@ class SampleRunner:
         commits: CommitScheduler,
         planning: Planning,
         streams: Streams | Workers,
-        repeat: Repeat | None = None,
+        repeat: ReplaySchedule | None = None,
         spans: SampleSpans | None = None,
     ) -> None:
         """`repeat`: says which groups are let in, whatever slots and ages. `spans`: somebody else's to stop."""
@@ -95,12 +95,12 @@ class SampleRunner:
         self.occupancy = Occupancy(config.samples_per_step)
         commits.on_failure = self._fail
 
-    def go(self, trained_steps: int) -> None:
+    def advance(self, trained_steps: int) -> None:
         """Start what may start with weights of this many train steps in the engines."""
         self._trained_steps = trained_steps
         if self._repeat is not None:
-            self._repeat.go(trained_steps)
-            self._streams.go(trained_steps)
+            self._repeat.advance(trained_steps)
+            self._streams.advance(trained_steps)
         self._fill()
         self._note_occupancy()
 
@@ -254,7 +254,7 @@ class SampleRunner:
         """The next sample; those of its group with it where they have to be together, whatever slots there are."""
         group, sample = self._pending.popleft()
         self._start(group, sample)
-        while self._streams.together and self._pending and self._pending[0][0] is group:
+        while self._streams.gang_start and self._pending and self._pending[0][0] is group:
             self._start(*self._pending.popleft())
 
     def _start(self, group: SampleGroup, sample: Sample) -> None:
@@ -284,9 +284,9 @@ class SampleRunner:
             verdict = await self._streams.score(sample, prompt)
             reason = verdict.reason
             if reason is None and verdict.turns is not None:
-                reason = take_turns(sample, verdict.turns)
+                reason = set_turn_rewards(sample, verdict.turns)
             if reason is None:
-                sample.reward, sample.named_rewards = verdict.reward, verdict.named
+                sample.reward, sample.named_rewards = verdict.reward, verdict.parts
                 sample.answer = verdict.answer
                 self.beside_rewards.add(verdict.figures)
             else:

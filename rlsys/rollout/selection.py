@@ -10,14 +10,18 @@ from rlsys.config import Config
 from rlsys.core.types import Sample, SampleGroup, Unscored
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.schedule import choose, choose_in_time, too_old
-from rlsys.worker.repeat import Repeat
+from rlsys.worker.run_replay import ReplaySchedule
 
 
 class Selection:
     """Holds no state: it reads the buffer's. `repeat`: the record that decides instead. `full`: see Streams.full."""
 
     def __init__(
-        self, config: Config, buffer: RolloutBuffer, repeat: Repeat | None, full: Callable[[], list[str]]
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        repeat: ReplaySchedule | None,
+        full: Callable[[], list[str]],
     ) -> None:
         self._full = full
         self._rollout = config.rollout
@@ -52,7 +56,7 @@ class Selection:
         """Whether a sample in an engine (one of these URLs) has been resumed as often as rollout.max_resumes allows,
         or the record has more tokens of these weights."""
         if self._repeat is not None:
-            return self._repeat.lacks_tokens(trained_steps)
+            return self._repeat.is_behind(trained_steps)
         if self._keeps:  # engines that keep their samples interrupt nobody
             return False
         return any(members is None or url in members for url in self._full())

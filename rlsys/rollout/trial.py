@@ -40,7 +40,7 @@ from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
 from rlsys.rewards.results import TURNS
 from rlsys.rewards.service import is_url
-from rlsys.worker.assembly import build_scorer, limits_of
+from rlsys.worker.assembly import build_scorer, prompt_limits
 from rlsys.worker.scoring import Scorer
 
 RESPONSE = "<answer>0</answer>"
@@ -152,7 +152,7 @@ async def _first_that_works(
 def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -> list[str]:
     """Lines for prompts that will not be answered, and for what the model cannot read in the others. Raises UserError
     when no prompt of a kind can be used."""
-    limits = limits_of(config)
+    limits = prompt_limits(config)
     with tried(f"data.source = {config.data.source!r}"):
         train = [train_prompt(source, i) for i in range(TRAINED)]
         heldout = source.heldout(min(config.eval.prompts, HELDOUT))
@@ -190,7 +190,7 @@ def _short_teacher(config: Config, limits: Limits, prompts: Sequence[Prompt]) ->
     """A line for a teacher whose engine holds less than a sample may have."""
     if config.algo.teacher is None or config.algo.teacher.engine is None:
         return
-    its = limits_of(teacher_config(config))
+    its = prompt_limits(teacher_config(config))
     fitting = [len(p.ids) for p in prompts if limits.fits(p.ids)]
     longest = min(max(fitting, default=0) + config.rollout.max_response_tokens, limits.room)
     if longest >= its.room:
@@ -230,7 +230,7 @@ def _unread(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[str]:
 async def _try_set(config: Config, chosen: EvalSet, tokenizer: Tokenizer) -> list[str]:
     """Its prompts are there, and its reward says something to a made-up answer. A line for prompts that will not be
     answered."""
-    own, limits = config_of(config, chosen), limits_of(config)
+    own, limits = config_of(config, chosen), prompt_limits(config)
     with tried(f"eval.sets {chosen.name}"):
         prompts = heldout_of(
             own, chosen.model_copy(update={"prompts": min(chosen.prompts, HELDOUT)}), tokenizer
@@ -284,7 +284,7 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
 
 def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
     """By group, the first prompts of a run that engines take. Raises UserError when there are too few."""
-    field, limits = f"data.source = {config.data.source!r}", limits_of(config)
+    field, limits = f"data.source = {config.data.source!r}", prompt_limits(config)
     found: dict[int, Prompt] = {}
     reason = ""
     for group_id in range(TRAINED):
@@ -360,7 +360,7 @@ async def _score(
             f"data.reward = {config.data.reward_name!r}: the response {RESPONSE} to the first prompt gets none: "
             f"{verdict.reason}"
         )
-    return tuple(verdict.named or ())
+    return tuple(verdict.parts or ())
 
 
 async def _conclude(

@@ -48,7 +48,7 @@ async def routed(config: Config, url: str) -> AsyncIterator[tuple[Router, Engine
     tokenizer = Tokenizer(config.model.path)
     async with make_session() as session:
         client = EngineClient(url, session)
-        router = build_router(config, [client], tokenizer, trusted=True)
+        router = build_router(config, [client], tokenizer, skip_attestation=True)
         watch = asyncio.create_task(router.watch())
         router.resume()
         try:

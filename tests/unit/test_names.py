@@ -36,7 +36,7 @@ RECORDED = {
     "rlsys/viewer": 83,
     "rlsys/weights": 251,
     "rlsys/weights_relay": 61,
-    "rlsys/worker": 225,
+    "rlsys/worker": 3,
 }
 """Package -> its violations. Lower a number after a clean-up; a package without a row has none."""
 

@@ -34,7 +34,7 @@ from rlsys.ledger.store import FILE_NAME
 from rlsys.rewards import make_score
 from rlsys.rollout.trial import try_rollout
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.worker.scoring import asked_about
+from rlsys.worker.scoring import with_turn_rewards
 from tests.helpers.responses import response_of
 from tests.helpers.rollout_rig import make_config
 
@@ -218,7 +218,7 @@ async def test_the_reward_agent_is_what_the_agent_gives() -> None:
     wanting = config("worth").model_copy(update={"data": DataConfig.model_validate({"reward": "agent"})})
     s = await made(wanting, worth=0.5)
     score = make_score(wanting)
-    assert score(asked_about(prompt(), s), response_of("")) == 0.5
+    assert score(with_turn_rewards(prompt(), s), response_of("")) == 0.5
     with pytest.raises(ToolFailed, match=r"gave no reward, and data\.reward = agent is its own"):
         await made(wanting, worth=None)
     with pytest.raises(ToolFailed, match="reward = nan: expected a finite number"):

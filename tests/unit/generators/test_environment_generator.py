@@ -21,7 +21,7 @@ from rlsys.generators.generator import build_generator
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.rewards import make_score
 from rlsys.rollout.trial import try_rollout
-from rlsys.worker.scoring import asked_about, take_turns
+from rlsys.worker.scoring import set_turn_rewards, with_turn_rewards
 from tests.helpers.responses import response_of
 from tests.unit.generators.test_agent import rig_buffer
 
@@ -100,7 +100,7 @@ async def test_an_episode_is_a_sample_and_its_rewards_are_its_turns() -> None:
     ]  # fmt: skip
     assert s.turn_marks == [TurnMark(1.0), TurnMark(0.0), TurnMark(1.0)]
     score = make_score(config())
-    assert score(asked_about(prompt(), s), response_of(TOKENIZER.decode(s.response_ids))) == 2.0
+    assert score(with_turn_rewards(prompt(), s), response_of(TOKENIZER.decode(s.response_ids))) == 2.0
 
 
 async def test_after_a_restart_at_any_token_the_saved_turns_are_played_again() -> None:
@@ -158,8 +158,8 @@ def test_a_reward_function_may_say_what_turns_are_worth() -> None:
     s.append(Segment([5, 6], [-1.0, -1.0], [VersionSpan(1, 0, 2)]))
     s.observe([7])
     s.append(Segment([8], [-1.0], [VersionSpan(1, 0, 1)]))
-    assert take_turns(s, [0.5]) == "reward gave 1 turn_rewards, the response has 2 turns"
-    assert take_turns(s, [0.5, 1.0]) is None and s.turn_marks == [TurnMark(0.5), TurnMark(1.0)]
+    assert set_turn_rewards(s, [0.5]) == "reward gave 1 turn_rewards, the response has 2 turns"
+    assert set_turn_rewards(s, [0.5, 1.0]) is None and s.turn_marks == [TurnMark(0.5), TurnMark(1.0)]
 
 
 def test_the_environment_of_the_page_passes_the_trial(

@@ -253,4 +253,4 @@ def test_what_no_receiver_takes_is_counted_and_stops_nothing(receiver: Receiver,
         spans.begin(sample)
         spans.end(sample)
     spans.stop([])
-    assert (sender.made, sender.lost) == (1, 1) and spans.figures()["spans_lost"] == 1
+    assert (sender.made, sender.lost) == (1, 1) and spans.metrics()["spans_lost"] == 1

@@ -81,7 +81,7 @@ async def test_a_service_is_asked_as_slimes_are_and_may_give_what_a_function_giv
         plain, scored, named = [await verdict_of(url) for _ in values]
     assert (plain.reward, plain.right, scored.reward, scored.right) == (1, True, 0.5, True)
     assert scored.figures["seconds"] == 3
-    assert (named.reward, named.named) == (0.75, {"right": 1, "brief": -0.25})
+    assert (named.reward, named.parts) == (0.75, {"right": 1, "brief": -0.25})
     first = server.asked[0]
     said = "3+4=7</think><answer>7</answer>"  # as for other frameworks' functions, without the end's token
     assert (first["prompt"], first["response"], first["label"]) == ("3+4=", said, "7")
@@ -198,7 +198,7 @@ async def test_a_service_joins_other_rewards_under_the_name_of_its_host() -> Non
 
     async with ScriptedService(one).listening() as url:
         found = await verdict_of(["exact_answer", {"name": url, "weight": 0.5}])
-    assert found.named == {"exact_answer": 1, "127.0.0.1": 0.5}
+    assert found.parts == {"exact_answer": 1, "127.0.0.1": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ async def test_several_rewards_are_added_with_their_weights(model: Path) -> None
         "not_for_sums",
         "ours",
     )
-    assert found.named == {
+    assert found.parts == {
         "correct": 2.0, "custom_rm": 2.0, "short": pytest.approx(-0.2), "not_for_sums": 0.0,
         "ours.right": 1.0, "ours.brief": 0.25,
     }  # fmt: skip

@@ -299,7 +299,7 @@ async def test_a_reward_that_raises_hangs_or_is_nan_censors_its_group(tmp_path: 
         assert samples[1].censor_reason == "reward gave nan, expected a finite number"
         assert samples[2].censor_reason is not None
         assert "reward_timeout = 0.01" in samples[2].censor_reason
-        assert r.scorer.hung == 2
+        assert r.scorer.timeouts == 2
 
 
 async def test_a_run_of_nothing_but_censored_groups_stops(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.generators.generator import build_generator
 from rlsys.rewards import make_score
-from rlsys.worker.scoring import asked_about
+from rlsys.worker.scoring import with_turn_rewards
 from tests.helpers.responses import response_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,7 +102,7 @@ async def test_patches_give_the_authors_lengths_of_episodes(
     assert s.turn_marks is not None and sum(len(q.turns()) for q in s.sequences) == len(s.turn_marks) == turns
     right = [i % 2 == 0 and i < 4 for i in range(turns)]
     assert [(m.reward, m.matched) for m in s.turn_marks] == [(r / 5, r) for r in right]
-    score = make_score(config())(asked_about(prompt(), s), response_of(""))
+    score = make_score(config())(with_turn_rewards(prompt(), s), response_of(""))
     assert score == pytest.approx(sum(right) / 5)
 
 

@@ -18,7 +18,7 @@ from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Sample, Taken
 from rlsys.ledger.store import FILE_NAME
-from rlsys.worker.repeat import Record
+from rlsys.worker.run_replay import RunRecord
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Rig, length_reward, make_config, settle
 
@@ -137,9 +137,9 @@ def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:
     first.mkdir()
     Rig(make_config(tmp_path, run={"dir": first}), length, length_reward).buffer.close()
     with pytest.raises(UserError, match=r"rollout.repeat = .*first: a run of another config"):
-        Record(first, make_config(tmp_path, rollout={"group_size": 3}))
+        RunRecord(first, make_config(tmp_path, rollout={"group_size": 3}))
     with pytest.raises(UserError, match="no such file"):
-        Record(tmp_path / "none", make_config(tmp_path))
+        RunRecord(tmp_path / "none", make_config(tmp_path))
 
 
 async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back(
@@ -161,11 +161,11 @@ async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back
         spans([old, 0, 2], [new, 2, 3])
         with db:
             db.execute("INSERT INTO interrupts VALUES (NULL, ?, 0, 1, ?)", (sample, old))
-        stops = Record(first, config).stops[sample, 0]
+        stops = RunRecord(first, config).stops[sample, 0]
         assert [(stop.end, stop.last) for stop in stops] == [(1, False), (2, False), (3, True)]
         assert stops[0].trained_steps == stops[1].trained_steps < stops[2].trained_steps
         spans([new, 0, 2], [old, 2, 3])
         with pytest.raises(
-            UserError, match=f"its trainer went back to a step before tokens of sample {sample}$"
+            UserError, match=f"its trainer was restored to a step before tokens of sample {sample}$"
         ):
-            Record(first, config)
+            RunRecord(first, config)

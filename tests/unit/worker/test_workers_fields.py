@@ -118,7 +118,7 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
         for url in urls[2:]:
             tell(owner, url, 1, wanted=True)
         step = await until(1, set(urls))
-        homes = [set(w.figures.states) for w in r.workers.processes]
+        homes = [set(w.status.states) for w in r.workers.processes]
         assert [len(home) for home in homes] == [2, 2], "each worker has got one"
 
         before = r.pids()
@@ -126,14 +126,14 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
         while before == r.pids():
             await asyncio.sleep(0.01)
         step = await until(step, set(urls))
-        assert homes == [set(w.figures.states) for w in r.workers.processes], "and keeps it"
+        assert homes == [set(w.status.states) for w in r.workers.processes], "and keeps it"
 
         for url in (urls[0], urls[3]):
             tell(owner, url, 1, wanted=False)
         step = await until(step, {urls[1], urls[2]})
         tell(owner, urls[0], 1, wanted=True)
         await until(step, {urls[0], urls[1], urls[2]})
-        assert urls[0] in r.workers.processes[0].figures.states, (
+        assert urls[0] in r.workers.processes[0].status.states, (
             "an engine of the launch comes back where it was"
         )
 
