@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.describe import describe_arithmetic, describe_idle, describe_parts, describe_plan
-from launch.diagram import Fold, draw, fold
+from launch.diagram import NodeGroup, draw, group_nodes
 from launch.environment import allocator_notes
 from launch.plan import LaunchPlan, Node, Ports, build_plan
 from rlsys.config import Config, add_config, dump_config, load_config
@@ -41,7 +41,7 @@ class Screen:
 
     title: str
     parts: list[tuple[str, list[Fact]]]
-    folds: list[Fold]
+    folds: list[NodeGroup]
     gpus_per_node: int
     odd: list[str]
 
@@ -113,7 +113,7 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
             ("size", sizes),
             ("time", [("duration", _past(config) or duration)]),
         ],
-        folds=fold(layout, others, config.launch.nodes),
+        folds=group_nodes(layout, others, config.launch.nodes),
         gpus_per_node=config.launch.gpus_per_node,
         odd=odd,
     ), plan

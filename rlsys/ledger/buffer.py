@@ -30,7 +30,7 @@ from rlsys.algo.planners import Prefix
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.forks import fork
 from rlsys.core.owner import Owner
-from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Scored
+from rlsys.core.types import GroupState, LogProbResult, Prompt, Sample, SampleGroup
 from rlsys.ledger.clock_record import ClockRecord
 from rlsys.ledger.ledger import Ledger, count
 from rlsys.ledger.sample_rows import SavedSamples, Told
@@ -88,7 +88,7 @@ class RolloutBuffer:
                 for sample, own in zip(group.samples, whole, strict=True):
                     for sequence, loaded in zip(sample.sequences, own.sequences, strict=True):
                         sequence.behaviour = loaded.behaviour
-                        sequence.taught, sequence.opinions = bool(loaded.opinions), b""
+                        sequence.taught, sequence.teacher_logprobs = bool(loaded.teacher_logprobs), b""
                 for sample in group.samples:
                     self._saved.know(sample)
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
@@ -192,7 +192,7 @@ class RolloutBuffer:
         """Tokens that a model sampled, saved since the file was opened."""
         return self._saved.added_tokens
 
-    def store_scores(self, scores: Iterable[Scored]) -> None:
+    def store_scores(self, scores: Iterable[LogProbResult]) -> None:
         """What the trainer says about tokens of live samples. Raises RunError for a sample that is not live."""
         with self._file.writing():
             for found in scores:

@@ -12,7 +12,7 @@ import numpy as np
 from rlsys.core.arrays import log_probs, token_ids
 from rlsys.core.errors import RunError
 from rlsys.core.spans import Piece, RouteSpan
-from rlsys.core.types import Sample, Scored, Status
+from rlsys.core.types import LogProbResult, Sample, Status
 from rlsys.ledger.segments import SegmentFile
 from rlsys.ledger.store import ids_to_blob, row_of_sequence
 from rlsys.ledger.writer import StoreWriter
@@ -64,7 +64,7 @@ class SavedSamples:
     def know(self, sample: Sample) -> None:
         """All of it is in the file."""
         self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
-        self._rows |= {(q.sample_id, q.sequence): (changing(q), q.prompt_ids) for q in sample.further}
+        self._rows |= {(q.sample_id, q.sequence): (changing(q), q.prompt_ids) for q in sample.extra_sequences}
 
     def unsaved(self, sample: Sample) -> bool:
         """Whether it has tokens that `write` has not seen."""
@@ -88,7 +88,7 @@ class SavedSamples:
         for sample in samples:
             rows.append(_row(sample))
             stored = self._stored.setdefault(sample.sample_id, [])
-            stored += [Stored()] * (1 + len(sample.further) - len(stored))
+            stored += [Stored()] * (1 + len(sample.extra_sequences) - len(stored))
             placed += [
                 (q.sample_id, q.sequence, self._append(q, stored[q.sequence])) for q in sample.sequences
             ]
@@ -167,7 +167,7 @@ class SavedSamples:
             )
             self._rows[key] = now, sequence.prompt_ids
 
-    def write_scores(self, sample: Sample, found: Scored) -> None:
+    def write_scores(self, sample: Sample, found: LogProbResult) -> None:
         """What the trainer says about tokens of this sequence. Raises RunError for tokens that it has not, or that
         have scores."""
         if not len(sample.behaviour) <= found.start <= sample.tokens - len(found.logp):
@@ -185,7 +185,7 @@ class SavedSamples:
         """They are not live any more."""
         for sample in samples:
             self._stored.pop(sample.sample_id, None)
-            for q in sample.further:
+            for q in sample.extra_sequences:
                 self._rows.pop((q.sample_id, q.sequence), None)
 
     def drop_tokens(self, samples: Iterable[Sample]) -> None:
@@ -211,7 +211,7 @@ def changing(q: Sample) -> tuple[object, ...]:
     """Cheap to compare: an agent has hundreds of conversations with long prompts, of which one or two go on."""
     last = q.spans[-1].version if q.spans else None
     return (
-        q.status, q.tokens, len(q.spans), last, len(q.observed), q.spoke, q.parent, q.aside, q.resumes, q.engine,
+        q.status, q.tokens, len(q.spans), last, len(q.observed), q.last_turn, q.parent, q.aside, q.resumes, q.engine,
         q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens,
     )  # fmt: skip
 
@@ -227,9 +227,9 @@ def _row(sample: Sample) -> tuple[object, ...]:
         None if sample.named_rewards is None else _json(sample.named_rewards),
         sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
         None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
-        sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke, *(sample.fork or (None, None)),
-        sample.given, sample.discarded,
-        None if sample.turn_marks is None else _json(sample.turn_marks),
+        sample.deaths, sample.faults, int(sample.own_prompt), sample.last_turn, *(sample.fork or (None, None)),
+        sample.inherited_tokens, sample.discarded,
+        None if sample.turn_rewards is None else _json(sample.turn_rewards),
     )  # fmt: skip
 
 
@@ -251,10 +251,10 @@ def append_tokens(
     if len(sample.support) != before.support:
         kept = bytes(sample.support[before.support :])
         pieces.append(file.append(encode(Kind.SUPPORT, Whose.of(sample), before.tokens, new, kept)))
-    if sample.opinions:  # they come once, of the whole response
-        record = encode(Kind.OPINIONS, Whose.of(sample), 0, sample.tokens, sample.opinions)
+    if sample.teacher_logprobs:  # they come once, of the whole response
+        record = encode(Kind.OPINIONS, Whose.of(sample), 0, sample.tokens, sample.teacher_logprobs)
         pieces.append(file.append(record))
-        sample.opinions = b""
+        sample.teacher_logprobs = b""
     return pieces
 
 

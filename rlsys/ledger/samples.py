@@ -157,11 +157,13 @@ def _seen(
         pieces.setdefault(sequence, []).append(Piece(*place))
     sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), pieces.get(0, []))
     for found in db.execute("SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (row[0],)):
-        sample.further.append(sequence_of_row(found, pieces.get(found[1], [])))
+        sample.extra_sequences.append(sequence_of_row(found, pieces.get(found[1], [])))
     if pieces:
-        sample = replace(segments.loaded(sample), routes=[], opinions=b"")  # large, and nothing to read
-        for sequence in sample.further:
-            sequence.routes, sequence.opinions = [], b""
+        sample = replace(
+            segments.loaded(sample), routes=[], teacher_logprobs=b""
+        )  # large, and nothing to read
+        for sequence in sample.extra_sequences:
+            sequence.routes, sequence.teacher_logprobs = [], b""
     versions = sorted({span.version for span in sample.spans})
     marks = ", ".join("?" * len(versions))
     steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({marks})"

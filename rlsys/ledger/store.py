@@ -41,7 +41,7 @@ from pathlib import Path
 import numpy as np
 
 from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
-from rlsys.core.spans import Fork, Piece, TokenSpan, TurnMark, VersionSpan
+from rlsys.core.spans import Fork, Piece, TokenSpan, TurnReward, VersionSpan
 from rlsys.core.types import GroupState, Sample, SampleGroup, Status
 from rlsys.obs.filesystem import is_local
 
@@ -311,7 +311,7 @@ def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[Sam
         groups[row[1]].samples.append(samples[row[0]])
     further = f"SELECT * FROM sequences WHERE {of_groups} ORDER BY sample_id, sequence"
     for row in db.execute(further, values):
-        samples[row[0]].further.append(sequence_of_row(row, pieces.get(row[:2], [])))
+        samples[row[0]].extra_sequences.append(sequence_of_row(row, pieces.get(row[:2], [])))
     return list(groups.values())
 
 
@@ -320,7 +320,7 @@ def row_of_sequence(q: Sample) -> tuple[object, ...]:
     status = Status.PARKED if q.status is Status.IN_FLIGHT else q.status
     return (
         q.sample_id, q.sequence, q.group_id, q.index, q.seed, status.value, ids_to_blob(q.prompt_ids), q.parent,
-        int(q.aside), q.spoke, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
+        int(q.aside), q.last_turn, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
         json.dumps([(s.start, s.end) for s in q.observed]), q.mu_sum, q.resumes, q.cached_tokens, q.prefilled_tokens,
         q.engine, q.deaths, q.faults,
     )  # fmt: skip
@@ -333,7 +333,7 @@ def sequence_of_row(row: tuple, pieces: list[Piece]) -> Sample:
     mu_sum, resumes, cached, prefilled, engine, deaths, faults = rest
     return Sample(
         sample_id, group_id, place, blob_to_ids(prompt_ids), seed, sequence=number, parent=parent, aside=bool(aside),
-        spoke=spoke, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
+        last_turn=spoke, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
         pieces=pieces, observed=[TokenSpan(*s) for s in json.loads(observed)], resumes=resumes, deaths=deaths,
         faults=faults, cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, own_prompt=True,
     )  # fmt: skip
@@ -372,6 +372,6 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         observed=[TokenSpan(*s) for s in json.loads(observed)],
         trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
-        spoke=spoke, fork=None if fork_place is None else Fork(fork_place, fork_at), given=given,
-        discarded=discarded, turn_marks=[TurnMark(*m) for m in json.loads(turn_marks)] if turn_marks else None,
+        last_turn=spoke, fork=None if fork_place is None else Fork(fork_place, fork_at), inherited_tokens=given,
+        discarded=discarded, turn_rewards=[TurnReward(*m) for m in json.loads(turn_marks)] if turn_marks else None,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
-from rlsys.core.owner import Deposed, Owner
+from rlsys.core.owner import FencedError, Owner
 from rlsys.core.types import Sample
 from rlsys.ledger.route_files import RouteFiles
 from rlsys.ledger.samples import SampleQuery, Seen, find_samples
@@ -38,8 +38,8 @@ class StoreWriter:
 
     `owner`: the launch that writes; None where no other process can know the file. Every transaction begins and ends
     with a look at who owns the run: locks keep two writers apart on one machine, the epoch does where locks do not
-    reach. A writer whose launch was deposed raises Deposed and leaves the file as it was committed last. What one
-    commits that was stopped between its last look and the commit: takeover.py.
+    reach. A writer whose launch lost the run raises FencedError and leaves the file as it was committed last. What
+    one commits that was stopped between its last look and the commit: takeover.py.
 
     What `writing` blocks wrote is on disk after `flush`. A block or a flush that fails leaves memory ahead of the
     file: nothing is written after it, and the file stays as it was committed last.
@@ -126,7 +126,7 @@ class StoreWriter:
             return
         self._owner.check()
         if (newest := self.counter("owner_epoch")) > self._owner.epoch:
-            raise Deposed(
+            raise FencedError(
                 f"{self.path}: launch {newest} writes this file; launch {self._owner.epoch} is over"
             )
 

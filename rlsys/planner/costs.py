@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import crossover_length, forward_flops, visited_parameters
-from rlsys.core.machines import DECODE_SHARE, PASS_SECONDS, PREFILL_SHARE, TRAINED_SHARE, Machine
+from rlsys.core.machines import (
+    DECODE_EFFICIENCY,
+    PASS_OVERHEAD_SECONDS,
+    PREFILL_EFFICIENCY,
+    TRAIN_EFFICIENCY,
+    Machine,
+)
 from rlsys.planner.memory import model_size, value_bytes
 from rlsys.planner.weight_update_cost import GB, hashing, rate
 
@@ -63,23 +69,23 @@ def costs_of(config: Config, hf: HFConfig, machine: Machine, tp: int | None = No
     """Of a config's layout on such GPUs, from config.json alone. `tp`: of the engine; else engine.tp."""
     width, size, tp = value_bytes(config), model_size(hf), tp or config.engine.tp
     pushed = width * size.total
-    read = tp * machine.bandwidth * 1e12 * DECODE_SHARE
+    read = tp * machine.bandwidth * 1e12 * DECODE_EFFICIENCY
     peak = machine.tflops[config.model.dtype] * 1e12
     flops = 2 * visited_parameters(hf)
     passes = 3 + ("layer" in config.trainer.recompute)
     cached = size.layers * size.kv_values * width
     return Costs(
-        every_pass=PASS_SECONDS,
+        every_pass=PASS_OVERHEAD_SECONDS,
         weights=width * size.dense / read,
         experts=width * size.experts / read,
         chosen=size.chosen / hf.experts if hf.experts else 1.0,
         cached_token=cached / read,
-        decoded_token=flops / (tp * peak * PREFILL_SHARE),
-        prompt_token=forward_flops(hf, 1) / (tp * peak * PREFILL_SHARE),
+        decoded_token=flops / (tp * peak * PREFILL_EFFICIENCY),
+        prompt_token=forward_flops(hf, 1) / (tp * peak * PREFILL_EFFICIENCY),
         trained_token=passes
         * config.algo.epochs
         * flops
-        / (config.parallel.world_size * peak * TRAINED_SHARE),
+        / (config.parallel.world_size * peak * TRAIN_EFFICIENCY),
         crossover=crossover_length(hf),
         push=pushed / GB / rate(config) + hashing(config, pushed)[1],
     )

@@ -12,7 +12,7 @@ from statistics import median
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import forward_flops
-from rlsys.core.machines import TRAINED_SHARE, machines
+from rlsys.core.machines import TRAIN_EFFICIENCY, machines
 from rlsys.planner.memory import budget, model_size, value_bytes
 from rlsys.planner.weight_update_cost import GB, hashing, push_rounds, rate
 
@@ -43,7 +43,7 @@ def estimated(config: Config, hf: HFConfig) -> str:
     passes = 3 + ("layer" in config.trainer.recompute)
     gpu = machines()["h100"]
     flops = config.samples_per_step * passes * config.algo.epochs * forward_flops(hf, r.max_response_tokens)
-    train = flops / (config.parallel.world_size * TRAINED_SHARE * gpu.tflops[config.model.dtype] * 1e12)
+    train = flops / (config.parallel.world_size * TRAIN_EFFICIENCY * gpu.tflops[config.model.dtype] * 1e12)
     waves = -(-config.samples_per_step // (config.engine.count * config.max_running_requests))
     generate = waves * r.max_response_tokens * budget(config, size).engine_weights / (gpu.bandwidth * 1e12)
     pushed = value_bytes(config) * size.total
@@ -52,6 +52,6 @@ def estimated(config: Config, hf: HFConfig) -> str:
     step = max(train, generate) + push if overlaps else train + generate + push
     return (
         f"about {clock(step)} a step, {clock(step * config.trainer.steps)} in all: generation {clock(generate)}, "
-        f"training {clock(train)}, push {clock(push)} (H100s at {TRAINED_SHARE:.0%} of their peak, every response "
+        f"training {clock(train)}, push {clock(push)} (H100s at {TRAIN_EFFICIENCY:.0%} of their peak, every response "
         f"at its longest, {r.max_response_tokens} tokens; evaluations and checkpoints not counted)"
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rlsys.config import Config
 from rlsys.core.devices import have_cuda
 from rlsys.core.errors import UserError
-from rlsys.weights.plan import Place, PushPlan, plan_push
+from rlsys.weights.push_plan import DeviceLocation, PushPlan, plan_push
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def push_plan(config: Config, layout: Layout) -> PushPlan:
     return plan_push(trainer, engines, config.weights.method, gpus=on_cuda(config), chains=chains)
 
 
-def _places(units: list[list[NodeShare]]) -> list[list[Place]]:
+def _places(units: list[list[NodeShare]]) -> list[list[DeviceLocation]]:
     """Of every process of each unit. Without a plan for GPUs they are counted, as the processes themselves do it."""
     taken: dict[int, int] = {}
     out = []
@@ -57,7 +57,7 @@ def _places(units: list[list[NodeShare]]) -> list[list[Place]]:
             first = taken.get(share.node, 0)
             taken[share.node] = first + share.count
             devices = share.gpus or range(first, first + share.count)
-            places += [Place(share.node, device) for device in devices]
+            places += [DeviceLocation(share.node, device) for device in devices]
         out.append(places)
     return out
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from rlsys.config import Config, identity
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.types import Prompt, Taken
-from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.core.types import Prompt, TrainBatch
+from rlsys.core.weight_updates import Canary, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import Limits
 from rlsys.generators.generator import build_generator
@@ -272,7 +272,7 @@ class _Run:
 
     # -- the trainer's side ---------------------------------------------------------------------------------------
 
-    async def _train(self, manager: RolloutManager) -> Taken:
+    async def _train(self, manager: RolloutManager) -> TrainBatch:
         """One train step and its push, in the order of rlsys/train.py."""
         clock = asyncio.get_running_loop().time
         self._step += 1
@@ -292,14 +292,14 @@ class _Run:
         self._pushed += clock() - start
         return taken
 
-    def _whole(self, taken: Taken) -> list[int]:
+    def _whole(self, taken: TrainBatch) -> list[int]:
         """Tokens of each sequence, prompts included."""
         return [self._grain * (s.tokens + len(s.prompt_ids)) for g in taken.groups for s in g.samples]
 
     async def _push(self, manager: RolloutManager) -> None:
         left = True
         while left:
-            ticket: PushTicket = await manager.begin_push()
+            ticket: WeightUpdate = await manager.begin_push()
             await asyncio.sleep(self._costs.push)
             canaries = [Canary(ids, [-1.0] * (len(ids) - 1)) for ids in ticket.canaries]
             left = bool((await manager.end_push(ticket, canaries))["push_left"])

@@ -64,11 +64,11 @@ def push_rounds(config: Config) -> int:
 
 
 def describe_senders(plan: SendersPlan, config: Config) -> str:
-    of_link = plan.received / min(config.engine.tps)
+    of_link = plan.received_bytes / min(config.engine.tps)
     return (
-        f"{len(plan.sendings)} of {len(plan.sent)} trainer ranks; a rank sends {_gb(plan.mean)} GB on average, at "
-        f"most {_gb(max(plan.sent))}, what goes to engines counted once; an engine rank's link takes {_gb(of_link)}: "
-        f"{short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
+        f"{len(plan.schedules)} of {len(plan.total_bytes)} trainer ranks; a rank sends {_gb(plan.mean)} GB on "
+        f"average, at most {_gb(max(plan.total_bytes))}, what goes to engines counted once; an engine rank's link "
+        f"takes {_gb(of_link)}: {short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
     )
 
 
@@ -76,8 +76,10 @@ def seconds(plan: SendersPlan, config: Config) -> float:
     """At the least. A sender's link carries its tensors once for each engine, and what it passes on; an engine's
     links share the model."""
     engines = config.engine.count
-    leaves = max(given * engines + passed for given, passed in zip(plan.given, plan.passed, strict=True))
-    return max(plan.received / min(config.engine.tps), leaves) / GB / LINK
+    leaves = max(
+        given * engines + passed for given, passed in zip(plan.engine_bytes, plan.gather_bytes, strict=True)
+    )
+    return max(plan.received_bytes / min(config.engine.tps), leaves) / GB / LINK
 
 
 def _gb(size: float) -> str:

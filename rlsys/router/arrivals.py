@@ -50,7 +50,7 @@ class Arrivals:
         assert sample is not None
         try:
             self._limits.check_ids(segment.ids)
-            self._limits.check_ids(segment.named or ())
+            self._limits.check_ids(segment.id_range or ())
         except (
             RefusedPrompt
         ) as e:  # the next engine that is sent it would die of it, and so would the trainer

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from rlsys.config.rollout import Truncation
-from rlsys.core.spans import Tops
+from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Sample, Status
 from rlsys.engine_requests.sampling import MOST_STOPS
 from rlsys.router.arrivals import Arrivals
@@ -35,7 +35,7 @@ class Turn:
     truncation: Truncation | None
     ends: TurnEnds
     pinned: bool
-    tops: Tops | None = None
+    tops: TopLogprobs | None = None
 
     def status(self, sample: Sample, finish: str | None = None) -> Status:
         """Before a request, and after one that ended with `finish`. SGLang looks at a response's last token last of
@@ -136,7 +136,7 @@ class Requests:
                     routes_from=self._routes_from(sample),
                     cache_key=self._cache_key(engine, sample),
                     truncation=turn.truncation,
-                    **({} if turn.tops is None else {"tops": turn.tops.most}),
+                    **({} if turn.tops is None else {"tops": turn.tops.k}),
                 )
                 async with aclosing(stream):
                     async for segment in stream:
@@ -146,7 +146,7 @@ class Requests:
                             engine.received -= flight.arrived
                         if turn.tops is not None:
                             kept = (segment.tops or [])[: len(sample.response_ids) - at]
-                            turn.tops.found |= {at + i: place for i, place in enumerate(kept)}
+                            turn.tops.by_token |= {at + i: place for i, place in enumerate(kept)}
             return self._suspects.blame(made, engine, sample)
         finally:
             sample.status = turn.status(sample, finish)

@@ -160,7 +160,7 @@ class Arrays(NamedTuple):
     behaviour: NDArray[np.float32]  # of the first tokens; NaN: not scored
     routes: list[RouteSpan]
     support: bytearray  # a row of kept ids for each token; empty: sampling kept all
-    opinions: bytes  # a teacher's, of each token; empty: none was asked
+    teacher_logprobs: bytes  # a teacher's, of each token; empty: none was asked
 
 
 class SegmentReader:
@@ -250,13 +250,13 @@ class SegmentReader:
     def loaded(self, sample: Sample) -> Sample:
         """The same with its tokens in hand, those of all its sequences; routes that an engine wrote stay where they
         are. Raises RunError as `arrays`."""
-        further = [self.loaded(q) for q in sample.further]
+        further = [self.loaded(q) for q in sample.extra_sequences]
         if isinstance(arrays := self.arrays(sample), Sample):
-            return replace(sample, further=further) if further else sample
+            return replace(sample, extra_sequences=further) if further else sample
         ids, mu, behaviour, routes, support, opinions = arrays
         out = replace(
             sample, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
-            support=support, opinions=opinions, pieces=[], further=further,
+            support=support, teacher_logprobs=opinions, pieces=[], extra_sequences=further,
         )  # fmt: skip
         out.response_ids.frombytes(ids.astype(np.intc).tobytes())
         out.mu.frombytes(mu.astype(np.double).tobytes())

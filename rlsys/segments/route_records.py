@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.core.errors import RunError
-from rlsys.core.spans import RoutePlace, RouteSpan
+from rlsys.core.spans import RouteLocation, RouteSpan
 from rlsys.core.types import Sample
 from rlsys.segments.records import HEADER_BYTES, LARGEST, Kind, SegmentReader, Whose, decode_head, head
 
@@ -111,7 +111,7 @@ def pointer(segment: str, offset: int, record: bytes) -> bytes:
     )
 
 
-def read_pointer(data: bytes, first: int, rows: int) -> RoutePlace | None:
+def read_pointer(data: bytes, first: int, rows: int) -> RouteLocation | None:
     """Of `rows` positions from `first` on; None for bytes that are no pointer.
 
     Raises ValueError for one that points at anything else.
@@ -125,7 +125,7 @@ def read_pointer(data: bytes, first: int, rows: int) -> RoutePlace | None:
         raise ValueError(f"routes in {segment[:100]!r} at {place}")
     if (start, tokens) != (first, rows):
         raise ValueError(f"routes of {tokens} positions from {start} on, expected {rows} from {first} on")
-    return RoutePlace(segment, *place)
+    return RouteLocation(segment, *place)
 
 
 def read_routes(read: Read, span: RouteSpan, layers: Sequence[int] | None) -> LayerRoutes:
@@ -133,7 +133,7 @@ def read_routes(read: Read, span: RouteSpan, layers: Sequence[int] | None) -> La
 
     Raises RunError for bytes that are not those that the engine wrote.
     """
-    place = span.place
+    place = span.location
     assert place is not None
     where = f"{place.segment} at {place.offset}"
     found = decode_head(read(place.segment, place.offset, HEADER_BYTES), where)
@@ -171,8 +171,12 @@ def whole(routes: LayerRoutes) -> RouteSpan:
 def in_hand(reader: SegmentReader, sample: Sample) -> Sample:
     """The sample with tokens and routes, so that it needs no file any more. Raises RunError as `read_routes`."""
     loaded = reader.loaded(sample)
-    routes = [s if s.place is None else whole(read_routes(reader.bytes_at, s, None)) for s in loaded.routes]
-    return replace(loaded, routes=routes, further=[in_hand(reader, q) for q in loaded.further])
+    routes = [
+        s if s.location is None else whole(read_routes(reader.bytes_at, s, None)) for s in loaded.routes
+    ]
+    return replace(
+        loaded, routes=routes, extra_sequences=[in_hand(reader, q) for q in loaded.extra_sequences]
+    )
 
 
 def written_bytes(path: Path) -> int:

@@ -95,7 +95,7 @@ class TrainSample:
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
             behaviour, () if transferred else read(held.routes), transferred, held.support,
-            held.opinions, sample.sequence, turns,
+            held.teacher_logprobs, sample.sequence, turns,
         )  # fmt: skip
 
     def read(self) -> TrainSample:
@@ -126,7 +126,7 @@ class Unread:
         if self.layers is not None and not self.layers:
             return []
         read = self.segments.bytes_at
-        return [s if s.place is None else read_routes(read, s, self.layers) for s in spans]
+        return [s if s.location is None else read_routes(read, s, self.layers) for s in spans]
 
     def __len__(self) -> int:
         return len(self.sample.trained_prompt or self.sample.prompt_ids) + self.sample.tokens

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
+from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnReward, VersionSpan
 from rlsys.core.types import CensorCause, Sample, Status
 from rlsys.ledger.sample_rows import New, ToldSequence
 from rlsys.worker.scoring import Verdict
@@ -67,7 +67,7 @@ class OfSequence(msgspec.Struct, array_like=True):
     prefilled_tokens: int
     engine: str | None
     prompt_ids: list[int] | None
-    spoke: int
+    last_turn: int
     pieces: list[Piece]
     placed: list[RouteSpan]
     anew: bool
@@ -76,7 +76,7 @@ class OfSequence(msgspec.Struct, array_like=True):
         """Bring the coordinator's one up to date, but for its pieces."""
         sequence.spans = [VersionSpan(*s) for s in self.spans]
         sequence.observed = [TokenSpan(*s) for s in self.observed]
-        sequence.mu_sum, sequence.status, sequence.spoke = self.mu_sum, self.status, self.spoke
+        sequence.mu_sum, sequence.status, sequence.last_turn = self.mu_sum, self.status, self.last_turn
         sequence.resumes, sequence.deaths, sequence.faults = self.resumes, self.deaths, self.faults
         sequence.cached_tokens, sequence.prefilled_tokens = self.cached_tokens, self.prefilled_tokens
         sequence.engine = self.engine
@@ -100,7 +100,7 @@ class Row(OfSequence, tag=True, array_like=True):
     """Nothing more will be generated."""
     censor_reason: str | None
     censor_cause: CensorCause | None
-    marks: list[TurnMark] | None
+    marks: list[TurnReward] | None
     fork: Fork | None
     given: int
     discarded: int
@@ -110,10 +110,10 @@ class Row(OfSequence, tag=True, array_like=True):
         """Bring the coordinator's sample up to date. What came of each sequence."""
         self.tell(sample)
         sample.censor_reason, sample.censor_cause = self.censor_reason, self.censor_cause
-        sample.turn_marks = self.marks
-        sample.fork, sample.given, sample.discarded = self.fork, self.given, self.discarded
+        sample.turn_rewards = self.marks
+        sample.fork, sample.inherited_tokens, sample.discarded = self.fork, self.given, self.discarded
         for told in self.further:
-            if told.number > len(sample.further):
+            if told.number > len(sample.extra_sequences):
                 sample.begin(told.prompt_ids or (), told.parent, aside=told.aside)
             told.tell(sample.sequences[told.number])
         further = [(q.number, q.pieces, q.placed, q.anew) for q in self.further]
@@ -124,7 +124,7 @@ def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> 
     """`own`, `further`: pieces and placed routes of the first sequence, and of later ones by number."""
     return Row(
         **_of_sequence(sample, own), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
-        censor_cause=sample.censor_cause, marks=sample.turn_marks, fork=sample.fork, given=sample.given,
+        censor_cause=sample.censor_cause, marks=sample.turn_rewards, fork=sample.fork, given=sample.inherited_tokens,
         discarded=sample.discarded,
         further=[
             Further(**_of_sequence(q := sample.sequences[n], new), number=n, parent=q.parent, aside=q.aside)
@@ -141,7 +141,7 @@ def _of_sequence(q: Sample, new: New) -> dict[str, Any]:
         "observed": [(s.start, s.end) for s in q.observed], "mu_sum": q.mu_sum, "resumes": q.resumes,
         "deaths": q.deaths, "faults": q.faults, "cached_tokens": q.cached_tokens,
         "prefilled_tokens": q.prefilled_tokens, "engine": q.engine,
-        "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "spoke": q.spoke, "pieces": pieces,
+        "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "last_turn": q.last_turn, "pieces": pieces,
         "placed": placed, "anew": anew,
     }  # fmt: skip
 

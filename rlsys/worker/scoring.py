@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlsys.core.imports import place
-from rlsys.core.spans import TurnMark
-from rlsys.core.texts import error_text, shortened
+from rlsys.core.imports import source_location
+from rlsys.core.spans import TurnReward
+from rlsys.core.texts import error_text, shorten
 from rlsys.core.types import LONGEST_REASON, CensorCause, Prompt, Response, Sample, Status
 from rlsys.generators.censoring import boundary
 from rlsys.rewards.results import TURNS, NoMark, read_mark
@@ -110,8 +110,8 @@ class Scorer:
             if isinstance(error, NoMark):
                 return Verdict(reason=f"reward {error}")
             ours = isinstance(error, RewardError)
-            words = shortened(error_text(error), LONGEST_REASON // 2)
-            told = words if ours else f"{type(error).__name__}: {words}{place(error)}"
+            words = shorten(error_text(error), LONGEST_REASON // 2)
+            told = words if ours else f"{type(error).__name__}: {words}{source_location(error)}"
             return Verdict(reason=f"reward raised {told}{_lacking(told, prompt)}")
         try:
             mark = read_mark(task.result())
@@ -151,9 +151,9 @@ class SameParts:
 def asked_about(prompt: Prompt, sample: Sample) -> Prompt:
     """What a reward function is told of the response beside its text: `turn_rewards`, where an environment has said
     what its turns are worth."""
-    if sample.turn_marks is None:
+    if sample.turn_rewards is None:
         return prompt
-    return replace(prompt, entry={**prompt.entry, TURNS: [mark.reward for mark in sample.turn_marks]})
+    return replace(prompt, entry={**prompt.entry, TURNS: [mark.reward for mark in sample.turn_rewards]})
 
 
 def take_turns(sample: Sample, turns: Sequence[float]) -> str | None:
@@ -161,7 +161,7 @@ def take_turns(sample: Sample, turns: Sequence[float]) -> str | None:
     count = sum(len(q.turns()) for q in sample.trained_sequences)
     if len(turns) != count:
         return f"reward gave {len(turns)} {TURNS}, the response has {count} turns"
-    sample.turn_marks = [TurnMark(reward) for reward in turns]
+    sample.turn_rewards = [TurnReward(reward) for reward in turns]
     return None
 
 
@@ -170,6 +170,6 @@ def _lacking(told: str, prompt: Prompt) -> str:
     asked = re.match(r"KeyError: '([^']*)'", told)
     if asked is None or asked[1] in prompt.entry:
         return ""
-    where, keys = prompt.where or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
+    where, keys = prompt.location or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
     hint = " (data.keys.answer=KEY takes another for it)" if asked[1] == "answer" and prompt.entry else ""
     return f": {where} has no {asked[1]}; its keys: {keys}{hint}"

@@ -25,7 +25,7 @@ from rlsys.config import Config, load_config
 from rlsys.config.slots import most_slots
 from rlsys.core.errors import RlsysError
 from rlsys.core.identity import engine_identity
-from rlsys.core.owner import of_process
+from rlsys.core.owner import owner_of_process
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
@@ -242,7 +242,7 @@ class Worker:
         with SegmentReader(self._parts.folder) as reader:
             sample = reader.loaded(sample)
         self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
-        self._told |= {(q.sample_id, q.sequence): changing(q) for q in sample.further}
+        self._told |= {(q.sample_id, q.sequence): changing(q) for q in sample.extra_sequences}
         self._groups.add(sample, prompt.index, together)
         try:
             if sample.status.terminal:
@@ -254,7 +254,7 @@ class Worker:
                 self._link.send(Judged(sample.sample_id, await self._streams.score(sample, prompt)))
         finally:
             self._stored.pop(sample.sample_id, None)
-            for q in sample.further:
+            for q in sample.extra_sequences:
                 self._told.pop((q.sample_id, q.sequence), None)
             self._groups.remove(sample)
 
@@ -272,7 +272,7 @@ class Worker:
         assert self._file is not None, "the coordinator begins with `begin`"
         for sample in samples:
             further = {}
-            for q in sample.further:
+            for q in sample.extra_sequences:
                 key, now = (q.sample_id, q.sequence), changing(q)
                 if self._told.get(key) != now:
                     further[q.sequence] = self._written(self._file, q)
@@ -290,8 +290,8 @@ class Worker:
         if anew:
             before = Stored()
         new = sequence.routes[before.routes :]
-        placed = [span for span in new if span.place is not None]
-        in_hand = [span for span in new if span.place is None]
+        placed = [span for span in new if span.location is not None]
+        in_hand = [span for span in new if span.location is None]
         pieces = append_tokens(file, sequence, before, in_hand)
         stored[sequence.sequence] = Stored.of(sequence)
         return pieces, placed, anew
@@ -335,7 +335,7 @@ class Worker:
 async def serve(config: Config, number: int, urls: list[str], end: socket.socket) -> None:
     """Until the coordinator is gone. Raises UserError for a wrong config, as the coordinator does."""
     raise_descriptors(most_slots(config), "rollout worker: over_provision x groups_per_step x group_size")
-    owner, _ = of_process(config.run.dir)
+    owner, _ = owner_of_process(config.run.dir)
     tokenizer = Tokenizer.of(config)
     rewards = Rewards(config)
     rewards.begin()

@@ -132,7 +132,7 @@ class Workers:
             grown, fork = run.sample.all_tokens, run.sample.fork
             told = row.tell_sample(run.sample)
             if (begun := run.sample.fork) is not None and fork is None:
-                source = self._buffer.groups[run.sample.group_id].samples[begun.place]
+                source = self._buffer.groups[run.sample.group_id].samples[begun.source]
                 run.sample.behaviour = source.behaviour[: begun.at]
             if run.sample.all_tokens > grown:
                 self._spans.heard(run.sample)

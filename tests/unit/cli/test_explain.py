@@ -9,7 +9,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from launch.diagram import Row, draw, fold, ranges
+from launch.diagram import Row, draw, group_nodes, ranges
 from rlsys.cli import main
 from rlsys.cli.explain import describe_run, in_colours, in_plain
 from rlsys.config import Config, load_config
@@ -29,7 +29,7 @@ def config(name: str, *overrides: str) -> Config:
 
 
 def picture(made: Config) -> list[str]:
-    folds = fold(lay_out(made), [], made.launch.nodes)
+    folds = group_nodes(lay_out(made), [], made.launch.nodes)
     return [line.plain.rstrip() for line in draw(folds, made.launch.gpus_per_node)]
 
 
@@ -51,7 +51,7 @@ def test_large_nodes_and_nodes_without_gpus_are_told_in_words() -> None:
     wide = config("qwen3-30b-a3b_8gpu_colocated", "launch.gpus_per_node=32", "engine.count=2", "engine.tp=4")
     assert picture(wide)[-1] == "  engine     2 engines of 4 ranks, GPU 0-7"
     assert picture(load_config(QUICKSTART)) == ["node 0", "  trainer    1 rank", "  engine     1 engine"]
-    assert Row("reference", 1).words == "1 process"
+    assert Row("reference", 1).label == "1 process"
 
 
 def test_ranges() -> None:

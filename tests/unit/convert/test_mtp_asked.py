@@ -98,7 +98,7 @@ def test_the_last_stage_sends_it_to_engines_that_draft() -> None:
     config = config_of(MODELS / "DeepSeek-V3", parallel=parallel)
     plan = plan_senders(config, hf)
     lanes = config.parallel.world_size // 2
-    sent = {next(iter(part.entry.hf)): s.sender for s in plan.sendings for part in s.parts}
+    sent = {next(iter(part.entry.hf)): s.sender for s in plan.schedules for part in s.parts}
     assert sent.keys() == {next(iter(entry.hf)) for entry in entries(hf)}
     assert all(rank >= lanes for name, rank in sent.items() if name.startswith("model.layers.4."))
 
