@@ -153,7 +153,7 @@ def gpu_figures(model: Path, tokens_per_s: float) -> dict[str, float | None]:
     """Of one GPU at this many trained tokens a second."""
     hf = HFConfig.read(model)
     size = model_size(hf)
-    visited = size.dense - hf.vocab_size * hf.hidden_size + hf.layers * 3 * hf.hidden_size * size.chosen_width
+    visited = size.dense - hf.vocab_size * hf.hidden_size + hf.layers * 3 * hf.hidden_size * size.active_width
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
     return {
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,

@@ -210,7 +210,7 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
     with pytest.raises(Stop):
         weight_push.WeightPush(SimpleNamespace(config=config, served=None), SimpleNamespace())
     with pytest.raises(Stop):
-        weight_update_cost.senders_of(config, None)
+        weight_update_cost.sender_plan(config, None)
     assert asked == [not cuda, not cuda]
 
 

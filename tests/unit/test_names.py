@@ -22,7 +22,6 @@ RECORDED = {
     "rlsys/ledger": 164,
     "rlsys/obs": 115,
     "rlsys/ops": 11,
-    "rlsys/planner": 175,
     "rlsys/planning": 68,
     "rlsys/rehearse": 79,
     "rlsys/rewards": 115,

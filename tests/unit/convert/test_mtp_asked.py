@@ -84,8 +84,8 @@ def test_the_layer_is_counted(name: str, billions: float) -> None:
     hf = read_model(config_of(MODELS / name))
     plain, size = model_size(replace(hf, mtp=False)), model_size(hf)
     own = sum(e.elements for e in entries(hf)) - sum(e.elements for e in entries(replace(hf, mtp=False)))
-    assert sum(size.ahead) == own and round(own / 1e9, 1) == billions
-    assert (plain.total, plain.ahead) == (size.total, (0, 0))
+    assert sum(size.mtp) == own and round(own / 1e9, 1) == billions
+    assert (plain.total, plain.mtp) == (size.total, (0, 0))
     facts = dict(describe_memory(config_of(MODELS / name), hf))
     assert "not in the engines" in facts["multi-token prediction"]
 
