@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from rlsys.core.messages import decode
 from rlsys.core.messages import encode as to_wire
-from rlsys.core.spans import RoutePlace, RouteSpan, VersionSpan
-from rlsys.core.types import GroupState, Sample, SampleGroup, Status, Taken
+from rlsys.core.spans import RouteLocation, RouteSpan, VersionSpan
+from rlsys.core.types import GroupState, Sample, SampleGroup, Status, TrainBatch
 from rlsys.ledger.sample_rows import encode_routes
 from rlsys.ledger.segments import SegmentFile
 from rlsys.segments.records import (
@@ -101,7 +101,9 @@ class HoledRoutes:
         for layer, chosen in zip(self._layers, experts, strict=True):
             self._file.seek(self._at + HEADER_BYTES + len(table) + layer * size)
             self._file.write(chosen.tobytes())
-        place = RoutePlace(self._name, self._at, HEADER_BYTES + length, int.from_bytes(first[4:8], "little"))
+        place = RouteLocation(
+            self._name, self._at, HEADER_BYTES + length, int.from_bytes(first[4:8], "little")
+        )
         self._at += HEADER_BYTES + length
         self._file.truncate(self._at)
         return RouteSpan(0, positions, b"", place)
@@ -136,7 +138,7 @@ def write_step(folder: Path, sizes: Sizes) -> None:
         groups[i // GROUP].samples.append(sample)
     tokens.close()
     routes.close()
-    (folder / STEP).write_bytes(to_wire(Taken(1, 1, groups, {})))
+    (folder / STEP).write_bytes(to_wire(TrainBatch(1, 1, groups, {})))
 
 
 def peak_bytes() -> int:
@@ -147,7 +149,7 @@ def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
     """What rank 0 does with the answer."""
     answer = (folder / STEP).read_bytes()
     start, cpu = time.perf_counter(), time.process_time()
-    taken = decode(answer, Taken)
+    taken = decode(answer, TrainBatch)
     with SegmentReader(folder) as segments:
         samples = [s for g in taken.groups for s in g.samples]
         layers = sizes.layers

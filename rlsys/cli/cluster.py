@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launch.diagnosis import ask
+from launch.diagnosis import request_diagnosis
 from launch.plan import Node, Ports, build_plan
 from launch.rundir import CONFIG_FILE
 from launch.status import role_logs, show_logs, status_lines
@@ -100,7 +100,7 @@ def show_status(live_status: LiveStatus, args: argparse.Namespace) -> int:
 def consult(try_build: TryBuild, args: argparse.Namespace) -> int:
     if args.run is not None:
         must_hold_run(args.run)
-        print(ask(args.run), end="")
+        print(request_diagnosis(args.run), end="")
         return 0
     findings = [*examine(), examine_trainer(try_build)]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -8,14 +8,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.joining import engines, join
+from launch.engine_join import engines, join
 from launch.rundir import CONFIG_FILE
 from launch.stops import StopSignals
 from rlsys.cli.cluster import Add, must_hold_run
 from rlsys.config import load_config
 from rlsys.core import membership
 from rlsys.core.errors import UserError
-from rlsys.core.owner import current
+from rlsys.core.owner import current_owner
 from rlsys.engine.launch_args import engine_command
 
 
@@ -65,8 +65,8 @@ def _join(args: argparse.Namespace) -> int:
 
 def _drain(args: argparse.Namespace) -> int:
     must_hold_run(args.run)
-    owner, here, url = current(args.run), engines(args.run), args.url.rstrip("/")
-    known = {m.url: m for m in membership.members(owner)} if owner is not None else {}
+    owner, here, url = current_owner(args.run), engines(args.run), args.url.rstrip("/")
+    known = {m.url: m for m in membership.read_members(owner)} if owner is not None else {}
     if owner is None or (url not in here and url not in known):
         raise UserError(f"{url} is no engine of {args.run}; its engines: {', '.join(here) or 'none'}")
     config = load_config(args.run / CONFIG_FILE)
@@ -81,6 +81,6 @@ def _drain(args: argparse.Namespace) -> int:
             )
     joined = known.get(url)
     tp, pool = (config.engine.tp, None) if joined is None else (joined.tp, joined.pool)
-    membership.tell(owner, url, tp, pool, wanted=args.undo)
+    membership.write_member(owner, url, tp, pool, active=args.undo)
     print(f"{url} {'comes back' if args.undo else 'leaves; its samples go on in other engines'}")
     return 0

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.describe import describe_arithmetic, describe_idle, describe_parts, describe_plan
-from launch.diagram import Fold, draw, fold
+from launch.diagram import NodeGroup, draw, group_nodes
 from launch.environment import allocator_notes
 from launch.plan import LaunchPlan, Node, Ports, build_plan
 from rlsys.config import Config, add_config, dump_config, load_config
@@ -24,11 +24,11 @@ from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import check_spans
 from rlsys.planner.capacity import describe_capacity
-from rlsys.planner.duration import estimated, measured
+from rlsys.planner.duration import estimated_duration, measured_duration
 from rlsys.planner.layout import lay_out
-from rlsys.planner.memory import Fact, describe_memory, odd_sizes
+from rlsys.planner.memory import Fact, describe_memory, size_warnings
 from rlsys.planner.model_preflight import check_tensors, read_model
-from rlsys.planner.traffic import describe_intake
+from rlsys.planner.traffic import describe_traffic
 from rlsys.viewer.trackers.tracker import check_trackers
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -41,7 +41,7 @@ class Screen:
 
     title: str
     parts: list[tuple[str, list[Fact]]]
-    folds: list[Fold]
+    folds: list[NodeGroup]
     gpus_per_node: int
     odd: list[str]
 
@@ -91,11 +91,11 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
         hf = read_model(config)
         check_tensors(config, hf)
         sizes += describe_memory(config, hf)
-        odd += odd_sizes(config, hf, gpu_gb)
-        intake, too_much = describe_intake(config, hf)
+        odd += size_warnings(config, hf, gpu_gb)
+        intake, too_much = describe_traffic(config, hf)
         capacity = describe_capacity(config, hf, machines()["h100"])
         sizes, odd = sizes + intake + capacity, odd + too_much
-        duration = estimated(config, hf)
+        duration = estimated_duration(config, hf)
     else:
         duration = "not known without the model's config.json"
         odd.append(
@@ -113,7 +113,7 @@ def describe_run(config: Config, gpu_gb: float) -> tuple[Screen, LaunchPlan]:
             ("size", sizes),
             ("time", [("duration", _past(config) or duration)]),
         ],
-        folds=fold(layout, others, config.launch.nodes),
+        folds=group_nodes(layout, others, config.launch.nodes),
         gpus_per_node=config.launch.gpus_per_node,
         odd=odd,
     ), plan
@@ -135,7 +135,7 @@ def _past(config: Config) -> str | None:
         return None
     metrics = read_metrics(config.run.dir)
     left = max(0, config.trainer.steps - metrics.last_step)
-    return measured([s["time_step"] for s in metrics.steps if s.get("time_step")], left)
+    return measured_duration([s["time_step"] for s in metrics.steps if s.get("time_step")], left)
 
 
 def describe_commands(config: Config, plan: LaunchPlan) -> str:

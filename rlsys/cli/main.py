@@ -24,13 +24,13 @@ from launch.backends.selection import open_backend
 from launch.console import Display
 from launch.environment import allocator_notes
 from launch.exporter import run_plan
-from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan
+from launch.plan import LaunchPlan, build_client_plan, build_plan, build_sft_plan, build_tenants_plan
 from launch.ports import choose_ports
 from launch.process import RoleFailed
-from launch.readiness import PortTaken
+from launch.readiness import PortInUse
 from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
-from launch.stops import NodeLost, Stopped, StopSignals
+from launch.stops import NodeLost, StoppedBySignal, StopSignals
 from rlsys.cli.cluster import add_commands, must_be_run
 from rlsys.cli.engines import add_engines
 from rlsys.cli.explain import add_explain
@@ -128,7 +128,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
         def plan(backend: Backend) -> LaunchPlan:
             ports = choose_ports(config, layout, backend.free_ports)
-            return build_asking_plan(
+            return build_client_plan(
                 config, layout, backend.nodes, ports, engine_command, "rlsys.evaluation.evaluation"
             )
 
@@ -174,7 +174,7 @@ def supervise(
                 if not backend.replace_nodes(lambda: stop.count > 0):
                     ask_for_another_session(config, run_dir.path, backend, display)
                     raise
-            except PortTaken as taken:
+            except PortInUse as taken:
                 if config.engine.port:
                     raise UserError(
                         f"engine.port = {config.engine.port}: {taken}; 0 finds free ports"
@@ -182,7 +182,7 @@ def supervise(
                 if losses > config.launch.max_restarts:
                     raise
                 display.phase(f"{taken}; trying other ports")
-            except Stopped as stopped:
+            except StoppedBySignal as stopped:
                 if stopped.number == signal.SIGUSR1 or backend.preempted():
                     ask_for_another_session(config, run_dir.path, backend, display)
                 raise

@@ -18,25 +18,25 @@ from rich.table import Table
 from rlsys.config import Config, add_config, load_config
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.machines import machines
-from rlsys.planner.calibration import calibrated
-from rlsys.planner.costs import Costs, costs_of
-from rlsys.planner.duration import clock
-from rlsys.planner.lengths import Lengths, long_tail, read_trace
+from rlsys.planner.calibration import calibrate
+from rlsys.planner.costs import Costs, estimate_costs
+from rlsys.planner.duration import format_duration
+from rlsys.planner.lengths import LengthDistribution, long_tail, read_trace
 from rlsys.planner.model_preflight import read_model
-from rlsys.planner.settings import PER_NODE, Setting, as_written, settings
+from rlsys.planner.settings import PER_NODE, Setting, settings, unchanged_setting
 from rlsys.planner.simulation import Forecast, simulate
 
 _PROMPT_TOKENS = 512
 
 _COLUMNS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
-    ("step", lambda f: clock(f.step_seconds)),
-    ("rollout", lambda f: clock(f.rollout_seconds)),
-    ("train", lambda f: clock(f.train_seconds)),
-    ("push", lambda f: clock(f.push_seconds)),
+    ("step", lambda f: format_duration(f.step_seconds)),
+    ("rollout", lambda f: format_duration(f.rollout_seconds)),
+    ("train", lambda f: format_duration(f.train_seconds)),
+    ("push", lambda f: format_duration(f.push_seconds)),
     ("tokens/s", lambda f: f"{f.tokens_per_s:,.0f}"),
     ("slots idle", lambda f: f"{f.idle_slots:.0%}"),
     ("steps old", lambda f: f"{f.staleness:.1f}"),
-    ("read again", lambda f: f"{f.read_again:.2f}"),
+    ("read again", lambda f: f"{f.recomputed:.2f}"),
     ("dropped", lambda f: f"{f.dropped:.0%}"),
 )
 
@@ -75,7 +75,7 @@ def plan(args: argparse.Namespace) -> int:
     machine = None if args.calibrate else machines()[args.gpu]
     tried: list[tuple[Setting, Forecast]] = []
     against: list[str] = []
-    own = [] if args.gpus else [as_written(config)]
+    own = [] if args.gpus else [unchanged_setting(config)]
     for setting in [*own, *settings(config, hf, args.gpus, machine)]:
         if isinstance(setting, str):
             against.append(setting)
@@ -123,7 +123,7 @@ class _Basis:
     """What settings are simulated with. `costs`: of a setting, with engines of this tp."""
 
     costs: Callable[[Config, int], Costs]
-    lengths: Lengths
+    lengths: LengthDistribution
     prompt_tokens: int
 
 
@@ -148,14 +148,14 @@ def _basis(args: argparse.Namespace, config: Config) -> _Basis:
                 "--calibrate and --gpus: a run tells the costs of its own layout only; give one of them"
             )
         with _quiet():
-            found = calibrated(args.calibrate)
+            found = calibrate(args.calibrate)
         prompt = args.prompt_tokens or found.prompt_tokens
-        return _Basis(lambda _, tp: found.costs(tp), trace or found.lengths.cut(cap), prompt)
+        return _Basis(lambda _, tp: found.costs(tp), trace or found.lengths.truncate(cap), prompt)
     if args.gpus is None and not config.launch.gpus_per_node:
         raise UserError("a config without GPUs: give --gpus N, or --calibrate RUN with a run of this machine")
     hf, machine = read_model(config), machines()[args.gpu]
     prompt = args.prompt_tokens or _PROMPT_TOKENS
-    return _Basis(lambda made, tp: costs_of(made, hf, machine, tp), trace or long_tail(cap), prompt)
+    return _Basis(lambda made, tp: estimate_costs(made, hf, machine, tp), trace or long_tail(cap), prompt)
 
 
 def best(tried: Sequence[tuple[Setting, Forecast]]) -> tuple[Setting, Forecast]:
@@ -171,7 +171,8 @@ def reason(tried: Sequence[tuple[Setting, Forecast]]) -> str:
     why = [f"slots idle {top.idle_slots:.0%} instead of {base.idle_slots:.0%}"]
     if base.rollout_seconds > top.rollout_seconds:
         why.append(
-            f"the trainer waits {clock(top.rollout_seconds)} a step instead of {clock(base.rollout_seconds)}"
+            f"the trainer waits {format_duration(top.rollout_seconds)} a step instead of "
+            f"{format_duration(base.rollout_seconds)}"
         )
     price = f"; a group's oldest token is {top.staleness:.1f} steps old on average" if top.staleness else ""
     return (
@@ -180,7 +181,7 @@ def reason(tried: Sequence[tuple[Setting, Forecast]]) -> str:
     )
 
 
-def _assumed(args: argparse.Namespace, lengths: Lengths) -> str:
+def _assumed(args: argparse.Namespace, lengths: LengthDistribution) -> str:
     if args.calibrate is not None:
         return f"costs as {args.calibrate} shows them; responses {lengths.mean:.0f} tokens in the mean"
     source = machines()[args.gpu].source

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.rule import Rule
 
 from launch.backends import Backend
-from launch.plan import LaunchPlan, build_asking_plan
+from launch.plan import LaunchPlan, build_client_plan
 from launch.ports import choose_ports
 from rlsys.cli.project_template import write_starter
 from rlsys.config import Config, add_config, load_config
@@ -72,7 +72,7 @@ def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Calla
 
     def plan(backend: Backend) -> LaunchPlan:
         ports = choose_ports(config, layout, backend.free_ports)
-        return build_asking_plan(
+        return build_client_plan(
             config, layout, backend.nodes, ports, engine_command, "rlsys.evaluation.tryout"
         )
 

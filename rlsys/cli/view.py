@@ -190,7 +190,7 @@ def _print_sample(console: Console, texts: RunTexts, seen: SampleView) -> None:
         *([f"advantage {advantage:+.3g}"] if advantage is not None else []),
         f"{seen.tokens} tokens",
         *(
-            [f"branches off place {fork.place} at token {fork.at}"]
+            [f"branches off place {fork.source} at token {fork.at}"]
             if (fork := sample.fork) is not None
             else []
         ),

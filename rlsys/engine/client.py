@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.config.rollout import Truncation
-from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.core.types import Segment
 from rlsys.engine.chunks import check_log_probs, decode_chunk, read_chunk, read_routes
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
@@ -44,7 +44,7 @@ class EngineClient(Wire):
         *,
         tp: int = 1,
         index: int | None = None,
-        identity: Identity = NOBODY,
+        identity: Identity = ANONYMOUS,
         limits: Limits = UNPLANNED,
         adapter: str | None = None,
         pool: str | None = None,
@@ -255,7 +255,7 @@ class EngineClient(Wire):
 
     def _own(self, label: str) -> str:
         """A label without its owner. Raises Stranger when that is somebody else."""
-        if (what := self.identity.what(label)) is None:
+        if (what := self.identity.parse_label(label)) is None:
             raise Stranger(
                 f"{self.url} is no engine of this run: it calls its weights {label[:100]!r}", BAD_ANSWER
             )
@@ -316,7 +316,7 @@ class EngineClient(Wire):
 
     def _version_of(self, label: str) -> int:
         """Of weights that made tokens; of another run's, none that anybody has pushed."""
-        what = self.identity.what(label)
+        what = self.identity.parse_label(label)
         return _UNKNOWN if what is None else _version(what)
 
 

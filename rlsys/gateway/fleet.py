@@ -20,7 +20,7 @@ import aiohttp
 from yarl import URL
 
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.core.model_folder import read_fields, read_stop_ids
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError
@@ -90,7 +90,7 @@ class Fleet:
         session: aiohttp.ClientSession,
         *,
         allowed: Sequence[str] = (),
-        identity: Identity = NOBODY,
+        identity: Identity = ANONYMOUS,
         strategy: str,
         interruption: FleetInterruption,
         queue_seconds: float,

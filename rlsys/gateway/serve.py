@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rlsys.core.errors import UserError
-from rlsys.core.identity import NOBODY, Identity, read_keys
+from rlsys.core.identity import ANONYMOUS, Identity, read_keys
 from rlsys.engine.wire import make_session
 from rlsys.gateway.connection_limits import Door, DoorLimits
 from rlsys.gateway.fleet import Fleet, FleetInterruption
@@ -91,11 +91,11 @@ def is_loopback(host: str) -> bool:
 def run_router(options: RouterOptions) -> None:
     """Raises UserError for a taken port, a missing token, or a vocabulary that nothing tells."""
     tokens = read_tokens(options)
-    identity = NOBODY if options.engine_keys is None else read_keys(options.engine_keys)
+    identity = ANONYMOUS if options.engine_keys is None else read_keys(options.engine_keys)
     asyncio.run(serve(options, tokens, identity))
 
 
-async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = NOBODY) -> None:
+async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANONYMOUS) -> None:
     places = options.limits.concurrency + options.limits.queue
     raise_descriptors(
         2 * places, "rlsys router: a connection of the client and one of the engine for each place"

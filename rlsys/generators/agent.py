@@ -28,7 +28,7 @@ from rlsys.config import Config
 from rlsys.config.plugins import parse_params
 from rlsys.config.section import Positive, Section
 from rlsys.core.errors import UserError
-from rlsys.core.spans import TurnMark
+from rlsys.core.spans import TurnReward
 from rlsys.core.types import Prompt, Sample
 from rlsys.data import Tokenizer
 from rlsys.environments.client import KEY as ENVIRONMENT_KEY
@@ -162,9 +162,9 @@ class AgentGenerator:
                 )
             reward = 0.0
         if reward is not None:
-            turns = [(q.spoke, i) for q in sample.trained_sequences for i, _ in enumerate(q.turns())]
+            turns = [(q.last_turn, i) for q in sample.trained_sequences for i, _ in enumerate(q.turns())]
             last = turns.index(max(turns))
-            sample.turn_marks = [TurnMark(reward if i == last else 0.0) for i in range(len(turns))]
+            sample.turn_rewards = [TurnReward(reward if i == last else 0.0) for i in range(len(turns))]
 
     @asynccontextmanager
     async def _running(

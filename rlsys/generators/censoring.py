@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlsys.core.errors import GeneratorError, RlsysError, RowError, RunError
-from rlsys.core.imports import place
-from rlsys.core.texts import error_text, shortened, valid_text
+from rlsys.core.imports import source_location
+from rlsys.core.texts import error_text, shorten, valid_text
 from rlsys.core.types import LONGEST_REASON, CensorCause, Prompt
 from rlsys.data import PromptSource
 from rlsys.engine_requests import RefusedPrompt
@@ -55,7 +55,7 @@ class Censored(NamedTuple):
 
 def censored(cause: CensorCause, reason: str) -> Censored:
     """The reason may be anybody's text: it is made valid, and cut."""
-    return Censored(cause, shortened(valid_text(reason), LONGEST_REASON))
+    return Censored(cause, shorten(valid_text(reason), LONGEST_REASON))
 
 
 @dataclass
@@ -113,10 +113,12 @@ def _ends_the_run(error: BaseException) -> bool:
 
 
 def _unexpected(name: str, error: BaseException) -> Censored:
-    words = shortened(" ".join(error_text(error).split()), 1000)
-    found = censored(CensorCause.EXCEPTION, f"{type(error).__name__}: {words}{place(error)} ({name})")
+    words = shorten(" ".join(error_text(error).split()), 1000)
+    found = censored(
+        CensorCause.EXCEPTION, f"{type(error).__name__}: {words}{source_location(error)} ({name})"
+    )
     told = "".join(traceback.format_exception(error))
-    log.error("unexpected exception: %s\n%s", found.reason, valid_text(shortened(told, LONGEST_TRACEBACK)))
+    log.error("unexpected exception: %s\n%s", found.reason, valid_text(shorten(told, LONGEST_TRACEBACK)))
     return found
 
 
@@ -132,7 +134,7 @@ def exceptions_unlogged() -> Iterator[None]:
 
 def named(prompt: Prompt) -> str:
     """What a prompt is called in messages."""
-    return prompt.where or f"prompt {prompt.index}"
+    return prompt.location or f"prompt {prompt.index}"
 
 
 def train_prompt(source: PromptSource, index: int) -> Prompt:

@@ -237,7 +237,7 @@ class Conversation:
         finally:
             thread.busy = False
         self._turns += 1
-        s.spoke, self._spoke = self._turns, thread
+        s.last_turn, self._spoke = self._turns, thread
         thread.history, thread.tools = [*asked.messages, answer.message], asked.tools
         cut = turns.finish == "length" and (asked.most is None or end - start < asked.most)
         self._full |= not s.aside and (cut or end >= self._rollout.max_response_tokens)

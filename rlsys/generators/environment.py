@@ -20,7 +20,7 @@ from rlsys.config import Config
 from rlsys.config.plugins import parse_params
 from rlsys.config.section import Positive
 from rlsys.core.errors import RowError, UserError
-from rlsys.core.spans import TurnMark
+from rlsys.core.spans import TurnReward
 from rlsys.core.texts import valid_json
 from rlsys.core.types import LARGEST_REWARD, Prompt, Sample, Status, is_reward
 from rlsys.data import Tokenizer
@@ -101,7 +101,7 @@ class EnvironmentGenerator:
         seed = prompt.entry.get("seed", prompt.index)
         if not isinstance(seed, int):
             raise RowError(
-                f"{prompt.where or f'prompt {prompt.index}'}: seed = {seed!r:.80}, expected a whole number"
+                f"{prompt.location or f'prompt {prompt.index}'}: seed = {seed!r:.80}, expected a whole number"
             )
         try:
             async with self._services.episode({**prompt.entry, "question": prompt.question}, seed) as episode:
@@ -123,7 +123,7 @@ class EnvironmentGenerator:
                 raise ToolFailed("it began otherwise after a restart than before")
             sample.prompt_ids, sample.own_prompt = ids, ids != prompt.ids
         turns = SavedTurns(self._speak, self._ends, sample, self._budget)
-        marks: list[TurnMark] = []
+        marks: list[TurnReward] = []
         while True:
             try:
                 start, end = await turns.turn()
@@ -131,15 +131,15 @@ class EnvironmentGenerator:
                     raise Full
                 said, calls, last = await self._read(tools, sample, start, end)
                 step = read_step(await episode.step(said, calls), len(marks))
-                marks.append(TurnMark(step.reward))
+                marks.append(TurnReward(step.reward))
                 if step.done or len(marks) >= self._params.max_turns:
-                    sample.turn_marks, sample.status = marks, Status.FINISHED
+                    sample.turn_rewards, sample.status = marks, Status.FINISHED
                     return
                 turns.observe(self._rendering.behind(step.messages, tools, last))
             except Full:
                 begun = len(sample.observed) + (not sample.observed_last)
-                marks += [TurnMark(0.0)] * (begun - len(marks))  # a turn that was cut off
-                sample.turn_marks, sample.status = marks, Status.TRUNCATED
+                marks += [TurnReward(0.0)] * (begun - len(marks))  # a turn that was cut off
+                sample.turn_rewards, sample.status = marks, Status.TRUNCATED
                 return
 
     async def _read(

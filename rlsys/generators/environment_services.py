@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 
 from rlsys.config.section import Positive, Section
 from rlsys.core.errors import UserError
-from rlsys.core.workers import KEPT_VARIABLES
+from rlsys.core.process_pool import INHERITED_VARIABLES
 from rlsys.environments import client as environment_client
 from rlsys.environments import serve
 from rlsys.environments.client import EnvironmentFailed, RemoteEpisode
@@ -134,7 +134,7 @@ class Service:
     async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
         assert self._listening is not None
         p = self._params
-        named = {*KEPT_VARIABLES, *p.env}
+        named = {*INHERITED_VARIABLES, *p.env}
         env = {name: value for name, value in os.environ.items() if name in named}
         python = p.python or sys.executable
         if shutil.which(python) is None:

@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 
 from rlsys.config import Config
-from rlsys.core.workers import serve
+from rlsys.core.process_pool import serve
 from rlsys.generators.functions import find_functions
 
 

@@ -15,9 +15,9 @@ from rlsys.agents.messages import BadRequest, read_tools
 from rlsys.config import Config
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.imports import resolve
+from rlsys.core.process_pool import PoolProcessError, ProcessPool
 from rlsys.core.texts import load_json
 from rlsys.core.types import Prompt, Sample, Status
-from rlsys.core.workers import WorkerError, Workers
 from rlsys.data import Tokenizer
 from rlsys.data.rows import tools_of
 from rlsys.data.tokenizer import TextTooLong
@@ -156,7 +156,7 @@ class Functions:
         self._known = find_functions(names)
         self._seconds = seconds
         dumped = config.model_dump_json().encode()
-        self._workers = Workers(
+        self._workers = ProcessPool(
             "rollout.generator_params.functions",
             "rlsys.generators.function_worker",
             dumped,
@@ -168,13 +168,13 @@ class Functions:
         if call.name not in self._known:
             return f"error: there is no function {call.name}; there are {', '.join(self._known)}"
         message = json.dumps({"name": call.name, "arguments": call.arguments}).encode()
-        async with self._places, self._workers.worker() as worker:
+        async with self._places, self._workers.acquire() as worker:
             try:
                 async with asyncio.timeout(self._seconds):
-                    return str(await worker.ask(message))
+                    return str(await worker.call(message))
             except TimeoutError:
                 return f"error: no answer within {self._seconds:g} s"
-            except WorkerError as e:
+            except PoolProcessError as e:
                 return f"error: {e}"[:LONGEST_ERROR]
 
     async def close(self) -> None:
@@ -197,16 +197,16 @@ def functions(
     offered = config.data.chat_template_args.get("tools") or []
 
     def schemas(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-        found = tools_of(prompt.entry, config.data.keys.tools, prompt.where or "the prompt") or offered
+        found = tools_of(prompt.entry, config.data.keys.tools, prompt.location or "the prompt") or offered
         if not found:
             raise RowError(
-                f"{prompt.where or 'the prompt'}: rollout.generator = 'functions', but it offers no tools; expected "
-                "schemas under tools, or in data.chat_template_args.tools"
+                f"{prompt.location or 'the prompt'}: rollout.generator = 'functions', but it offers no tools; "
+                "expected schemas under tools, or in data.chat_template_args.tools"
             )
         try:
             return read_tools(found, "tools")
         except BadRequest as e:
-            raise RowError(f"{prompt.where or 'the prompt'}: {e}") from None
+            raise RowError(f"{prompt.location or 'the prompt'}: {e}") from None
 
     return FunctionTurns(
         speak,

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError
-from rlsys.core.workers import WorkerError, Workers
+from rlsys.core.process_pool import PoolProcessError, ProcessPool
 
 READ_SECONDS = 30.0
 """For one turn; a parser needs milliseconds."""
@@ -70,7 +70,7 @@ class TurnReader:
             "tool_call_parser": e.tool_call_parser, "reasoning_parser": e.reasoning_parser,
             "model": str(config.model.path), "trust_remote_code": config.model.trust_remote_code,
         }  # fmt: skip
-        self._workers = Workers(
+        self._workers = ProcessPool(
             "engine.tool_call_parser", "rlsys.engine.turn_parser", json.dumps(names).encode()
         )
 
@@ -83,9 +83,9 @@ class TurnReader:
         """
         message = json.dumps({"text": text, "before": before[-TAIL:], "tools": list(tools)}).encode()
         try:
-            async with self._workers.worker() as worker, asyncio.timeout(READ_SECONDS):
-                said = await worker.ask(message)
-        except WorkerError as e:
+            async with self._workers.acquire() as worker, asyncio.timeout(READ_SECONDS):
+                said = await worker.call(message)
+        except PoolProcessError as e:
             log.warning("a turn could not be parsed: %s", e)
             return Turn(text)
         except TimeoutError:

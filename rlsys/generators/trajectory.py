@@ -22,7 +22,7 @@ from rlsys.config.plugins import parse_params
 from rlsys.config.section import Section
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.imports import resolve
-from rlsys.core.spans import TurnMark
+from rlsys.core.spans import TurnReward
 from rlsys.core.types import Prompt, Sample, Status, is_reward
 from rlsys.data import Tokenizer
 from rlsys.generators.parser_client import ToolFailed
@@ -66,10 +66,10 @@ class ReplayedTurns:
         history: list[dict[str, Any]] = []
         if self._params.system:
             history.append({"role": "system", "content": self._params.system})
-        marks: list[TurnMark] = []
+        marks: list[TurnReward] = []
         begun, last = 0, ""
         turns: SavedTurns | None = None
-        sample.turn_marks = marks
+        sample.turn_rewards = marks
         for observation, action in steps:
             asked = {"role": "user", "content": observation}
             try:
@@ -80,19 +80,19 @@ class ReplayedTurns:
                     turns.observe(self._rendering.behind([asked], (), last))
                 start, end = await turns.turn()
                 if turns.finish == "length":
-                    marks.append(TurnMark(0.0, False))
+                    marks.append(TurnReward(0.0, False))
                     raise Full
             except Full:
                 sample.status = Status.TRUNCATED
                 return
             except BadRequest as e:
-                raise ToolFailed(f"{prompt.where or f'prompt {prompt.index}'}: {e}") from None
-            sequence.spoke = len(marks) + 1
+                raise ToolFailed(f"{prompt.location or f'prompt {prompt.index}'}: {e}") from None
+            sequence.last_turn = len(marks) + 1
             ids = sequence.response_ids[start:end].tolist()
             last = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
             said = self._rendering.text(ids).removesuffix(last)
             share = self._found(said, action)
-            marks.append(TurnMark(share / len(steps), share >= 1))
+            marks.append(TurnReward(share / len(steps), share >= 1))
             if share >= 1:
                 history += [asked, {"role": "assistant", "content": said}]
             elif left == 0:
@@ -118,7 +118,7 @@ class ReplayedTurns:
         return found
 
     def _steps(self, prompt: Prompt) -> list[tuple[str, str]]:
-        found, where = prompt.entry.get(self._params.steps), prompt.where or f"prompt {prompt.index}"
+        found, where = prompt.entry.get(self._params.steps), prompt.location or f"prompt {prompt.index}"
         if not isinstance(found, list) or not found:
             raise RowError(f"{where}: {self._params.steps} = {found!r:.80}, expected a list of steps")
         for step in found:

@@ -19,8 +19,8 @@ from typing import Protocol
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
-from rlsys.core.forks import Forced, cut, fork
-from rlsys.core.spans import Tops
+from rlsys.core.forks import Forced, fork, truncate_sample
+from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
 from rlsys.generators.turns import Look, Speak
@@ -51,13 +51,13 @@ class Tree:
         """Branches of before a restart, in the order in which they were forked, with those that they fork off."""
         self._kept = {s.sample_id: s.tokens for s in samples}
         """So many tokens of each are of before a restart. They may be sampled behind the tree's end, and stay."""
-        self._tops: dict[int, Tops] = {}
+        self._tops: dict[int, TopLogprobs] = {}
 
     async def grow(self, branches: Iterable[Sample], most: int, tops: int, *, greedy: bool) -> None:
         """Each, unless it has ended, to so many response tokens at the most."""
 
         async def speak(sample: Sample) -> None:
-            told = self._tops.setdefault(sample.sample_id, Tops(tops))
+            told = self._tops.setdefault(sample.sample_id, TopLogprobs(tops))
             await self._look(sample, most, told, greedy=greedy)
             sample.status = Status.PARKED  # at once: the turn has ended, the sample has not
 
@@ -73,7 +73,7 @@ class Tree:
     def tops(self, sample: Sample, at: int) -> list[tuple[float, int]]:
         """(log-prob, id) of what was most probable in the place of its token `at`; empty where nobody told."""
         found = self._tops.get(sample.sample_id)
-        return found.found.get(at, []) if found else []
+        return found.by_token.get(at, []) if found else []
 
     def fork(self, source: Sample, at: int, forced: Forced) -> Sample:
         """A new branch."""
@@ -88,7 +88,7 @@ class Tree:
             self._kept[sample.sample_id] = 0
         at = max(at, self._kept[sample.sample_id])
         if at < sample.tokens:
-            cut(sample, at)
+            truncate_sample(sample, at)
             self._family.keep([sample])
         if not at:
             self._tops.pop(sample.sample_id, None)
@@ -98,7 +98,7 @@ class Tree:
 def _begun(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     """Those that fork off at the same token are in the order of those that they fork off."""
     order, found = {samples[0].index: 0}, list[tuple[Sample, Sample]]()
-    forks = [(s.fork.at, s.fork.place, s) for s in samples if s.fork is not None]
+    forks = [(s.fork.at, s.fork.source, s) for s in samples if s.fork is not None]
     for at in sorted({at for at, _, _ in forks}):
         same = [(place, s) for other, place, s in forks if other == at]
         for place, sample in sorted(same, key=lambda one: (order[one[0]], one[1].index)):

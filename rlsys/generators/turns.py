@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from rlsys.config import Config
-from rlsys.core.spans import Tops
+from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Sample, Status
 from rlsys.router.engines import Engines
 from rlsys.router.router import Router
@@ -28,13 +28,15 @@ class Look(Protocol):
     """As Speak, in training, of at most `most` response tokens, and `tops` gets what else was probable. `greedy`: the
     most probable ids instead of drawn ones; their `mu` is what it is at temperature 1."""
 
-    def __call__(self, sample: Sample, most: int, tops: Tops, *, greedy: bool) -> Awaitable[object]: ...
+    def __call__(
+        self, sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool
+    ) -> Awaitable[object]: ...
 
 
 def looking_turns(config: Config, router: Router) -> Look:
     r = config.rollout
 
-    async def look(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+    async def look(sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         limit = within(r.max_response_tokens, most)
         temperature = 0.0 if greedy else r.temperature
         await router.generate(sample, max_response_tokens=limit, temperature=temperature, tops=tops)

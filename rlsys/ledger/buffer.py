@@ -30,7 +30,7 @@ from rlsys.algo.planners import Prefix
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.forks import fork
 from rlsys.core.owner import Owner
-from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Scored
+from rlsys.core.types import GroupState, LogProbResult, Prompt, Sample, SampleGroup
 from rlsys.ledger.ledger import Ledger, read_ledger
 from rlsys.ledger.replay_log import ReplayLog
 from rlsys.ledger.sample_rows import SampleRows, WorkerUpdate
@@ -221,7 +221,7 @@ class RolloutBuffer:
         """Sampled tokens that were saved since the file was opened."""
         return self._sample_rows.added_tokens
 
-    def store_scores(self, scores: Iterable[Scored]) -> None:
+    def store_scores(self, scores: Iterable[LogProbResult]) -> None:
         """Store the trainer's log-probs of tokens of live samples.
 
         Raises:

@@ -35,7 +35,7 @@ class Ledger:
     """Group id -> its train step, for trained groups and those reserved for their step."""
     lost_tokens: int
     """Tokens that engines generated but no sample received: measured by the router, not computed as a difference."""
-    copied_tokens: int
+    inherited_tokens: int
     """Tokens that start a sample and were sampled for another one, or forced (rlsys/core/forks.py)."""
     discarded_tokens: int
     """Tokens that were sampled and cut off again; not part of `tokens`."""
@@ -63,8 +63,8 @@ class Ledger:
             "samples": self.samples,
             "tokens": self.tokens,
             **(
-                {"given": self.copied_tokens, "discarded": self.discarded_tokens}
-                if self.copied_tokens or self.discarded_tokens
+                {"given": self.inherited_tokens, "discarded": self.discarded_tokens}
+                if self.inherited_tokens or self.discarded_tokens
                 else {}
             ),
         }
@@ -97,7 +97,7 @@ def read_ledger(db: sqlite3.Connection) -> Ledger:
         journal=journal,
         in_step=in_step,
         lost_tokens=meta["lost"],
-        copied_tokens=copied,
+        inherited_tokens=copied,
         discarded_tokens=discarded,
         torn_bytes=meta["torn_bytes"],
     )

@@ -76,14 +76,14 @@ class RouteFiles:
         return [
             span
             for span in spans
-            if span.place is None
+            if span.location is None
             or (resent and self._claimed(sample_id, span))
             or self._claim(sample_id, span)
         ]
 
     def _claimed(self, sample_id: int, span: RouteSpan) -> bool:
-        assert span.place is not None
-        name, offset, length, _ = span.place
+        assert span.location is not None
+        name, offset, length, _ = span.location
         query = (
             "SELECT 1 FROM route_files JOIN route_places USING (file) "
             "WHERE sample_id = ? AND name = ? AND length >= ?"
@@ -91,8 +91,8 @@ class RouteFiles:
         return self._db.execute(query, (sample_id, name, offset + length)).fetchone() is not None
 
     def _claim(self, sample_id: int, span: RouteSpan) -> bool:
-        assert span.place is not None
-        name, offset, length, _ = span.place
+        assert span.location is not None
+        name, offset, length, _ = span.location
         with disk_errors(self._folder):
             size = file_size(self._folder / name)
         if size < offset + length:

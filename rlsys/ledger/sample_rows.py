@@ -12,7 +12,7 @@ import numpy as np
 from rlsys.core.arrays import log_probs, token_ids
 from rlsys.core.errors import RunError
 from rlsys.core.spans import Piece, RouteSpan
-from rlsys.core.types import Sample, Scored, Status
+from rlsys.core.types import LogProbResult, Sample, Status
 from rlsys.ledger.segments import SegmentFile
 from rlsys.ledger.store import ids_to_blob, row_of_sequence
 from rlsys.ledger.writer import StoreWriter
@@ -62,7 +62,9 @@ class SampleRows:
     def register(self, sample: Sample) -> None:
         """Note that the sample is completely stored."""
         self._stored_lengths[sample.sample_id] = [StoredLengths.of(q) for q in sample.sequences]
-        self._rows |= {(q.sample_id, q.sequence): (mutable_fields(q), q.prompt_ids) for q in sample.further}
+        self._rows |= {
+            (q.sample_id, q.sequence): (mutable_fields(q), q.prompt_ids) for q in sample.extra_sequences
+        }
 
     def unsaved(self, sample: Sample) -> bool:
         """Return whether the sample has tokens that are not written."""
@@ -90,7 +92,7 @@ class SampleRows:
         for sample in samples:
             rows.append(_row(sample))
             lengths = self._stored_lengths.setdefault(sample.sample_id, [])
-            lengths += [StoredLengths()] * (1 + len(sample.further) - len(lengths))
+            lengths += [StoredLengths()] * (1 + len(sample.extra_sequences) - len(lengths))
             locations += [
                 (q.sample_id, q.sequence, self._append(q, lengths[q.sequence])) for q in sample.sequences
             ]
@@ -173,7 +175,7 @@ class SampleRows:
             )
             self._rows[key] = current, sequence.prompt_ids
 
-    def write_scores(self, sample: Sample, scored: Scored) -> None:
+    def write_scores(self, sample: Sample, scored: LogProbResult) -> None:
         """Store the trainer's log-probs of tokens of a sequence.
 
         Raises:
@@ -194,7 +196,7 @@ class SampleRows:
         """Stop tracking samples that are no longer live."""
         for sample in samples:
             self._stored_lengths.pop(sample.sample_id, None)
-            for q in sample.further:
+            for q in sample.extra_sequences:
                 self._rows.pop((q.sample_id, q.sequence), None)
 
     def drop_tokens(self, samples: Iterable[Sample]) -> None:
@@ -224,7 +226,7 @@ def mutable_fields(q: Sample) -> tuple[object, ...]:
     """
     last = q.spans[-1].version if q.spans else None
     return (
-        q.status, q.tokens, len(q.spans), last, len(q.observed), q.spoke, q.parent, q.aside, q.resumes, q.engine,
+        q.status, q.tokens, len(q.spans), last, len(q.observed), q.last_turn, q.parent, q.aside, q.resumes, q.engine,
         q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens,
     )  # fmt: skip
 
@@ -240,9 +242,9 @@ def _row(sample: Sample) -> tuple[object, ...]:
         None if sample.named_rewards is None else _json(sample.named_rewards),
         sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
         None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
-        sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke, *(sample.fork or (None, None)),
-        sample.given, sample.discarded,
-        None if sample.turn_marks is None else _json(sample.turn_marks),
+        sample.deaths, sample.faults, int(sample.own_prompt), sample.last_turn, *(sample.fork or (None, None)),
+        sample.inherited_tokens, sample.discarded,
+        None if sample.turn_rewards is None else _json(sample.turn_rewards),
     )  # fmt: skip
 
 

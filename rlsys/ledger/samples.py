@@ -163,10 +163,10 @@ def _view(
     for sequence_row in db.execute(
         "SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (row[0],)
     ):
-        sample.further.append(sequence_of_row(sequence_row, pieces.get(sequence_row[1], [])))
+        sample.extra_sequences.append(sequence_of_row(sequence_row, pieces.get(sequence_row[1], [])))
     if pieces:
         sample = replace(segments.load(sample), routes=[], teacher_logprobs=b"")  # large, and nothing to read
-        for sequence in sample.further:
+        for sequence in sample.extra_sequences:
             sequence.routes, sequence.teacher_logprobs = [], b""
     versions = sorted({span.version for span in sample.spans})
     placeholders = ", ".join("?" * len(versions))

@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 
 from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
-from rlsys.core.spans import Fork, Piece, TokenSpan, TurnMark, VersionSpan
+from rlsys.core.spans import Fork, Piece, TokenSpan, TurnReward, VersionSpan
 from rlsys.core.types import GroupState, Sample, SampleGroup, Status
 from rlsys.obs.filesystem import is_local
 
@@ -318,7 +318,7 @@ def read_groups(db: sqlite3.Connection, condition: str, *values: object) -> list
         groups[row[1]].samples.append(samples[row[0]])
     sequence_query = f"SELECT * FROM sequences WHERE {of_groups} ORDER BY sample_id, sequence"
     for row in db.execute(sequence_query, values):
-        samples[row[0]].further.append(sequence_of_row(row, pieces.get(row[:2], [])))
+        samples[row[0]].extra_sequences.append(sequence_of_row(row, pieces.get(row[:2], [])))
     return list(groups.values())
 
 
@@ -327,7 +327,7 @@ def row_of_sequence(q: Sample) -> tuple[object, ...]:
     status = Status.PARKED if q.status is Status.IN_FLIGHT else q.status
     return (
         q.sample_id, q.sequence, q.group_id, q.index, q.seed, status.value, ids_to_blob(q.prompt_ids), q.parent,
-        int(q.aside), q.spoke, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
+        int(q.aside), q.last_turn, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
         json.dumps([(s.start, s.end) for s in q.observed]), q.mu_sum, q.resumes, q.cached_tokens, q.prefilled_tokens,
         q.engine, q.deaths, q.faults,
     )  # fmt: skip
@@ -340,7 +340,7 @@ def sequence_of_row(row: tuple, pieces: list[Piece]) -> Sample:
     mu_sum, resumes, cached, prefilled, engine, deaths, faults = counters
     return Sample(
         sample_id, group_id, index, blob_to_ids(prompt_ids), seed, sequence=number, parent=parent, aside=bool(aside),
-        spoke=last_turn, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
+        last_turn=last_turn, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
         pieces=pieces, observed=[TokenSpan(*s) for s in json.loads(observed)], resumes=resumes, deaths=deaths,
         faults=faults, cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, own_prompt=True,
     )  # fmt: skip
@@ -367,7 +367,7 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         last_turn,
         fork_place,
         fork_at,
-        copied_tokens,
+        inherited_tokens,
         discarded,
         turn_marks,
     ) = columns
@@ -379,6 +379,7 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         observed=[TokenSpan(*s) for s in json.loads(observed)],
         trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
-        spoke=last_turn, fork=None if fork_place is None else Fork(fork_place, fork_at), given=copied_tokens,
-        discarded=discarded, turn_marks=[TurnMark(*m) for m in json.loads(turn_marks)] if turn_marks else None,
+        last_turn=last_turn, fork=None if fork_place is None else Fork(fork_place, fork_at),
+        inherited_tokens=inherited_tokens,
+        discarded=discarded, turn_rewards=[TurnReward(*m) for m in json.loads(turn_marks)] if turn_marks else None,
     )  # fmt: skip

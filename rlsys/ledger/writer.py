@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
-from rlsys.core.owner import Deposed, Owner
+from rlsys.core.owner import FencedError, Owner
 from rlsys.core.types import Sample
 from rlsys.ledger.route_files import RouteFiles
 from rlsys.ledger.samples import SampleQuery, SampleView, find_samples
@@ -37,7 +37,7 @@ class StoreWriter:
 
     `owner` is the launch that writes; None if no other process can know the file. Every transaction starts and
     ends with a check of the run's owner: locks exclude a second writer on one machine, the epoch does so where
-    locks are not reliable. A writer whose launch was deposed raises Deposed and leaves the file as last
+    locks are not reliable. A writer whose launch was deposed raises FencedError and leaves the file as last
     committed. takeover.py handles a writer that was suspended between its last check and the commit.
 
     Writes of `writing` blocks are on disk after `flush`. If a block or a flush fails, memory is ahead of the
@@ -128,7 +128,7 @@ class StoreWriter:
             return
         self._owner.check()
         if (newest := self.counter("owner_epoch")) > self._owner.epoch:
-            raise Deposed(
+            raise FencedError(
                 f"{self.path}: launch {newest} writes this file; launch {self._owner.epoch} is over"
             )
 

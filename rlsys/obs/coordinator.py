@@ -24,7 +24,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rlsys.core.errors import RunError, disk_errors
-from rlsys.core.owner import FOLDER, KEY_HEADER, Owner, current
+from rlsys.core.owner import FOLDER, KEY_HEADER, Owner, current_owner
 from rlsys.core.sockets import UnixConnection, exchange
 
 FILE_NAME = "coordinator.json"
@@ -74,7 +74,7 @@ def ask(run_dir: Path, question: str, patience: float = ANSWER_SECONDS, query: b
 
     Raises Silent when it does not answer within `patience` seconds, or not yet, with its words.
     """
-    address, owner = published(run_dir), current(run_dir)
+    address, owner = published(run_dir), current_owner(run_dir)
     if address is None or owner is None or address.epoch != owner.epoch:
         return None
     if address.host == socket.gethostname():

@@ -10,7 +10,7 @@ from aiohttp import ClientSession
 
 from rlsys.config import Config
 from rlsys.config.beside import teacher_config
-from rlsys.core.identity import NOBODY, engine_identity
+from rlsys.core.identity import ANONYMOUS, engine_identity
 from rlsys.core.owner import Owner
 from rlsys.core.types import Sample
 from rlsys.engine.client import EngineClient
@@ -108,7 +108,7 @@ def build_teacher(config: Config, url: str, owner: Owner, session: ClientSession
     groups counts as a stall."""
     section, its = config.algo.teacher, teacher_config(config)
     assert section is not None
-    whose = engine_identity(owner, url) if section.engine == "own" else NOBODY
+    whose = engine_identity(owner, url) if section.engine == "own" else ANONYMOUS
     limits = prompt_limits(its)
     patience = min(its.start_seconds, config.rollout.stall_timeout / 2)
     client = client_maker(its, session)(url, whose, adapter=None)

@@ -16,9 +16,9 @@ from rlsys.core.errors import RunError
 from rlsys.core.messages import decode, encode
 from rlsys.core.owner import KEY_HEADER, START_HEADER
 from rlsys.core.sockets import UnixConnection, exchange
-from rlsys.core.types import Scored, Taken, Unscored
-from rlsys.core.weight_updates import Canary, PushTicket
-from rlsys.evaluation.results import EvalResult, Evaluated
+from rlsys.core.types import LogProbRequest, LogProbResult, TrainBatch
+from rlsys.core.weight_updates import Canary, WeightUpdate
+from rlsys.evaluation.results import EvalResult, EvalStatus
 from rlsys.rollout.protocol import (
     OPENING_STATUS,
     RECONNECT_SECONDS,
@@ -95,25 +95,29 @@ class RolloutClient:
         """The trainer has the weights after this many steps. Call once, before the first push."""
         self._command("restore", StepRequest(train_step), type(None))
 
-    def early(self, train_step: int) -> Taken | None:
+    def early(self, train_step: int) -> TrainBatch | None:
         """Groups that `take` will give, as soon as they fill a micro-batch of every rank; each once.
 
         None: the rest comes with `take`, or something else comes first, which `take` tells.
         """
-        return self._command("early", StepRequest(train_step), cast("type[Taken | None]", Taken | None))
+        return self._command(
+            "early", StepRequest(train_step), cast("type[TrainBatch | None]", TrainBatch | None)
+        )
 
-    def take(self, train_step: int) -> Taken | None:
+    def take(self, train_step: int) -> TrainBatch | None:
         """All groups of the step about to be trained (1-based), by group id; the same ones when asked again.
 
         None: an engine needs the current weights first; push, then call again. Or the run is `leaving`.
         """
-        return self._command("take", StepRequest(train_step), cast("type[Taken | None]", Taken | None))
+        return self._command(
+            "take", StepRequest(train_step), cast("type[TrainBatch | None]", TrainBatch | None)
+        )
 
-    def unscored(self, train_step: int) -> list[Unscored]:
+    def unscored(self, train_step: int) -> list[LogProbRequest]:
         """After `take(train_step)`: what the weights that are about to be trained sampled and nobody has scored."""
-        return self._command("unscored", StepRequest(train_step), list[Unscored])
+        return self._command("unscored", StepRequest(train_step), list[LogProbRequest])
 
-    def store_scores(self, scores: list[Scored]) -> None:
+    def store_scores(self, scores: list[LogProbResult]) -> None:
         """Keep them with their samples, durably: a later step trains on these tokens."""
         self._command("store_scores", ScoresRequest(scores), type(None))
 
@@ -122,13 +126,13 @@ class RolloutClient:
         left: float | None = self.status()["leaving"]
         return left
 
-    def begin_push(self, mismatch_kept: float | None = None) -> PushTicket:
+    def begin_push(self, mismatch_kept: float | None = None) -> WeightUpdate:
         """Where to send the weights, and under which version. `mismatch_kept`: see KeepBudget.steer."""
-        return self._command("begin_push", BeginPushRequest(mismatch_kept), PushTicket)
+        return self._command("begin_push", BeginPushRequest(mismatch_kept), WeightUpdate)
 
     def end_push(
         self,
-        ticket: PushTicket,
+        ticket: WeightUpdate,
         canaries: list[Canary],
         checksums: list[dict[str, str]],
         left_out: dict[str, str] | None = None,
@@ -148,9 +152,9 @@ class RolloutClient:
         """In the background, of the weights that serve now. False: no engine can be spared, `evaluate` instead."""
         return self._command("begin_evaluation", None, bool)
 
-    def end_evaluation(self, wait: bool) -> Evaluated:
+    def end_evaluation(self, wait: bool) -> EvalStatus:
         """What became of the one that was begun."""
-        return self._command("end_evaluation", wait, Evaluated)
+        return self._command("end_evaluation", wait, EvalStatus)
 
     def commit(self, train_step: int) -> None:
         """The checkpoint of this step is on disk."""

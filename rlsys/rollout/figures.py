@@ -47,9 +47,9 @@ class Figures:
     def counts(self) -> dict[str, float]:
         """Where everything is: `in_flight` and `parked` count samples, the rest groups."""
         samples = [s for g in self._buffer.active() for s in g.samples]
-        statuses = Counter(s.status for s in samples if not s.further)
+        statuses = Counter(s.status for s in samples if not s.extra_sequences)
         statuses.update(
-            min((q.status for q in s.sequences), key=_BUSIEST.index) for s in samples if s.further
+            min((q.status for q in s.sequences), key=_BUSIEST.index) for s in samples if s.extra_sequences
         )
         return {
             "in_flight": statuses[Status.IN_FLIGHT],

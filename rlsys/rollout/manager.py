@@ -13,12 +13,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError
-from rlsys.core.types import CensorCause, GroupState, Sample, SampleGroup, Scored, Status, Taken, Unscored
-from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.core.types import (
+    CensorCause,
+    GroupState,
+    LogProbRequest,
+    LogProbResult,
+    Sample,
+    SampleGroup,
+    Status,
+    TrainBatch,
+)
+from rlsys.core.weight_updates import Canary, WeightUpdate
 from rlsys.data import PromptSource, Tokenizer
-from rlsys.evaluation.eval_sets import AskedSet
+from rlsys.evaluation.eval_sets import EvalSetRunner
 from rlsys.evaluation.evaluator import Evaluator
-from rlsys.evaluation.results import EvalResult, Evaluated
+from rlsys.evaluation.results import EvalResult, EvalStatus
 from rlsys.generators.generator import build_generator
 from rlsys.generators.tools import ToolPenalties
 from rlsys.generators.turns import sampling_turns
@@ -61,7 +70,7 @@ class RolloutManager:
         scorer: Scorer,
         planning: Planning,
         tokenizer: Tokenizer | None = None,
-        eval_sets: Sequence[AskedSet] = (),
+        eval_sets: Sequence[EvalSetRunner] = (),
         spans: SampleSpans | None = None,
         rows: RowChecks | None = None,
     ) -> None:
@@ -135,7 +144,7 @@ class RolloutManager:
             self._rolling = False
             self._parts = []
 
-    async def early(self, train_step: int) -> Taken | None:
+    async def early(self, train_step: int) -> TrainBatch | None:
         """Groups that `take(train_step)` will give, as soon as they fill a micro-batch of every rank; each once.
 
         None when the step's groups are all there, or something else comes first: ask `take`. In memory only until
@@ -161,7 +170,7 @@ class RolloutManager:
             self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             self._commits.flush()
             self._parts.append(part)
-            return Taken(train_step, version, groups, {}, self._planning.sources(groups))
+            return TrainBatch(train_step, version, groups, {}, self._planning.sources(groups))
 
     def _steps_before(self, train_step: int) -> int:
         """Train steps that the weights contain which this step updates. RunError when it is not its turn."""
@@ -170,7 +179,7 @@ class RolloutManager:
             raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
         return self._trained_steps
 
-    async def take(self, train_step: int) -> Taken | None:
+    async def take(self, train_step: int) -> TrainBatch | None:
         """The groups of this step, the same ones however often it is asked for; waits until there are enough.
 
         None when an engine came back without the current weights: push, then ask again; and when the run is
@@ -215,7 +224,7 @@ class RolloutManager:
             self._canaries.see(groups, self._buffer.load)
             self._go_on()
             beside = {f"reward_figure_{k}": v for k, v in self._runner.beside_rewards.take().items()}
-            return Taken(
+            return TrainBatch(
                 train_step,
                 version,
                 groups,
@@ -230,7 +239,7 @@ class RolloutManager:
                 self._planning.sources(groups),
             )
 
-    async def unscored(self, train_step: int) -> list[Unscored]:
+    async def unscored(self, train_step: int) -> list[LogProbRequest]:
         """After `take(train_step)`: live samples with tokens that the trainer's still resident weights sampled."""
         async with self._command:
             if train_step != self._done_steps or not self._push_due or not self._colocated:
@@ -239,12 +248,12 @@ class RolloutManager:
             self._commits.flush()
             return found
 
-    async def store_scores(self, scores: list[Scored]) -> None:
+    async def store_scores(self, scores: list[LogProbResult]) -> None:
         async with self._command:
             self._buffer.store_scores(scores)
             self._commits.flush()
 
-    async def begin_push(self, mismatch_kept: float | None = None) -> PushTicket:
+    async def begin_push(self, mismatch_kept: float | None = None) -> WeightUpdate:
         """Interrupt, take a new version, drop what it makes too old. When no step is due, for stale engines only.
         `mismatch_kept`: of the step that was trained, see KeepBudget.steer.
 
@@ -264,7 +273,7 @@ class RolloutManager:
                 await self._streams.save_running()
                 self._received.settle()
             self._commits.flush()
-            return PushTicket(version, engines, self._canaries.sequences())
+            return WeightUpdate(version, engines, self._canaries.sequences())
 
     async def _begin_version(self, *, rolls: bool) -> None:
         """The next weight version, and no group any more that is too old for every step to come (invariant 7).
@@ -298,7 +307,7 @@ class RolloutManager:
 
     async def end_push(
         self,
-        ticket: PushTicket,
+        ticket: WeightUpdate,
         canaries: list[Canary],
         checksums: Sequence[dict[str, str]] = (),
         left_out: Mapping[str, str] = {},
@@ -328,10 +337,10 @@ class RolloutManager:
         async with self._command:
             return self._evaluator.begin(self._done_steps)
 
-    async def end_evaluation(self, wait: bool) -> Evaluated:
+    async def end_evaluation(self, wait: bool) -> EvalStatus:
         """What became of it; its line of metrics is the trainer's to write."""
         async with self._command:
-            return await self._evaluator.ended(wait, self._waiting.watched)
+            return await self._evaluator.poll(wait, self._waiting.watched)
 
     async def commit(self, train_step: int) -> None:
         """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten.

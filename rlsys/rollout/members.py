@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from rlsys.config import Config
-from rlsys.core.membership import Member, forget, members
+from rlsys.core.membership import Member, read_members, remove_member
 from rlsys.core.owner import Owner
 from rlsys.engine.client import EngineClient
 from rlsys.router.engines import Engines
@@ -51,14 +51,14 @@ class Members:
         """Once: who is wanted comes, who is not goes, who is lost is forgotten."""
         for url in [url for url, task in self._leaving.items() if task.done()]:
             self._leaving.pop(url).result()
-        here, told = self._router.engine_states(), members(self._owner)
+        here, told = self._router.engine_states(), read_members(self._owner)
         for member in told:
-            if member.wanted and member.url not in here:
+            if member.active and member.url not in here:
                 self._take_in(member, len(here))
-            elif not member.wanted and member.url in here:
+            elif not member.active and member.url in here:
                 self._send_away(member)
-            elif not member.wanted and member.url not in self._own:
-                forget(self._owner, member.url)
+            elif not member.active and member.url not in self._own:
+                remove_member(self._owner, member.url)
             here = self._router.engine_states()
         self._forget_lost({member.url for member in told})
 
@@ -100,7 +100,7 @@ class Members:
             log.warning(
                 "%s %s; forgotten", url, f"has not answered for {LOST_SECONDS:g} s" if lost else "died"
             )
-            forget(self._owner, url)
+            remove_member(self._owner, url)
             self._leaving[url] = asyncio.create_task(self._router.evict_engine(url))
 
     def _tell_once(self, member: Member, why: str) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from aiohttp import ClientSession
 
 from rlsys.config import Config
-from rlsys.core.identity import NOBODY, Identity, engine_identity
+from rlsys.core.identity import ANONYMOUS, Identity, engine_identity
 from rlsys.core.owner import Owner
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.mixture import check_teachers
@@ -72,7 +72,7 @@ class Parts:
         prompt_scores = None
         if reference is not None:
             whose: Identity = (
-                engine_identity(owner, reference) if config.engine.reference == "own" else NOBODY
+                engine_identity(owner, reference) if config.engine.reference == "own" else ANONYMOUS
             )
             self.references = [client(reference, whose, adapter=None)]
             protected = self.tokenizer.special_ids

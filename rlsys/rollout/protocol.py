@@ -16,9 +16,9 @@ import msgspec
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.messages import decode, encode
 from rlsys.core.texts import valid_text
-from rlsys.core.types import Scored, Taken, Unscored
-from rlsys.core.weight_updates import Canary, PushTicket
-from rlsys.evaluation.results import EvalResult, Evaluated
+from rlsys.core.types import LogProbRequest, LogProbResult, TrainBatch
+from rlsys.core.weight_updates import Canary, WeightUpdate
+from rlsys.evaluation.results import EvalResult, EvalStatus
 
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409
@@ -28,7 +28,16 @@ RECONNECT_SECONDS = 30.0
 """For a connection that broke: so long the trainer tries again, and so long its command is kept for it."""
 
 
-Result = Taken | PushTicket | EvalResult | Evaluated | list[Unscored] | dict[str, float] | bool | None
+Result = (
+    TrainBatch
+    | WeightUpdate
+    | EvalResult
+    | EvalStatus
+    | list[LogProbRequest]
+    | dict[str, float]
+    | bool
+    | None
+)
 
 
 @dataclass
@@ -46,7 +55,7 @@ class BeginPushRequest:
 
 @dataclass
 class EndPushRequest:
-    ticket: PushTicket
+    ticket: WeightUpdate
     canaries: list[Canary]
     checksums: list[dict[str, str]] = field(default_factory=list)
     """Of each rank of an engine: its name of a tensor -> the checksum that it must have."""
@@ -56,7 +65,7 @@ class EndPushRequest:
 
 @dataclass
 class ScoresRequest:
-    scores: list[Scored]
+    scores: list[LogProbResult]
 
 
 @dataclass

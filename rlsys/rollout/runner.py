@@ -16,9 +16,9 @@ from typing import Any
 from rlsys.algo.planners import Accept, Decision, Hold, More
 from rlsys.config import Config
 from rlsys.core.errors import RlsysError, RunError, UserError
-from rlsys.core.imports import place
+from rlsys.core.imports import source_location
 from rlsys.core.seeds import sample_seed
-from rlsys.core.texts import shortened, valid_text
+from rlsys.core.texts import shorten, valid_text
 from rlsys.core.types import LONGEST_REASON, CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
 from rlsys.generators.censoring import REFUSED, FailedSamples, boundary, named
 from rlsys.ledger.buffer import DEAD, RolloutBuffer
@@ -170,7 +170,7 @@ class SampleRunner:
             raise self._failure
         if self._failure is not None:
             error = self._failure
-            raise RunError(f"rollout: {type(error).__name__}: {error}{place(error)}") from error
+            raise RunError(f"rollout: {type(error).__name__}: {error}{source_location(error)}") from error
 
     def _fill(self) -> None:
         """Start samples while slots are free, oldest group first; new groups as admission allows."""
@@ -426,7 +426,7 @@ class SampleRunner:
         time in which the teacher is away are censored, each after a long wait, and the next ones are not. `name`: of
         its prompt."""
         if reason is not None:
-            reason = shortened(valid_text(reason), LONGEST_REASON)
+            reason = shorten(valid_text(reason), LONGEST_REASON)
             log.warning("group %d (%s) is censored: %s", group.group_id, name, reason)
             if reason.startswith(AWAY):
                 return

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from rlsys.config import Config
-from rlsys.core.types import Sample, SampleGroup, Unscored
+from rlsys.core.types import LogProbRequest, Sample, SampleGroup
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.schedule import choose, choose_in_time, too_old
 from rlsys.worker.run_replay import ReplaySchedule
@@ -91,14 +91,14 @@ class Selection:
             )
         return sum(span.end - span.start for q in sequences for span in q.masked)
 
-    def unscored(self, trained_steps: int) -> list[Unscored]:
+    def unscored(self, trained_steps: int) -> list[LogProbRequest]:
         """Live sequences with tokens without a score that the weights after so many train steps sampled last."""
         live = [q for g in self._buffer.groups.values() for s in g.samples for q in s.trained_sequences]
         starts = {(q.sample_id, q.sequence): self._first_unscored(q, trained_steps) for q in live}
         wanted = {q.group_id: None for q in live if starts[q.sample_id, q.sequence] is not None}
         found = [q for g in self._buffer.read_groups(wanted) for s in g.samples for q in s.trained_sequences]
         return [
-            Unscored(replace(q, further=[]), start)
+            LogProbRequest(replace(q, extra_sequences=[]), start)
             for q in found
             if (start := starts.get((q.sample_id, q.sequence))) is not None
         ]

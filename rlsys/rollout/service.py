@@ -22,10 +22,10 @@ from aiohttp import web
 from rlsys.config import Config, identity, load_config
 from rlsys.config.slots import most_slots
 from rlsys.core.errors import RlsysError, RunError, UserError
-from rlsys.core.imports import place
+from rlsys.core.imports import source_location
 from rlsys.core.messages import decode, encode
-from rlsys.core.owner import KEY_HEADER, START_HEADER, Owner, of_process
-from rlsys.core.texts import shortened
+from rlsys.core.owner import KEY_HEADER, START_HEADER, Owner, owner_of_process
+from rlsys.core.texts import shorten
 from rlsys.core.types import LONGEST_REASON
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
@@ -180,7 +180,7 @@ def _command(
             raise found
         error = found
         if not isinstance(error, RlsysError):
-            words = shortened(f"{type(found).__name__}: {found}{place(found)}", LONGEST_REASON)
+            words = shorten(f"{type(found).__name__}: {found}{source_location(found)}", LONGEST_REASON)
             error = RunError(f"rollout: {request.path[1:]} failed: {words}; see its log")
             log.error("%s", request.path, exc_info=found)
         log.error("%s: %s", request.path, error)
@@ -353,7 +353,7 @@ async def _listen(runner: web.AppRunner, owner: Owner) -> None:
 
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
-    owner, _ = of_process(config.run.dir)
+    owner, _ = owner_of_process(config.run.dir)
     asyncio.run(serve(config, args.engine, args.reference, owner, args.teacher))
 
 

@@ -27,7 +27,7 @@ from rlsys.data.mixture import check_teachers, row_sources
 from rlsys.data.row_check import row_counts
 from rlsys.data.row_source import RowSource
 from rlsys.engine_requests import Limits, RefusedPrompt
-from rlsys.evaluation.eval_sets import config_of, heldout_of
+from rlsys.evaluation.eval_sets import eval_set_config, heldout_prompts
 from rlsys.generators.agent import AgentGenerator
 from rlsys.generators.censoring import exceptions_unlogged, named, train_prompt
 from rlsys.generators.environment import EnvironmentGenerator
@@ -223,16 +223,16 @@ def _unread(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[str]:
         among = next(p for p in prompts if unread[0] in p.text)
         yield (
             f"the model's tokenizer has no token for {' '.join(unread[:20])}, so it cannot read these in prompts; "
-            f"the first is in {among.where or 'the prompt ' + repr(among.text[:60])}"
+            f"the first is in {among.location or 'the prompt ' + repr(among.text[:60])}"
         )
 
 
 async def _try_set(config: Config, chosen: EvalSet, tokenizer: Tokenizer) -> list[str]:
     """Its prompts are there, and its reward says something to a made-up answer. A line for prompts that will not be
     answered."""
-    own, limits = config_of(config, chosen), prompt_limits(config)
+    own, limits = eval_set_config(config, chosen), prompt_limits(config)
     with tried(f"eval.sets {chosen.name}"):
-        prompts = heldout_of(
+        prompts = heldout_prompts(
             own, chosen.model_copy(update={"prompts": min(chosen.prompts, HELDOUT)}), tokenizer
         )
     bad = {p.index: reason for p in prompts if (reason := why_unused(p, limits)) is not None}

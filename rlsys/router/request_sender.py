@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from rlsys.config.rollout import Truncation
-from rlsys.core.spans import Tops
+from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Sample, Status
 from rlsys.engine_requests.sampling import MOST_STOPS
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
@@ -40,7 +40,7 @@ class Turn:
     truncation: Truncation | None
     ends: TurnEnds
     pinned: bool
-    tops: Tops | None = None
+    tops: TopLogprobs | None = None
 
     def status(self, sample: Sample, finish: str | None = None) -> Status:
         """Return the status before a request, or after one that ended with `finish`.
@@ -153,7 +153,7 @@ class RequestSender:
                     routes_from=self._routes_from(sample),
                     cache_key=self._cache_key(engine, sample),
                     truncation=turn.truncation,
-                    **({} if turn.tops is None else {"tops": turn.tops.most}),
+                    **({} if turn.tops is None else {"tops": turn.tops.k}),
                 )
                 async with aclosing(stream):
                     async for segment in stream:
@@ -163,7 +163,7 @@ class RequestSender:
                             engine.received -= flight.received_tokens
                         if turn.tops is not None:
                             tops = (segment.tops or [])[: len(sample.response_ids) - at]
-                            turn.tops.found.update({at + i: top for i, top in enumerate(tops)})
+                            turn.tops.by_token.update({at + i: top for i, top in enumerate(tops)})
             return self._poison_detector.record_end(result, engine, sample)
         finally:
             sample.status = turn.status(sample, finish)

@@ -56,7 +56,7 @@ class ResponseHandler:
         assert sample is not None
         try:
             self._limits.check_ids(segment.ids)
-            self._limits.check_ids(segment.named or ())
+            self._limits.check_ids(segment.id_range or ())
         except RefusedPrompt as e:  # would kill the next engine, and the trainer
             raise EngineError(f"{engine.url}: {e}", SERVER_FAULT) from None
         versions = {s.version for s in segment.spans}

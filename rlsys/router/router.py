@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 from rlsys.config.rollout import EngineConfig, Truncation
 from rlsys.core.errors import UserError
-from rlsys.core.spans import Tops
+from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Sample, Segment, Status
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import Aborted, EngineClient
@@ -134,7 +134,7 @@ class Router:
         stop_texts: Sequence[str] = (),
         pinned: bool = False,
         explorers: bool = False,
-        tops: Tops | None = None,
+        tops: TopLogprobs | None = None,
     ) -> Sample:
         """Generate until the sample is FINISHED or TRUNCATED, across all interruptions and engine deaths.
 
@@ -162,7 +162,7 @@ class Router:
                 temperature=temperature,
                 seed=sample.seed,
                 stop_texts=stop_texts,
-                alternatives=0 if tops is None else tops.most,
+                alternatives=0 if tops is None else tops.k,
             )
         except RefusedPrompt:
             self._refused_prompts += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from rlsys.config import Config
-from rlsys.core.spans import before
+from rlsys.core.spans import truncate_spans
 from rlsys.core.types import Sample, Segment
 from rlsys.data import Tokenizer
 
@@ -102,10 +102,12 @@ def truncate_segment(segment: Segment, tokens: int, dropped: int) -> Segment:
         segment,
         ids=segment.ids[:tokens],
         mu=segment.mu[:tokens],
-        spans=before(segment.spans, tokens),
+        spans=truncate_spans(segment.spans, tokens),
         finish="stop" if dropped and segment.finish else segment.finish,
         routes=routes,
-        call_spans=None if (call := segment.call_spans) is None else before(call, call[-1].end - dropped),
+        call_spans=None
+        if (call := segment.call_spans) is None
+        else truncate_spans(call, call[-1].end - dropped),
         support=None if segment.support is None else b"".join(row + b"\0" for row in rows),
     )
 

@@ -308,13 +308,13 @@ class SegmentReader:
         Routes that an engine wrote stay on disk; `load_with_routes` reads them too. Raises RunError like
         `arrays`.
         """
-        other_sequences = [self.load(q) for q in sample.further]
+        other_sequences = [self.load(q) for q in sample.extra_sequences]
         if isinstance(arrays := self.arrays(sample), Sample):
-            return replace(sample, further=other_sequences) if other_sequences else sample
+            return replace(sample, extra_sequences=other_sequences) if other_sequences else sample
         ids, mu, behaviour, routes, support, teacher_logprobs = arrays
         out = replace(
             sample, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
-            support=support, teacher_logprobs=teacher_logprobs, pieces=[], further=other_sequences,
+            support=support, teacher_logprobs=teacher_logprobs, pieces=[], extra_sequences=other_sequences,
         )  # fmt: skip
         out.response_ids.frombytes(ids.astype(np.intc).tobytes())
         out.mu.frombytes(mu.astype(np.double).tobytes())

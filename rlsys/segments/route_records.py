@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.core.errors import RunError
-from rlsys.core.spans import RoutePlace, RouteSpan
+from rlsys.core.spans import RouteLocation, RouteSpan
 from rlsys.core.types import Sample
 from rlsys.segments.records import (
     HEADER_BYTES,
@@ -128,7 +128,7 @@ def pointer(segment: str, offset: int, record: bytes) -> bytes:
     )
 
 
-def read_pointer(data: bytes, first: int, rows: int) -> RoutePlace | None:
+def read_pointer(data: bytes, first: int, rows: int) -> RouteLocation | None:
     """Decode a pointer to `rows` positions from `first` on. None for bytes that are no pointer.
 
     Raises:
@@ -143,7 +143,7 @@ def read_pointer(data: bytes, first: int, rows: int) -> RoutePlace | None:
         raise ValueError(f"routes in {segment[:100]!r} at {location}")
     if (start, tokens) != (first, rows):
         raise ValueError(f"routes of {tokens} positions from {start} on, expected {rows} from {first} on")
-    return RoutePlace(segment, *location)
+    return RouteLocation(segment, *location)
 
 
 def read_routes(read: Read, span: RouteSpan, layers: Sequence[int] | None) -> LayerRoutes:
@@ -152,7 +152,7 @@ def read_routes(read: Read, span: RouteSpan, layers: Sequence[int] | None) -> La
     Raises:
         RunError: the bytes are not those that the engine wrote.
     """
-    location = span.place
+    location = span.location
     assert location is not None
     description = f"{location.segment} at {location.offset}"
     header = decode_header(read(location.segment, location.offset, HEADER_BYTES), description)
@@ -191,9 +191,12 @@ def load_with_routes(reader: SegmentReader, sample: Sample) -> Sample:
     """Return a copy of the sample that holds its tokens and routes. Raises RunError like `read_routes`."""
     loaded = reader.load(sample)
     routes = [
-        s if s.place is None else to_route_span(read_routes(reader.bytes_at, s, None)) for s in loaded.routes
+        s if s.location is None else to_route_span(read_routes(reader.bytes_at, s, None))
+        for s in loaded.routes
     ]
-    return replace(loaded, routes=routes, further=[load_with_routes(reader, q) for q in loaded.further])
+    return replace(
+        loaded, routes=routes, extra_sequences=[load_with_routes(reader, q) for q in loaded.extra_sequences]
+    )
 
 
 def file_size(path: Path) -> int:

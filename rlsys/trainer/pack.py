@@ -126,7 +126,7 @@ class Unread:
         if self.layers is not None and not self.layers:
             return []
         read = self.segments.bytes_at
-        return [s if s.place is None else read_routes(read, s, self.layers) for s in spans]
+        return [s if s.location is None else read_routes(read, s, self.layers) for s in spans]
 
     def __len__(self) -> int:
         return len(self.sample.trained_prompt or self.sample.prompt_ids) + self.sample.tokens

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from rlsys.core.types import Sample, Taken
+from rlsys.core.types import Sample, TrainBatch
 from rlsys.obs.trained import TokenFigures, kept_groups, to_floats, write_trained
 from rlsys.trainer.passes import from_last_stage
 from rlsys.trainer.trainer import Trainer
@@ -31,7 +31,7 @@ class Noted(NamedTuple):
     """[T], as the loss saw them."""
 
 
-def write_notes(trainer: Trainer, taken: Taken, noted: Sequence[Noted]) -> None:
+def write_notes(trainer: Trainer, taken: TrainBatch, noted: Sequence[Noted]) -> None:
     """Every rank calls it; rank 0 writes the step's kept groups."""
     most = trainer.config.rollout.keep_groups
     if not most:

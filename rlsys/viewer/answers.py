@@ -37,7 +37,7 @@ class AnswerRows:
             sample = one.sample
             if sample.reward is None or sample.status not in (Status.FINISHED, Status.TRUNCATED):
                 continue
-            if sample.further or sample.observed or not one.has_tokens:
+            if sample.extra_sequences or sample.observed or not one.has_tokens:
                 self.left_out += 1
             else:
                 groups[sample.group_id].append(sample)

@@ -105,7 +105,8 @@ class RunTexts:
             "turns": turns_of(seen), "resumes": sample.resumes, "prompt": self.prompt(seen),
             "response": self.response(seen) if seen.has_tokens else None,
             "parts": [asdict(part) for part in parts_of(seen)], "interrupts": seen.interrupts,
-            "branches_off": None if sample.fork is None else sample.fork._asdict(), "given": sample.given,
+            "branches_off": None if sample.fork is None else {"place": sample.fork.source, "at": sample.fork.at},
+            "given": sample.inherited_tokens,
             "discarded": sample.discarded, "sequences": sequences_of(seen, self.tokenizer.decode),
         }  # fmt: skip
 
@@ -134,7 +135,7 @@ def sequences_of(seen: SampleView, decode: Callable[[Sequence[int]], str]) -> li
             "sequence": q.sequence, "parent": q.parent, "aside": q.aside, "tokens": q.tokens,
             "prompt": decode(q.prompt_ids), "response": decode(q.response_ids) if seen.has_tokens else None,
         }
-        for q in seen.sample.further
+        for q in seen.sample.extra_sequences
     ]  # fmt: skip
 
 

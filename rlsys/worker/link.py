@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
+from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnReward, VersionSpan
 from rlsys.core.types import CensorCause, Sample, Status
 from rlsys.ledger.sample_rows import NewTokens, SequenceUpdate
 from rlsys.worker.scoring import Verdict
@@ -85,7 +85,7 @@ class SequenceRow(msgspec.Struct, array_like=True):
         """Update the coordinator's copy, except for its pieces."""
         sequence.spans = [VersionSpan(*s) for s in self.spans]
         sequence.observed = [TokenSpan(*s) for s in self.observed]
-        sequence.mu_sum, sequence.status, sequence.spoke = self.mu_sum, self.status, self.last_turn
+        sequence.mu_sum, sequence.status, sequence.last_turn = self.mu_sum, self.status, self.last_turn
         sequence.resumes, sequence.deaths, sequence.faults = self.resumes, self.deaths, self.faults
         sequence.cached_tokens, sequence.prefilled_tokens = self.cached_tokens, self.prefilled_tokens
         sequence.engine = self.engine
@@ -109,23 +109,27 @@ class SampleRow(SequenceRow, tag=True, array_like=True):
     """Generation has finished."""
     censor_reason: str | None
     censor_cause: CensorCause | None
-    marks: list[TurnMark] | None
+    marks: list[TurnReward] | None
     fork: Fork | None
-    copied_tokens: int
+    inherited_tokens: int
     discarded_tokens: int
-    later_sequences: list[LaterSequenceRow]
+    extra_sequences: list[LaterSequenceRow]
 
     def apply_to(self, sample: Sample) -> list[SequenceUpdate]:
         """Update the coordinator's sample. Returns the new tokens of each sequence."""
         self.apply(sample)
         sample.censor_reason, sample.censor_cause = self.censor_reason, self.censor_cause
-        sample.turn_marks = self.marks
-        sample.fork, sample.given, sample.discarded = self.fork, self.copied_tokens, self.discarded_tokens
-        for row in self.later_sequences:
-            if row.number > len(sample.further):
+        sample.turn_rewards = self.marks
+        sample.fork, sample.inherited_tokens, sample.discarded = (
+            self.fork,
+            self.inherited_tokens,
+            self.discarded_tokens,
+        )
+        for row in self.extra_sequences:
+            if row.number > len(sample.extra_sequences):
                 sample.begin(row.prompt_ids or (), row.parent, aside=row.aside)
             row.apply(sample.sequences[row.number])
-        updates = [(q.number, q.pieces, q.routes, q.rewritten) for q in self.later_sequences]
+        updates = [(q.number, q.pieces, q.routes, q.rewritten) for q in self.extra_sequences]
         return [(0, self.pieces, self.routes, self.rewritten), *updates]
 
 
@@ -133,9 +137,10 @@ def sample_row(sample: Sample, done: bool, first: NewTokens, later: Mapping[int,
     """Create the row of a sample from the new tokens of its first sequence and of later ones, by number."""
     return SampleRow(
         **_sequence_fields(sample, first), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
-        censor_cause=sample.censor_cause, marks=sample.turn_marks, fork=sample.fork, copied_tokens=sample.given,
+        censor_cause=sample.censor_cause, marks=sample.turn_rewards, fork=sample.fork,
+        inherited_tokens=sample.inherited_tokens,
         discarded_tokens=sample.discarded,
-        later_sequences=[
+        extra_sequences=[
             LaterSequenceRow(
                 **_sequence_fields(q := sample.sequences[n], new), number=n, parent=q.parent, aside=q.aside
             )
@@ -152,7 +157,7 @@ def _sequence_fields(q: Sample, new: NewTokens) -> dict[str, Any]:
         "observed": [(s.start, s.end) for s in q.observed], "mu_sum": q.mu_sum, "resumes": q.resumes,
         "deaths": q.deaths, "faults": q.faults, "cached_tokens": q.cached_tokens,
         "prefilled_tokens": q.prefilled_tokens, "engine": q.engine,
-        "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "last_turn": q.spoke, "pieces": pieces,
+        "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "last_turn": q.last_turn, "pieces": pieces,
         "routes": routes, "rewritten": rewritten,
     }  # fmt: skip
 

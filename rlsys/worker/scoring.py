@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlsys.core.imports import place
-from rlsys.core.spans import TurnMark
-from rlsys.core.texts import error_text, shortened
+from rlsys.core.imports import source_location
+from rlsys.core.spans import TurnReward
+from rlsys.core.texts import error_text, shorten
 from rlsys.core.types import LONGEST_REASON, CensorCause, Prompt, Response, Sample, Status
 from rlsys.generators.censoring import boundary
 from rlsys.rewards.results import TURNS, NoMark, read_mark
@@ -115,8 +115,8 @@ class Scorer:
             if isinstance(error, NoMark):
                 return Verdict(reason=f"reward {error}")
             is_reward_error = isinstance(error, RewardError)
-            text = shortened(error_text(error), LONGEST_REASON // 2)
-            message = text if is_reward_error else f"{type(error).__name__}: {text}{place(error)}"
+            text = shorten(error_text(error), LONGEST_REASON // 2)
+            message = text if is_reward_error else f"{type(error).__name__}: {text}{source_location(error)}"
             return Verdict(reason=f"reward raised {message}{_missing_key_hint(message, prompt)}")
         try:
             mark = read_mark(task.result())
@@ -155,9 +155,9 @@ class RewardParts:
 
 def with_turn_rewards(prompt: Prompt, sample: Sample) -> Prompt:
     """Add the environment's `turn_rewards`, if there are any, to the row that the reward function receives."""
-    if sample.turn_marks is None:
+    if sample.turn_rewards is None:
         return prompt
-    return replace(prompt, entry={**prompt.entry, TURNS: [mark.reward for mark in sample.turn_marks]})
+    return replace(prompt, entry={**prompt.entry, TURNS: [mark.reward for mark in sample.turn_rewards]})
 
 
 def set_turn_rewards(sample: Sample, turns: Sequence[float]) -> str | None:
@@ -165,7 +165,7 @@ def set_turn_rewards(sample: Sample, turns: Sequence[float]) -> str | None:
     count = sum(len(q.turns()) for q in sample.trained_sequences)
     if len(turns) != count:
         return f"reward gave {len(turns)} {TURNS}, the response has {count} turns"
-    sample.turn_marks = [TurnMark(reward) for reward in turns]
+    sample.turn_rewards = [TurnReward(reward) for reward in turns]
     return None
 
 
@@ -174,6 +174,6 @@ def _missing_key_hint(message: str, prompt: Prompt) -> str:
     match = re.match(r"KeyError: '([^']*)'", message)
     if match is None or match[1] in prompt.entry:
         return ""
-    source, keys = prompt.where or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
+    source, keys = prompt.location or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
     hint = " (data.keys.answer=KEY selects another key)" if match[1] == "answer" and prompt.entry else ""
     return f": {source} has no {match[1]}; its keys: {keys}{hint}"

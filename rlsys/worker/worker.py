@@ -26,7 +26,7 @@ from rlsys.config import Config, load_config
 from rlsys.config.slots import most_slots
 from rlsys.core.errors import RlsysError
 from rlsys.core.identity import engine_identity
-from rlsys.core.owner import of_process
+from rlsys.core.owner import owner_of_process
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
@@ -265,7 +265,9 @@ class Worker:
         with SegmentReader(self._parts.folder) as reader:
             sample = reader.load(sample)
         self._stored_lengths[sample.sample_id] = [StoredLengths.of(q) for q in sample.sequences]
-        self._reported_fields |= {(q.sample_id, q.sequence): mutable_fields(q) for q in sample.further}
+        self._reported_fields |= {
+            (q.sample_id, q.sequence): mutable_fields(q) for q in sample.extra_sequences
+        }
         self._groups.add(sample, prompt.index, tree_samples)
         try:
             if sample.status.terminal:
@@ -277,7 +279,7 @@ class Worker:
                 self._link.send(SampleVerdict(sample.sample_id, await self._streams.score(sample, prompt)))
         finally:
             self._stored_lengths.pop(sample.sample_id, None)
-            for q in sample.further:
+            for q in sample.extra_sequences:
                 self._reported_fields.pop((q.sample_id, q.sequence), None)
             self._groups.remove(sample)
 
@@ -295,7 +297,7 @@ class Worker:
         assert self._file is not None, "the coordinator calls `begin` first"
         for sample in samples:
             later = {}
-            for q in sample.further:
+            for q in sample.extra_sequences:
                 key, fields = (q.sample_id, q.sequence), mutable_fields(q)
                 if self._reported_fields.get(key) != fields:
                     later[q.sequence] = self._write_new(self._file, q)
@@ -313,8 +315,8 @@ class Worker:
         if rewritten:
             previous = StoredLengths()
         new = sequence.routes[previous.routes :]
-        stored_routes = [span for span in new if span.place is not None]
-        routes = [span for span in new if span.place is None]
+        stored_routes = [span for span in new if span.location is not None]
+        routes = [span for span in new if span.location is None]
         pieces = append_tokens(file, sequence, previous, routes)
         lengths[sequence.sequence] = StoredLengths.of(sequence)
         return pieces, stored_routes, rewritten
@@ -362,7 +364,7 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
         UserError: the config is invalid, as in the coordinator.
     """
     raise_descriptors(most_slots(config), "rollout worker: over_provision x groups_per_step x group_size")
-    owner, _ = of_process(config.run.dir)
+    owner, _ = owner_of_process(config.run.dir)
     tokenizer = Tokenizer.of(config)
     rewards = Rewards(config)
     rewards.begin()

@@ -145,7 +145,7 @@ class Workers:
             tokens_before, fork = run.sample.all_tokens, run.sample.fork
             updates = row.apply_to(run.sample)
             if (new_fork := run.sample.fork) is not None and fork is None:
-                source = self._buffer.groups[run.sample.group_id].samples[new_fork.place]
+                source = self._buffer.groups[run.sample.group_id].samples[new_fork.source]
                 run.sample.behaviour = source.behaviour[: new_fork.at]
             if run.sample.all_tokens > tokens_before:
                 self._spans.on_tokens(run.sample)

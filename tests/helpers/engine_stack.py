@@ -14,7 +14,7 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.core.types import Sample
-from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.core.weight_updates import Canary, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
@@ -23,7 +23,7 @@ from rlsys.router.router import Router
 from rlsys.segments.records import SegmentReader
 from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers.servers import TINY_MOE, tiny_moe_model
 
 EOS = TINY_MOE["eos_token_id"]
@@ -94,7 +94,7 @@ class Stack:
             routes=config.engine.return_routes,
             interruption=interruption,
         )
-        self.sync = WeightSync(config)
+        self.sync = GatheredPush(config)
         self._hf = HFConfig.read(config.model.path)
 
     async def push(
@@ -106,7 +106,7 @@ class Stack:
         """
         version = next(self._versions)
         addresses = await self.router.begin_push(version)
-        ticket = PushTicket(version, addresses, CANARIES)
+        ticket = WeightUpdate(version, addresses, CANARIES)
         checksums = EngineChecksums(self._hf, self.client.tp)
         sent = checksums.watch(tensors(seed))
         if hurt is not None:

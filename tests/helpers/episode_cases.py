@@ -19,10 +19,10 @@ def split(sample: Sample, cuts: Sequence[int]) -> Sample:
     """The sample as an episode: each sequence has all that came before it as its prompt. Without routes."""
     known = [*sample.prompt_ids, *sample.response_ids]
     bounds = list(pairwise([0, *cuts, sample.tokens]))
-    first = _part(replace(sample, further=[]), *bounds[0], sample)
+    first = _part(replace(sample, extra_sequences=[]), *bounds[0], sample)
     for start, end in bounds[1:]:
         first.begin(known[: len(sample.prompt_ids) + start], parent=0)
-        first.further[-1] = _part(first.further[-1], start, end, sample)
+        first.extra_sequences[-1] = _part(first.extra_sequences[-1], start, end, sample)
     return first
 
 
@@ -63,8 +63,8 @@ def three_at_once(config: Config, tokenizer: object, speak: Speak) -> Generator:
         return ended
 
     async def generate(sample: Sample, prompt: Prompt) -> None:
-        while len(sample.further) < 2:
-            sample.begin([7, 8, 9 + len(sample.further)])
+        while len(sample.extra_sequences) < 2:
+            sample.begin([7, 8, 9 + len(sample.extra_sequences)])
         ends = [asyncio.ensure_future(turn(q)) for q in sample.sequences]
         try:
             found = await asyncio.gather(*ends)
@@ -84,7 +84,7 @@ def one_after_the_other(config: Config, tokenizer: object, speak: Speak) -> Gene
         for number in range(3):
             q = (
                 sample.sequences[number]
-                if number <= len(sample.further)
+                if number <= len(sample.extra_sequences)
                 else sample.begin([7, 8, 8 + number])
             )
             await speak(q)

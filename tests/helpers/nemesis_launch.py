@@ -19,8 +19,8 @@ from rlsys.core.errors import RunError
 from rlsys.core.identity import engine_identity
 from rlsys.core.messages import decode, encode
 from rlsys.core.owner import KEY_HEADER, START_HEADER, claim
-from rlsys.core.types import Taken
-from rlsys.core.weight_updates import Canary, EngineAddress, PushTicket
+from rlsys.core.types import TrainBatch
+from rlsys.core.weight_updates import Canary, EngineAddress, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
@@ -153,7 +153,7 @@ class TrainerRole:
             if step % ground.config.trainer.checkpoint_every == 0 or step == ground.steps:
                 await self._save(step)
 
-    def _learn(self, taken: Taken) -> None:
+    def _learn(self, taken: TrainBatch) -> None:
         told = loaded(self._ground.config.run.dir, taken.groups)
         groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in told}
         before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
@@ -173,13 +173,15 @@ class TrainerRole:
         ground.history.saved.append(Saved(self._launch.owner.epoch, self._start, step, weights))
         await self._command("commit", StepRequest(step), type(None))
 
-    async def _take(self, step: int) -> Taken | None:
-        return await self._command("take", StepRequest(step), cast("type[Taken | None]", Taken | None))
+    async def _take(self, step: int) -> TrainBatch | None:
+        return await self._command(
+            "take", StepRequest(step), cast("type[TrainBatch | None]", TrainBatch | None)
+        )
 
     async def _push(self) -> None:
         weights, left = self._weights, True
         while left:
-            ticket = await self._command("begin_push", BeginPushRequest(), PushTicket)
+            ticket = await self._command("begin_push", BeginPushRequest(), WeightUpdate)
             sent = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
             left_out = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
             canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]

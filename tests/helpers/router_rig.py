@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.core.types import Sample, Status
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
@@ -40,7 +40,7 @@ class Rig:
         interruption: Interruption = "abort",
         reads_again: bool = False,
         bounds: Bounds = Bounds(1e-6, 1e-4),  # noqa: B008 - frozen
-        identity: Identity = NOBODY,
+        identity: Identity = ANONYMOUS,
         **options: Any,
     ) -> None:
         self.engines = list(engines) or [ScriptedEngine(A)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, identity
-from rlsys.core.types import Taken
+from rlsys.core.types import TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.ledger import check_ledger
@@ -75,7 +75,7 @@ class Run:
             canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
             left = bool((await self.manager.end_push(ticket, canaries))["push_left"])
 
-    async def take(self, step: int) -> Taken:
+    async def take(self, step: int) -> TrainBatch:
         while (taken := await self.manager.take(step)) is None:
             await self.push()
         return taken
@@ -122,7 +122,7 @@ async def run(
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def check_step(folder: Path, taken: Taken, seen: set[int]) -> None:
+def check_step(folder: Path, taken: TrainBatch, seen: set[int]) -> None:
     for group in loaded(folder, taken.groups):
         assert group.group_id not in seen
         seen.add(group.group_id)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.core.spans import RouteSpan, VersionSpan
-from rlsys.core.types import Sample, Unscored
+from rlsys.core.types import LogProbRequest, Sample
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.segments.records import SegmentReader
@@ -194,7 +194,7 @@ def test_exact_old_of_interrupted_samples_is_near_the_engine(
     mu = torch.tensor([m for s in kept for m in s.mu])
     trainer, found = start("engine"), {}
     for name, routed in (("without routes", False), ("with routes", True)):
-        asked = [Unscored(s if routed else dataclasses.replace(s, routes=[]), 0) for s in kept]
+        asked = [LogProbRequest(s if routed else dataclasses.replace(s, routes=[]), 0) for s in kept]
         scored = torch.tensor([lp for found in score_parked(asked, trainer) for lp in found.logp])
         gap = (scored - mu).abs()
         found[name] = [float(x) for x in (gap.mean(), *gap.quantile(torch.tensor([0.99, 0.999])))]

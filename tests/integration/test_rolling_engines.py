@@ -26,7 +26,7 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.scoring import Scorer
 from tests.helpers.engine_stack import ENGINE_TENSORS, logprobs, tensors, worst_gap
 from tests.helpers.loaded import loaded
@@ -74,7 +74,7 @@ class Run:
         self.manager = RolloutManager(
             config, self.buffer, self.router, source, scorer, Planning(config, source, None)
         )
-        self.sync = WeightSync(config)
+        self.sync = GatheredPush(config)
         self.made = Counter[str]()
         self.came: list[float] = []
         self.rounds: list[tuple[list[str], Counter[str]]] = []

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rlsys.config import Config, identity
-from rlsys.core.types import Prompt, Sample, Taken
+from rlsys.core.types import Prompt, Sample, TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
@@ -34,7 +34,7 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.resume_order import resume_key
 from rlsys.worker.scoring import Scorer
 from tests.helpers.engine_stack import (
@@ -112,7 +112,7 @@ class Run:
         scorer = Scorer(lambda: nullcontext(one), lambda _ids: "", 60.0)
         planning = Planning(config, source, None)
         self.manager = RolloutManager(config, self.buffer, self.router, source, scorer, planning)
-        self._sync = WeightSync(config)
+        self._sync = GatheredPush(config)
         self._step = 0
 
     async def push(self, seed: int = 0) -> None:
@@ -120,7 +120,7 @@ class Run:
         await asyncio.to_thread(self._sync.push, tensors(seed), ticket)
         await self.manager.end_push(ticket, [Canary(ids, logprobs(seed, ids)) for ids in ticket.canaries])
 
-    async def steps(self, n: int, models: int = 1) -> list[Taken]:
+    async def steps(self, n: int, models: int = 1) -> list[TrainBatch]:
         """Take and push, so many times; with so many models in turn. With the tokens that a trainer reads."""
         out = []
         for _ in range(n):
@@ -164,11 +164,11 @@ def start(engine_config: Config, engine: str, tmp_path: Path) -> Iterator[Start]
     yield begin
 
 
-def samples(taken: Iterable[Taken]) -> list[Sample]:
+def samples(taken: Iterable[TrainBatch]) -> list[Sample]:
     return [s for t in taken for g in t.groups for s in g.samples]
 
 
-def average(taken: Iterable[Taken], name: str) -> float:
+def average(taken: Iterable[TrainBatch], name: str) -> float:
     return mean(t.metrics[name] for t in taken)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
-from rlsys.core.types import Unscored
+from rlsys.core.types import LogProbRequest
 from rlsys.obs.trained import read_floats, read_trained
 from rlsys.trainer.model.entropy import ROWS, logprob_and_entropy
 from rlsys.trainer.pack import MicroBatch
@@ -144,7 +144,7 @@ def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., An
     assert stale > 50
     assert recomputed > 0.1  # under other weights: recomputing later would not be exact
     sample = taken.groups[0].samples[0]
-    (found,) = score_parked([Unscored(sample, 2)], trainer)
+    (found,) = score_parked([LogProbRequest(sample, 2)], trainer)
     (whole,) = trainer.passes.logprobs(
         [MicroBatch.of_tokens(torch.tensor([*sample.prompt_ids, *sample.response_ids]))]
     )

@@ -59,10 +59,10 @@ async def test_every_branch_has_the_log_probs_of_its_tokens(
         assert max(gaps)[0] <= 1e-5, max(gaps)
         for b in forked:
             assert b.fork is not None
-            stem = family.samples[b.fork.place]
+            stem = family.samples[b.fork.source]
             assert list(b.response_ids[: b.fork.at]) == list(stem.response_ids[: b.fork.at])
             assert b.response_ids[b.fork.at] != stem.response_ids[b.fork.at]
             # All but the forced token was in the engine already: the prefix was computed once.
-            first_request = len(PROMPT) + b.given
+            first_request = len(PROMPT) + b.inherited_tokens
             assert b.cached_tokens >= first_request - 1, (b.cached_tokens, first_request)
             assert EOS not in list(b.response_ids)[:-1]

@@ -75,7 +75,7 @@ TORCH_FREE_FILES = (
         f"rlsys/convert/{name}.py"
         for name in ("config", "fit", "adapters", "flops", "folder", "rope", "rows", "rules", "table")
     ),
-    "rlsys/weights/plan.py",
+    "rlsys/weights/push_plan.py",
     "rlsys/weights/shard_plan.py",
 )
 TORCH_IN_A_FUNCTION = ("rlsys/core/rendezvous.py",)

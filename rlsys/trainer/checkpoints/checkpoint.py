@@ -164,7 +164,7 @@ class Checkpoints:
     """Owns a run's checkpoint folder. Every rank calls every method together.
 
     Keeps the newest `keep` and the one with the best score (a held-out accuracy, say). `owner`: the launch that
-    publishes; once a later launch owns the run it raises Deposed and publishes nothing. None: nobody else writes.
+    publishes; once a later launch owns the run it raises FencedError and publishes nothing. None: nobody else writes.
     """
 
     def __init__(self, folder: Path, keep: int, control: Control, owner: Owner | None = None) -> None:

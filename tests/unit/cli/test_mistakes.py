@@ -78,7 +78,7 @@ TABLE: list[tuple[str, str]] = [
     (rows_of("verl.parquet"), "verl.parquet: a Parquet file; data.source = parquet reads it"),
     (
         "model.path=Qwen/Qwen3-4B",
-        "no such folder; if it is a model of a hub: hf download Qwen/Qwen3-4B --local-dir",
+        "no such folder; for a model of the Hugging Face Hub, run hf download Qwen/Qwen3-4B --local-dir",
     ),
     (reward("mine.py:compute_score"), STARTS),
     (reward("mine.py:custom_rm"), STARTS),
@@ -107,7 +107,7 @@ TABLE: list[tuple[str, str]] = [
     ("algo.planners=[dapo]", STARTS),
     (
         "model.path=iter_0000010",
-        "model.path = iter_0000010: not a Hugging Face model folder: no config.json in it",
+        "model.path = iter_0000010: not a Hugging Face model folder: contains no config.json",
     ),
     # data
     (rows_of("other.jsonl"), "or messages (a chat); did you mean data.keys.prompt=question?"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.probe import probe
-from launch.readiness import engine_answers
+from launch.readiness import engine_is_up
 from rlsys.core.errors import RunError
 from rlsys.core.identity import Identity
 from rlsys.core.owner import Owner, claim
@@ -112,7 +112,7 @@ def test_no_key_follows_a_redirect(servers: tuple[Server, Server], status: int, 
         opener.open(f"{meant.url}/status", timeout=5)
     with pytest.raises(RunError, match=f"{meant.url}/begin: {status}"):
         post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}), 60)
-    assert not engine_answers(meant.url, Identity("owner:1", "api", "admin"))
+    assert not engine_is_up(meant.url, Identity("owner:1", "api", "admin"))
     assert other.seen == []
     with coordinator_that_answers(tmp_path, status, meant.headers, b"") as owner:
         assert probe(owner, "/status") == (status, b"")

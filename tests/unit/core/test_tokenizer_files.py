@@ -118,7 +118,7 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, converted: lis
     cache = tmp_path / "cache" / "rlsys" / "tokenizers"
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    with pytest.raises(UserError, match="others may write there"):
+    with pytest.raises(UserError, match="writable by other users"):
         tokenizer_folder(folder)
     assert not converted
 

@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config import Config, load_config
 from rlsys.core.owner import Owner
-from rlsys.core.spans import Tops, VersionSpan
+from rlsys.core.spans import TopLogprobs, VersionSpan
 from rlsys.core.types import Sample, Segment
 from rlsys.engine_requests import RefusedPrompt
 from rlsys.planning.teacher import AWAY, build_teacher
@@ -38,7 +38,7 @@ ODD: dict[str, tuple[Sample, dict[str, Any], str]] = {
     "an id of the prompt": (sample(prompt=[1, 128]), {}, "outside the vocabulary"),
     "an empty prompt": (sample(prompt=[]), {}, "empty"),
     "a prompt without room": (sample(prompt=[1] * 194), {}, "there is room for"),
-    "more alternatives than the vocabulary has": (sample(), {"tops": Tops(129)}, "top_logprobs_num"),
+    "more alternatives than the vocabulary has": (sample(), {"tops": TopLogprobs(129)}, "top_logprobs_num"),
     "an empty stop text": (sample(), {"stop_texts": [""]}, "stop"),
     "a stop text of a book": (sample(), {"stop_texts": ["x" * 5000]}, "stop"),
     "a temperature that is no number": (sample(), {"temperature": float("nan")}, "temperature"),
@@ -68,7 +68,7 @@ async def test_control_the_largest_values_are_asked() -> None:
         made = observing([127])
         made.seed = 2**63 - 1
         await rig.router.generate(
-            made, max_response_tokens=20, temperature=1.0, tops=Tops(128), stop_texts=["x" * 1024]
+            made, max_response_tokens=20, temperature=1.0, tops=TopLogprobs(128), stop_texts=["x" * 1024]
         )
         assert rig.engine.started == [[*PROMPT, 51, 68, 127]]
 

@@ -210,7 +210,7 @@ async def test_an_agent_may_say_what_its_response_was_worth(
     agent: str, worth: object, marks: list[float] | None
 ) -> None:
     """It is the worth of the last turn."""
-    found = (await made(config(agent), worth=worth)).turn_marks
+    found = (await made(config(agent), worth=worth)).turn_rewards
     assert (None if found is None else [mark.reward for mark in found]) == marks
 
 
@@ -225,7 +225,7 @@ async def test_the_reward_agent_is_what_the_agent_gives() -> None:
         await made(wanting, worth=float("nan"))
     endless = config("asks_for_ever", max_response_tokens=60).model_copy(update={"data": wanting.data})
     full = await made(endless, model=Model(["no<eos>"] * 9, budget=60))
-    assert full.turn_marks is not None and {mark.reward for mark in full.turn_marks} == {0.0}
+    assert full.turn_rewards is not None and {mark.reward for mark in full.turn_rewards} == {0.0}
     with pytest.raises(UserError, match=r"rollout\.generator = single_turn; expected agent"):
         make_score(Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "agent"}}))
 
@@ -296,7 +296,7 @@ async def test_another_conversation_is_a_sequence_of_its_own(train: str) -> None
     await generate(s, prompt())
     assert TOKENIZER.decode(s.response_ids) == f"{said[0]}<user>1<assistant><think>{said[1]}"
     assert model.sides == ["<bos><user>in short?<assistant><think>"]
-    (other,) = s.further
+    (other,) = s.extra_sequences
     assert (other.sample_id, other.sequence, other.parent, other.aside) == (5, 1, None, train == "first")
     assert (TOKENIZER.decode(other.prompt_ids), TOKENIZER.decode(other.response_ids)) == (
         model.sides[0],

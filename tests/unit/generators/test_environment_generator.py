@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
-from rlsys.core.spans import TurnMark, VersionSpan
+from rlsys.core.spans import TurnReward, VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.generators.environment import EnvironmentGenerator
@@ -98,7 +98,7 @@ async def test_an_episode_is_a_sample_and_its_rewards_are_its_turns() -> None:
     assert [TOKENIZER.decode(s.response_ids[t.start : t.end]) for t in s.turns()] == [
         "3<eos>", "8<eos>", "12<eos>"
     ]  # fmt: skip
-    assert s.turn_marks == [TurnMark(1.0), TurnMark(0.0), TurnMark(1.0)]
+    assert s.turn_rewards == [TurnReward(1.0), TurnReward(0.0), TurnReward(1.0)]
     score = make_score(config())
     assert score(with_turn_rewards(prompt(), s), response_of(TOKENIZER.decode(s.response_ids))) == 2.0
 
@@ -112,8 +112,8 @@ async def test_after_a_restart_at_any_token_the_saved_turns_are_played_again() -
         assert s.sampled_tokens == tokens
         s.status = Status.PARKED
         again = await made(config(), Model(), s)
-        assert (again.response_ids, again.turn_marks, again.status) == (
-            whole.response_ids, whole.turn_marks, whole.status
+        assert (again.response_ids, again.turn_rewards, again.status) == (
+            whole.response_ids, whole.turn_rewards, whole.status
         )  # fmt: skip
 
 
@@ -130,13 +130,13 @@ async def test_one_that_dies_in_the_middle_is_played_again_and_one_that_changed_
 
 async def test_a_response_that_is_full_or_has_had_its_turns_keeps_what_it_got() -> None:
     s = await made(config(max_turns=2))
-    assert (len(s.turns()), s.turn_marks, s.status) == (
-        2, [TurnMark(1.0), TurnMark(0.0)], Status.FINISHED
+    assert (len(s.turns()), s.turn_rewards, s.status) == (
+        2, [TurnReward(1.0), TurnReward(0.0)], Status.FINISHED
     )  # fmt: skip
     whole = len(TOKENIZER.encode(WHOLE))
     for budget in range(1, whole + 1):
         s = await made(config(budget), Model(budget=budget))
-        assert s.turn_marks is not None and len(s.turn_marks) == len(s.turns())
+        assert s.turn_rewards is not None and len(s.turn_rewards) == len(s.turns())
         assert (s.tokens <= budget) and (s.status is Status.FINISHED) == (budget == whole)
 
 
@@ -145,12 +145,12 @@ def test_rewards_of_turns_are_in_the_ledger(tmp_path: Path) -> None:
         group = buffer.issue(Prompt(0, "", [5, 6], {}), [1, 2])
         for sample in group.samples:
             sample.append(Segment([3], [-1.0], [VersionSpan(1, 0, 1)]))
-        group.samples[0].turn_marks = [TurnMark(0.5), TurnMark(-1.0, False)]
+        group.samples[0].turn_rewards = [TurnReward(0.5), TurnReward(-1.0, False)]
         buffer.save(group.samples)
         buffer.flush()
     with rig_buffer(tmp_path) as buffer:
         (group,) = buffer.active()
-    assert [s.turn_marks for s in group.samples] == [[TurnMark(0.5), TurnMark(-1.0, False)], None]
+    assert [s.turn_rewards for s in group.samples] == [[TurnReward(0.5), TurnReward(-1.0, False)], None]
 
 
 def test_a_reward_function_may_say_what_turns_are_worth() -> None:
@@ -159,7 +159,7 @@ def test_a_reward_function_may_say_what_turns_are_worth() -> None:
     s.observe([7])
     s.append(Segment([8], [-1.0], [VersionSpan(1, 0, 1)]))
     assert set_turn_rewards(s, [0.5]) == "reward gave 1 turn_rewards, the response has 2 turns"
-    assert set_turn_rewards(s, [0.5, 1.0]) is None and s.turn_marks == [TurnMark(0.5), TurnMark(1.0)]
+    assert set_turn_rewards(s, [0.5, 1.0]) is None and s.turn_rewards == [TurnReward(0.5), TurnReward(1.0)]
 
 
 def test_the_environment_of_the_page_passes_the_trial(

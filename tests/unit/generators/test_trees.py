@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
-from rlsys.core.spans import Tops, VersionSpan
+from rlsys.core.spans import TopLogprobs, VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.generators.generator import build_generator
 from rlsys.generators.latr import Latr, rouge_l, suffix_match
@@ -44,11 +44,11 @@ class ToyModel:
         p = r.uniform(0.3, 0.8)
         return [(math.log(p), first), (math.log(min(0.98 * p, r.uniform(0.05, 1 - p))), second)]
 
-    async def look(self, sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
-        assert greedy and tops.most == 2
+    async def look(self, sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
+        assert greedy and tops.k == 2
         while sample.tokens < most:
             found = self.top([*sample.prompt_ids, *sample.response_ids])
-            tops.found[sample.tokens] = found
+            tops.by_token[sample.tokens] = found
             sample.append(Segment([found[0][1]], [found[0][0]], [VersionSpan(1, 0, 1)]))
             if found[0][1] == EOS:
                 sample.status = Status.FINISHED
@@ -126,7 +126,7 @@ async def test_after_a_restart_between_two_steps_a_tree_grows_on_as_if_there_had
     model = ToyModel(seed, ends=0.01 * (seed % 3))
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
 
-    async def dies(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+    async def dies(sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         if sample.tokens >= last:
             raise asyncio.CancelledError
         await model.look(sample, most, tops, greedy=greedy)
@@ -147,7 +147,7 @@ async def test_after_a_restart_in_the_middle_no_saved_token_is_lost(chunk: int) 
     model, asked = ToyModel(1, 0.0), 0
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
 
-    async def dies(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+    async def dies(sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         nonlocal asked
         asked += 1
         await model.look(sample, most if asked < 4 else sample.tokens + 3, tops, greedy=greedy)

@@ -65,7 +65,7 @@ def test_what_cannot_be_a_row_is_counted(tmp_path: Path, capsys: pytest.CaptureF
 
     made = AnswerRows(lambda ids: str(list(ids)))
     several = seen(2, 1.0)
-    several.sample.further = [several.sample]
+    several.sample.extra_sequences = [several.sample]
     group = [
         seen(0, 0.5, named_rewards={"exact": 1.0, "short": -0.5}), seen(1, 2.0, Status.TRUNCATED), several,
         seen(3, 0.0), seen(4, -1.0, Status.CENSORED), seen(5, 0.25, plain_reward=1.5),

@@ -20,7 +20,7 @@ import pytest
 from launch.rundir import open_run_dir
 from rlsys.config import Config, load_config
 from rlsys.core.errors import RlsysError
-from rlsys.core.owner import claim, current
+from rlsys.core.owner import claim, current_owner
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import GroupState, Prompt, Segment, Status
 from rlsys.ledger.buffer import RolloutBuffer
@@ -164,7 +164,7 @@ def test_each_call_for_the_run_folder_fails_once(tmp_path: Path) -> None:
         assert not written.exists() or load_config(written) == config, what
         with open_run_dir(config, lambda _: None) as run_dir:
             run_dir.owner.check()
-            assert current(config.run.dir) == run_dir.owner, what
+            assert current_owner(config.run.dir) == run_dir.owner, what
         published = config.run.dir / coordinator.FILE_NAME
         assert not published.exists() or coordinator.published(config.run.dir) is not None, what
 

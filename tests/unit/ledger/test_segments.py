@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.owner import Deposed, claim
+from rlsys.core.owner import FencedError, claim
 from rlsys.core.spans import RouteSpan, VersionSpan
-from rlsys.core.types import GroupState, Prompt, SampleGroup, Scored, Segment, Status
+from rlsys.core.types import GroupState, LogProbResult, Prompt, SampleGroup, Segment, Status
 from rlsys.ledger import samples, segments
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.ledger import check_ledger
@@ -92,7 +92,7 @@ def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
     for first in (10, 20, 30):
         grow(group, version, first)
         buffer.save(group.samples)
-    buffer.store_scores([Scored(s.sample_id, 1, [-0.5, -0.25]) for s in group.samples])
+    buffer.store_scores([LogProbResult(s.sample_id, 1, [-0.5, -0.25]) for s in group.samples])
     for s in group.samples:
         s.status = Status.FINISHED
     buffer.finish(group, GroupState.READY)
@@ -289,7 +289,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
         lambda: writers.append(RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))),
         monkeypatch,
     )
-    with pytest.raises(Deposed):
+    with pytest.raises(FencedError):
         old.flush()
     (new,) = writers
     new.restore(0)

@@ -12,7 +12,7 @@ import pytest
 from rlsys.cli import main
 from rlsys.config import identity
 from rlsys.core.errors import UserError
-from rlsys.core.types import Sample, SampleGroup, Status, Taken
+from rlsys.core.types import Sample, SampleGroup, Status, TrainBatch
 from rlsys.obs import otlp
 from rlsys.obs.metrics import run_id, run_id_of
 from rlsys.obs.otlp import SpanSender, check_spans, sent_from_here
@@ -56,7 +56,7 @@ def watched(r: Rig, sender: Kept | SpanSender) -> None:
     r.manager._spans = r.manager._runner._spans = r.manager._streams._spans = SampleSpans(sender)
 
 
-async def take_until(r: Rig, group_id: int) -> Taken:
+async def take_until(r: Rig, group_id: int) -> TrainBatch:
     """The take that has this group."""
     for step in range(1, 9):
         taken = await r.take(step)

@@ -86,7 +86,7 @@ def test_each_engine_gets_gpus_for_its_size() -> None:
 
 def test_pools_that_do_not_fit_are_named_with_their_sizes() -> None:
     made = config(WIDE, SMALL, launch={"gpus_per_node": 3})
-    with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*engine 2 finds no place"):
+    with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*no GPUs are left for engine 2"):
         lay_out(made)
 
 
@@ -123,7 +123,7 @@ def test_a_pool_with_relay_is_a_chain_and_no_other_way_leads_to_it() -> None:
     found = config(SMALL, FAR, farther, weights={"method": "broadcast"}, launch=APART)
     plan = push_plan(found, lay_out(found))
     assert found.engine.chains == plan.chains == ((2, 3), (4,))
-    assert [plan.relayed(i) for i in (None, 0, 1, 2, 3, 4)] == [False] * 3 + [True] * 3
+    assert [plan.is_relayed(i) for i in (None, 0, 1, 2, 3, 4)] == [False] * 3 + [True] * 3
     joined = found.engine.pool_of(None, "farther")
     assert joined is not None and joined.name == "farther" and found.engine.chain_of("farther") == 1
     assert found.engine.chain_of("small") is found.engine.chain_of(None) is None

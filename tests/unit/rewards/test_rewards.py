@@ -385,7 +385,7 @@ async def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: 
     ("prompt", "told"),
     [
         (
-            Prompt(3, "", [1], {"prompt": "1+1=", "solution": "2"}, where="sums.jsonl:7"),
+            Prompt(3, "", [1], {"prompt": "1+1=", "solution": "2"}, location="sums.jsonl:7"),
             ": sums.jsonl:7 has no answer; its keys: prompt, solution",
         ),
         (Prompt(3, "", [1], {}), ": prompt 3 has no answer; its keys: none"),

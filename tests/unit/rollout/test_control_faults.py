@@ -26,7 +26,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Prompt, Sample
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import EngineError, make_session
-from rlsys.evaluation.evaluation import answer_all
+from rlsys.evaluation.evaluation import answered_items
 from rlsys.gateway.fleet import Fleet
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.ledger.buffer import RolloutBuffer
@@ -145,11 +145,11 @@ async def test_an_evaluation_goes_on_without_a_prompt_that_engines_die_of(
             raise ToolFailed("its agent raised KeyError")
 
     asked = [(sample(i), Prompt(i, "", [1], {})) for i in range(4)]
-    assert [p.index for _, p in await answer_all(asked, answer)] == [0, 2]
+    assert [p.index for _, p in await answered_items(asked, answer)] == [0, 2]
     assert "held-out prompt 1 is left out: 4 engines died" in caplog.text
     assert "held-out prompt 3 is left out: its agent raised KeyError" in caplog.text
     with pytest.raises(RunError, match="no prompt could be answered; the first one: 4 engines died"):
-        await answer_all(asked[1:2], answer)
+        await answered_items(asked[1:2], answer)
 
 
 class Mute(ScriptedEngine):

@@ -17,7 +17,7 @@ from random import Random
 import pytest
 from aiohttp import web
 
-from rlsys.core.identity import NOBODY
+from rlsys.core.identity import ANONYMOUS
 from rlsys.core.owner import Owner, claim
 from rlsys.core.seeds import sample_seed
 from rlsys.core.spans import VersionSpan
@@ -138,7 +138,7 @@ def test_it_sees_two_writers_of_one_ledger(folder: Path, monkeypatch: pytest.Mon
 
 def test_it_sees_another_runs_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 4: engines without an owner."""
-    monkeypatch.setattr(nemesis_launch, "engine_identity", lambda *_: NOBODY)
+    monkeypatch.setattr(nemesis_launch, "engine_identity", lambda *_: ANONYMOUS)
     assert seen(folder, STRANGERS, "wrong")
 
 

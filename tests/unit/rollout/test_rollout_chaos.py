@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 from rlsys.config import Config
-from rlsys.core.membership import forget, tell
+from rlsys.core.membership import remove_member, write_member
 from rlsys.core.owner import claim
-from rlsys.core.types import Prompt, Sample, Status, Taken
+from rlsys.core.types import Prompt, Sample, Status, TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.generators.generator import single_turn
@@ -149,7 +149,7 @@ class World:
         network: Any = Network(*self.engines, *self.gone)
         return EngineClient(url, network, index=index)
 
-    async def take(self, step: int) -> Taken:
+    async def take(self, step: int) -> TrainBatch:
         """Some answers get lost on their way: then the trainer asks again."""
         while True:
             if self.rng.random() < 0.05:
@@ -212,7 +212,7 @@ class World:
             made = ScriptedEngine(f"http://j{number}:1", ends_at=lambda s: 3 + s % 40, passed=self.passed)
             self.joined.append(made)
             self.engines.append(self.joined[-1])
-            tell(self.owner, self.joined[-1].url, 1, wanted=True)
+            write_member(self.owner, self.joined[-1].url, 1, active=True)
 
     def send_away(self) -> None:
         """The one that came first; one that died earlier than that has gone without a word."""
@@ -221,9 +221,9 @@ class World:
             self.engines.remove(engine)
             self.gone.append(engine)
             if engine.dead:
-                forget(self.owner, engine.url)
+                remove_member(self.owner, engine.url)
             else:
-                tell(self.owner, engine.url, 1, wanted=False)
+                write_member(self.owner, engine.url, 1, active=False)
                 self.happened["left in order"] += 1
 
     async def reward(self, prompt: Prompt, text: str) -> float:
@@ -239,7 +239,7 @@ class World:
                 await asyncio.Event().wait()
         return float(len(text) % 2)
 
-    def check(self, taken: Taken) -> None:
+    def check(self, taken: TrainBatch) -> None:
         groups = loaded(self.config.run.dir, taken.groups)
         told = [(g.group_id, *(q.response_ids for s in g.samples for q in s.sequences)) for g in groups]
         assert self.told.setdefault(taken.train_step, told) == told
@@ -254,7 +254,7 @@ class World:
         with SegmentReader(self.config.run.dir) as segments:
             read = load_with_routes(segments, s)
         for told, span in zip(s.routes, read.routes, strict=True):
-            self.happened["routes in hand" if told.place is None else "routes in files"] += 1
+            self.happened["routes in hand" if told.location is None else "routes in files"] += 1
             chosen = [e for p in range(span.start, span.end) for e in experts(p)]
             assert np.frombuffer(span.experts, "<u2").tolist() == chosen
         covered = sum(span.end - span.start for span in s.routes)
@@ -372,7 +372,7 @@ class Scouted(World):
         explorer = Explorer(generate, scorer, self.config.run.seed)
         return Planning(self.config, Numbers(), None, explorer=explorer)
 
-    def check(self, taken: Taken) -> None:
+    def check(self, taken: TrainBatch) -> None:
         super().check(taken)
         for group in taken.groups:
             self.happened[f"groups of {len(group.samples)}"] += 1
@@ -383,7 +383,7 @@ class Scouted(World):
 class Forest(World):
     """Its samples are branches: only the roots' own tokens are what the engine would have made undisturbed."""
 
-    def check(self, taken: Taken) -> None:
+    def check(self, taken: TrainBatch) -> None:
         groups = loaded(self.config.run.dir, taken.groups)
         told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
         assert self.told.setdefault(taken.train_step, told) == told
@@ -397,7 +397,7 @@ class Forest(World):
                     expected = [token(s.seed, first + i, v) for i, v in enumerate(versions)]
                     assert list(s.response_ids)[:-1] == expected[:-1]
                     continue
-                stem, at = group.samples[s.fork.place], s.fork.at
+                stem, at = group.samples[s.fork.source], s.fork.at
                 shared = min(at, 5)  # the root is cut off there, after the first forks
                 assert list(s.response_ids[:shared]) == list(stem.response_ids[:shared])
                 assert s.versions()[:shared] == stem.versions()[:shared] and s.response_ids[at] in (
@@ -422,7 +422,7 @@ def test_a_hundred_steps_of_trees(folder: Path) -> None:
     ledger = RunReader(folder).ledger()
     check_ledger(ledger)
     assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
-    assert ledger.copied_tokens > 100 and ledger.discarded_tokens > 100 and world.happened["forked"] > 100
+    assert ledger.inherited_tokens > 100 and ledger.discarded_tokens > 100 and world.happened["forked"] > 100
     assert world.happened["killed"] >= 5 and world.happened["die"] >= 3, world.happened
 
 

@@ -20,7 +20,7 @@ import pytest
 from rlsys.config import Config, dump_config, load_config
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.identity import engine_identity
-from rlsys.core.owner import KEY_HEADER, START_HEADER, claim, current
+from rlsys.core.owner import KEY_HEADER, START_HEADER, claim, current_owner
 from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.core.weight_updates import Canary
 from rlsys.data.quickstart_model import write_model
@@ -178,7 +178,7 @@ def service(config: Path, engine: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> None:
     with healthy_engine() as engine, service(run_config, engine) as process:
-        owner = current(load_config(run_config).run.dir)
+        owner = current_owner(load_config(run_config).run.dir)
         assert owner is not None
         client = RolloutClient(owner.rollout_socket, owner.key)
         client.wait_ready(120)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.owner import claim
-from rlsys.core.spans import RoutePlace, RouteSpan, VersionSpan
+from rlsys.core.spans import RouteLocation, RouteSpan, VersionSpan
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status
 from rlsys.engine.chunks import Made, Meta
 from rlsys.engine.chunks import read_routes as from_answer
@@ -212,7 +212,7 @@ def test_what_was_put_off_needs_no_file_any_more(tmp_path: Path) -> None:
     samples = trained(buffer, group, 1)
     with SegmentReader(tmp_path) as reader:
         held = [load_with_routes(reader, s) for s in samples]
-        assert all(s.routes[0].place is not None for s in map(reader.load, samples))
+        assert all(s.routes[0].location is not None for s in map(reader.load, samples))
     assert [s.routes for s in held] == [[RouteSpan(0, 5, chosen(5).astype("<u2").tobytes())]] * 2
     buffer.close()
 
@@ -226,7 +226,7 @@ def test_a_restart_finds_them_and_reads_none(tmp_path: Path) -> None:
     buffer.close()
     back = opened(tmp_path)
     assert [s.routes for s in back.active()[0].samples] == [s.routes for s in group.samples]
-    assert isinstance(back.active()[0].samples[0].routes[0].place, RoutePlace)
+    assert isinstance(back.active()[0].samples[0].routes[0].location, RouteLocation)
     back.close()
     file = tmp_path / FOLDER / names(tmp_path)[1]
     file.write_bytes(file.read_bytes()[:-1])

@@ -19,7 +19,7 @@ from rlsys.config import Config, identity, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_vocabulary, read_vocabulary
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.forks import cut
+from rlsys.core.forks import truncate_sample
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Segment
 from rlsys.engine.wire import EngineError
@@ -162,7 +162,7 @@ def test_a_response_that_is_cut_loses_them(tmp_path: Path) -> None:
     for sample in group.samples:
         teach(sample)
     buffer.save(group.samples)
-    cut(group.samples[0], 2)
+    truncate_sample(group.samples[0], 2)
     assert not group.samples[0].taught
     buffer.save(group.samples)
     group.samples[0].append(Segment([8], [-0.5], [VersionSpan(1, 0, 1)], None))

@@ -16,7 +16,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.types import Sample, Taken
+from rlsys.core.types import Sample, TrainBatch
 from rlsys.ledger.store import FILE_NAME
 from rlsys.worker.run_replay import RunRecord
 from tests.helpers.loaded import loaded
@@ -42,7 +42,9 @@ def random_clock(seed: int) -> Clock:
     return tick
 
 
-async def trained(config: Config, clock: Clock, steps: int = STEPS) -> tuple[list[Taken], dict[str, Any]]:
+async def trained(
+    config: Config, clock: Clock, steps: int = STEPS
+) -> tuple[list[TrainBatch], dict[str, Any]]:
     """What every step took, and the ledger's groups at the end."""
     r = Rig(config, length, length_reward)
     try:
@@ -71,7 +73,7 @@ async def done(r: Rig, work: Any, clock: Clock) -> Any:
     raise AssertionError(r.manager.status())
 
 
-def what(taken: list[Taken]) -> list[Any]:
+def what(taken: list[TrainBatch]) -> list[Any]:
     return [
         [
             (q.sample_id, q.sequence, q.response_ids, q.mu, q.versions(), s.status, s.reward)
