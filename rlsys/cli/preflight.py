@@ -12,8 +12,8 @@ from rlsys.algo.trial import try_objective
 from rlsys.config import Config
 from rlsys.obs.packages import mismatches
 from rlsys.rehearse import trial
+from rlsys.rollout.dry_run import dry_run
 from rlsys.rollout.preflight import check_names
-from rlsys.rollout.trial import try_rollout
 
 
 def check_start(config: Config) -> list[str]:
@@ -24,7 +24,7 @@ def check_start(config: Config) -> list[str]:
     """
     check_names(config)
     check(config)
-    tried = try_rollout(config)
+    tried = dry_run(config)
     try_objective(config, tried.rewards)
     trial.check_build(config)
     found = [*notes(config), *tried.notes, *map(str, mismatches().values())]

@@ -33,7 +33,10 @@ def measured_duration(seconds: Sequence[float], steps_left: int) -> str | None:
         return None
     step_seconds = median(seconds[-RECENT:])
     remaining = format_duration(step_seconds * steps_left)
-    return f"recent steps took {format_duration(step_seconds)} each; the remaining {steps_left} take about {remaining}"
+    return (
+        f"recent steps took {format_duration(step_seconds)} each; "
+        f"the remaining {steps_left} take about {remaining}"
+    )
 
 
 def estimated_duration(config: Config, hf: HFConfig) -> str:

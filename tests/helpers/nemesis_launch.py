@@ -25,7 +25,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning
-from rlsys.rollout.client import POLL_SECONDS, Broken
+from rlsys.rollout.client import POLL_SECONDS, ConnectionBroken
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.protocol import (
     RECONNECT_SECONDS,
@@ -214,7 +214,7 @@ class TrainerRole:
                 code, body = await self._ask("GET", "/status", b"")
                 if code == 200 and json.loads(body)["engines_ready"]:
                     return
-            except Broken:
+            except ConnectionBroken:
                 pass
             await asyncio.sleep(1.0)
 
@@ -228,7 +228,7 @@ class TrainerRole:
             try:
                 code, body = await self._ask("POST", f"/{name}", encode(request), headers)
                 break
-            except Broken as e:
+            except ConnectionBroken as e:
                 if give_up is None or loop.time() - begun > RECONNECT_SECONDS:
                     give_up = loop.time() + RECONNECT_SECONDS
                 if loop.time() >= give_up:
@@ -252,7 +252,7 @@ class TrainerRole:
             answer: tuple[int, bytes] = await connection.read()
             return answer
         except (Refused, Reset) as e:
-            raise Broken(f"{e} in {path[1:]}") from None
+            raise ConnectionBroken(f"{e} in {path[1:]}") from None
         finally:
             if connection is not None:
                 connection.close()

@@ -24,7 +24,7 @@ RECORDED = {
     "rlsys/planning": 68,
     "rlsys/rehearse": 79,
     "rlsys/rewards": 115,
-    "rlsys/rollout": 215,
+    "rlsys/rollout": 1,
     "rlsys/tenants": 126,
     "rlsys/trainer": 386,
     "rlsys/venv_runner": 1,

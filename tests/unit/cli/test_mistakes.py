@@ -20,8 +20,8 @@ from rlsys.core.types import Prompt
 from rlsys.planner.model_preflight import check_model
 from rlsys.rewards import make_scores
 from rlsys.rewards.workers import RewardWorkers
+from rlsys.rollout.dry_run import dry_run
 from rlsys.rollout.preflight import check_names
-from rlsys.rollout.trial import try_rollout
 
 STARTS = "starts"
 CHATS = [[{"role": "user", "content": f"{i}+1="}] for i in range(60)]
@@ -204,7 +204,7 @@ def test_a_mistake_is_one_line(folder: Path, given: str, told: str) -> None:
         )
         check_model(config)
         check_names(config)
-        try_rollout(config)
+        dry_run(config)
         line = STARTS
     except UserError as e:
         line = str(e)

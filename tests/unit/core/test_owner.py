@@ -268,7 +268,7 @@ async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
         await ticking(r, push, new)
         await ticking(r, new.take, 1)
         for call in (old.begin_push, lambda: old.take(2), lambda: old.restore(0), lambda: old.commit(1)):
-            with pytest.raises(RunError, match="start 1 of the trainer, but start 2 has taken its place"):
+            with pytest.raises(RunError, match="trainer start 1, which trainer start 2 has replaced"):
                 await ticking(r, call)
         assert len((await ticking(r, push, new)).engines) == 1  # the zombie's push took no version away
 

@@ -25,7 +25,7 @@ from rlsys.core.owner import Owner, claim
 from rlsys.core.sockets import UnixConnection, UnknownListener, exchange, make_folder, remove_folder
 from rlsys.engine.hooks.sockets import check_hooks
 from rlsys.engine.server import import_most
-from rlsys.rollout.client import Broken, Request, RolloutClient
+from rlsys.rollout.client import ConnectionBroken, Request, RolloutClient
 from tests.helpers.strangers import stranger
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +73,7 @@ def test_nothing_is_sent_to_another_user_who_listens_in_the_place(tmp_path: Path
             assert other.stdout is not None and other.stdout.readline() == "listens\n"
             with pytest.raises(UnknownListener, match=f"user {STRANGER} listens there"):
                 exchange(UnixConnection(path, 5), "GET", "/status", headers={"X-Rlsys-Key": "secret"})
-            with pytest.raises(Broken, match="UnknownListener"):
+            with pytest.raises(ConnectionBroken, match="UnknownListener"):
                 RolloutClient(path, "secret")._http(Request("GET", "/status"))
             assert other.stdout.read() == "b''\n" * 2
     finally:

@@ -17,7 +17,7 @@ from rlsys.core.spans import TopLogprobs, VersionSpan
 from rlsys.core.types import Sample, Segment
 from rlsys.engine_requests import RefusedPrompt
 from rlsys.planning.teacher import AWAY, build_teacher
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from tests.helpers.router_rig import PROMPT, routing, sample
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,9 +110,9 @@ async def test_a_teacher_is_not_asked_about_more_than_it_holds(
 
 
 def test_explain_says_that_a_teacher_holds_less_than_the_policy(tmp_path: Path) -> None:
-    notes = try_rollout(teaching(tmp_path / "teacher", 128)).notes
+    notes = dry_run(teaching(tmp_path / "teacher", 128)).notes
     assert any("algo.teacher" in note and "128" in note for note in notes), notes
 
 
 def test_explain_is_silent_about_a_teacher_that_holds_enough(tmp_path: Path) -> None:
-    assert not any("algo.teacher" in note for note in try_rollout(teaching(tmp_path / "teacher", 1024)).notes)
+    assert not any("algo.teacher" in note for note in dry_run(teaching(tmp_path / "teacher", 1024)).notes)

@@ -32,7 +32,7 @@ from rlsys.generators.tools import ToolFailed
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.rewards import make_score
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.worker.scoring import with_turn_rewards
 from tests.helpers.responses import response_of
@@ -487,10 +487,10 @@ def test_the_agent_of_the_page_passes_the_trial(tmp_path: Path, monkeypatch: pyt
     for name, text in re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert try_rollout(load_config(Path("solver.yaml"))).rewards == ()
+    assert dry_run(load_config(Path("solver.yaml"))).rewards == ()
     (tmp_path / "solver.py").write_text("def solve(task):\n    task['nothing']\n")
     with pytest.raises(UserError, match=r"'agent': the agent .*solve: KeyError: 'nothing' \(solver.py:2\)"):
-        try_rollout(load_config(Path("solver.yaml")))
+        dry_run(load_config(Path("solver.yaml")))
 
 
 def test_a_prompt_of_its_own_is_in_the_ledger(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from rlsys.generators.parser_client import Call, ToolFailed, Turn
 from rlsys.ledger.samples import SampleQuery
 from rlsys.rewards import Rewards
 from rlsys.rewards.results import Mark, NoMark, join_marks, read_mark
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from rlsys.router.failure_policy import RefusedRequest
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.worker.scoring import Scorer, Verdict
@@ -170,7 +170,7 @@ def test_a_row_with_half_an_emoji_is_a_prompt_that_nobody_is_sent(bad_rows: Conf
 
 def test_explain_names_file_and_line_of_rows_that_cannot_be_used(bad_rows: Config) -> None:
     try:
-        notes = "\n".join(try_rollout(bad_rows).notes)
+        notes = "\n".join(dry_run(bad_rows).notes)
     except UserError as e:
         notes = f"raised: {e}"
     assert "rows.jsonl:3" in notes and "held.jsonl:2" in notes and "held.jsonl:3" in notes, notes

@@ -20,7 +20,7 @@ from rlsys.generators.environment import EnvironmentGenerator
 from rlsys.generators.generator import build_generator
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.rewards import make_score
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from rlsys.worker.scoring import set_turn_rewards, with_turn_rewards
 from tests.helpers.responses import response_of
 from tests.unit.generators.test_agent import rig_buffer
@@ -171,7 +171,7 @@ def test_the_environment_of_the_page_passes_the_trial(
     rows = [json.dumps({"prompt": f"count from {i}", "start": i}) for i in range(400)]
     (tmp_path / "starts.jsonl").write_text("\n".join(rows))
     monkeypatch.chdir(tmp_path)
-    assert try_rollout(load_config(Path("count.yaml"))).rewards == ()
+    assert dry_run(load_config(Path("count.yaml"))).rewards == ()
 
 
 def test_explain_plays_one_episode_before_anything_starts(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_explain_plays_one_episode_before_anything_starts(tmp_path: Path) -> Non
     data.write_text("".join(f'{{"prompt": "{i}", "terms": [{i}, 2]}}\n' for i in range(1200)))
     given = config()
     section = given.data.model_copy(update={"source": "jsonl", "params": {"path": str(data)}})
-    assert try_rollout(given.model_copy(update={"data": section}))
+    assert dry_run(given.model_copy(update={"data": section}))
     bad = given.model_copy(
         update={
             "rollout": given.rollout.model_copy(update={"generator_params": {"connector": f"{OWN}:Summs"}}),
@@ -187,4 +187,4 @@ def test_explain_plays_one_episode_before_anything_starts(tmp_path: Path) -> Non
         }
     )
     with pytest.raises(UserError, match=r"generator_params: the environment .*own.py:Summs: AttributeError"):
-        try_rollout(bad)
+        dry_run(bad)

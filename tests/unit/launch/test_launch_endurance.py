@@ -94,7 +94,7 @@ async def test_a_run_begins_with_a_quorum_of_256_engines() -> None:
     engines, router = cast(Any, [Engine(at) for at in comes]), cast(Any, Routing())
     watch = EngineWatch(engines, [], fewest, router)
     now = math.nextafter(last, 0)
-    assert not await watch._enough()
+    assert not await watch._is_ready()
     now = last
     await watch.run()
     assert watch.ready and watched.is_set()

@@ -16,7 +16,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt
 from rlsys.data import Tokenizer
 from rlsys.rewards import Rewards, find_reward, service
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from rlsys.worker.assembly import build_scorer
 from rlsys.worker.scoring import Verdict
 from tests.helpers.responses import sample_of
@@ -217,4 +217,4 @@ def test_what_is_no_address_is_refused_before_anything_starts(url: str, told: st
 
 def test_a_service_is_not_asked_before_the_start() -> None:
     config = {"model": {"path": MODEL}, "data": {"reward": ["exact_answer", "http://nobody.invalid/score"]}}
-    assert try_rollout(Config.model_validate(config)).rewards is None
+    assert dry_run(Config.model_validate(config)).rewards is None

@@ -455,7 +455,7 @@ async def test_an_engine_that_is_away_may_take_its_start_timeout(tmp_path: Path)
         r.router.stats = lambda: told  # type: ignore[method-assign]
         start = loop.time()
         with pytest.raises(RunError, match=r"stall_timeout = 0\.05 s and engine\.start_timeout = 0\.2 s"):
-            await r.manager._waiting.watched(asyncio.Event().wait(), "an engine")
+            await r.manager._progress_watch.watch(asyncio.Event().wait(), "an engine")
         assert loop.time() - start >= 0.25
 
 
@@ -468,4 +468,4 @@ async def test_a_failure_in_the_last_moment_of_a_wait_is_told(tmp_path: Path) ->
             return "done"
 
         with pytest.raises(RunError, match="the disk is full"):
-            await r.manager._waiting.watched(fails_while_it_ends(), "nothing")
+            await r.manager._progress_watch.watch(fails_while_it_ends(), "nothing")

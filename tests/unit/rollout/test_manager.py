@@ -19,7 +19,7 @@ from rlsys.core.spans import RouteSpan
 from rlsys.core.types import Prompt, Sample, SampleGroup, Segment, Status
 from rlsys.ledger.ledger import Ledger, check_ledger
 from rlsys.ledger.reader import RunReader
-from rlsys.rollout.figures import quantile
+from rlsys.rollout.run_metrics import quantile
 from rlsys.rollout.schedule import admission_capacity
 from rlsys.segments.records import SegmentReader
 from rlsys.segments.route_records import load_with_routes, read_pointer
@@ -172,7 +172,7 @@ async def test_others_are_heard_while_many_samples_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a start of many samples shows to the rest of the loop: a few more each time."""
-    monkeypatch.setattr("rlsys.rollout.runner.AT_ONCE", 3)
+    monkeypatch.setattr("rlsys.rollout.runner.MAX_STARTS_PER_ITERATION", 3)
     async with rig(make_config(tmp_path, **APRIL)) as r:
         await r.start()
         taking, seen = asyncio.create_task(r.take(1)), [0]
@@ -409,7 +409,7 @@ async def test_a_token_that_reaches_no_sample_stops_the_run(tmp_path: Path) -> N
     made = Rig(make_config(tmp_path), lambda s: 3, length_reward)
     await made.start()
     made.router.received = 1
-    with pytest.raises(RunError, match="13 tokens came for samples, 12 are in the ledger"):
+    with pytest.raises(RunError, match="received 13 tokens for samples, but 12 are in the ledger"):
         await made.take(1)
     made.router.received -= 1
     await made.manager.close()

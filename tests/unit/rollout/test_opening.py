@@ -15,7 +15,7 @@ from aiohttp import web
 from rlsys.core.errors import RunError
 from rlsys.rollout import client
 from rlsys.rollout.client import RolloutClient
-from rlsys.rollout.opening import open_while_telling
+from rlsys.rollout.startup_progress import open_with_progress
 from tests.helpers.clocks import FalseClock
 
 TIMEOUT = 240.0
@@ -62,7 +62,7 @@ async def test_who_asks_while_it_is_opened_hears_how_far_it_is(tmp_path: Path) -
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port.set_result(runner.addresses[0][1])
 
-    task = asyncio.create_task(open_while_telling(path, open_it, listen))
+    task = asyncio.create_task(open_with_progress(path, open_it, listen))
     url = f"http://127.0.0.1:{await port}"
     async with aiohttp.ClientSession() as session:
         for path_asked in ("/status", "/ledger"):

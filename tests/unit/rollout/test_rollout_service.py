@@ -84,7 +84,7 @@ async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
 
 
 def test_a_service_that_does_not_come_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not answer"):
+    with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not respond"):
         RolloutClient(tmp_path / "rollout", "").wait_ready(0.01)
 
 

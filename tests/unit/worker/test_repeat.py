@@ -90,7 +90,7 @@ def what(taken: list[TrainBatch]) -> list[Any]:
 async def test_another_clock_repeats_every_token(
     placement: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)
 
     def config(name: str, **rollout: Any) -> Config:
         april = {"over_provision": 3, "max_staleness": 2, "staleness_policy": policy}
@@ -108,7 +108,7 @@ async def test_another_clock_repeats_every_token(
 
 
 async def test_another_clock_repeats_every_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)
 
     def config(name: str, **more: Any) -> Config:
         (tmp_path / name).mkdir()
@@ -124,7 +124,7 @@ async def test_another_clock_repeats_every_sequence(tmp_path: Path, monkeypatch:
 
 
 async def test_a_record_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)
     first, again = tmp_path / "first", tmp_path / "again"
     first.mkdir()
     again.mkdir()
@@ -147,7 +147,7 @@ def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:
 async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)
     first = tmp_path / "first"
     first.mkdir()
     config = make_config(tmp_path, run={"dir": first})

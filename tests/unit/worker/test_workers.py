@@ -40,7 +40,7 @@ async def test_each_token_is_in_the_ledger_once(tmp_path: Path, workers: int) ->
     ("workers", "seed"),
     [
         (2, 0),
-        *(pytest.param(k, seed, marks=pytest.mark.at_max_resumes) for k, seed in ((2, 1), (4, 2), (4, 3))),
+        *(pytest.param(k, seed, marks=pytest.mark.full) for k, seed in ((2, 1), (4, 2), (4, 3))),
     ],
 )
 async def test_a_worker_that_is_killed_at_any_moment_costs_nothing_twice(

@@ -1,4 +1,4 @@
-"""What the manager of a run works with, made of its config."""
+"""RolloutComponents: creates the components of the rollout process from a config."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ from rlsys.worker.assembly import ask_engines, build_router, build_scorer, clien
 from rlsys.worker.workers import Workers, worker_commands
 
 
-class Parts:
-    """Raises UserError for a plug-in that does not exist, or a wrong data section. The caller closes `rewards`."""
+class RolloutComponents:
+    """The components that RolloutManager needs. The caller closes `rewards`.
+
+    Raises:
+        UserError: a plug-in does not exist, or the data section is invalid.
+    """
 
     def __init__(
         self,
@@ -40,48 +44,57 @@ class Parts:
         owner: Owner,
         session: ClientSession,
     ) -> None:
-        """`urls`: of the engines. `reference`: of the server that prompts are held against. `teacher`: of the one
-        that is asked about responses."""
+        """Create all components.
+
+        Args:
+            urls: the engines.
+            reference: URL of the server with reference weights, for prompt scores.
+            teacher: URL of the server with the teacher's weights.
+        """
         client = client_maker(config, session)
 
-        def own(url: str, index: int) -> EngineClient:
+        def launch_client(url: str, index: int) -> EngineClient:
             return client(url, engine_identity(owner, url), tp=config.engine.tp_of(index), index=index)
 
         def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
             return client(url, engine_identity(owner, url), tp=tp, pool=pool)
 
         self.joiner = joiner
-        """Of an engine that joins later."""
+        """Creates the client of an engine that joins later."""
         self.tokenizer = Tokenizer.of(config)
         self.source = build_source(config, self.tokenizer)
         check_teachers(config, self.source)
         self.rewards = Rewards(config)
         self.rewards.begin()  # beside the engines' start
         self.scorer = build_scorer(config, self.rewards, self.tokenizer)
-        self.engines = [own(url, i) for i, url in enumerate(urls)]
+        self.engines = [launch_client(url, i) for i, url in enumerate(urls)]
         self.router: Router | Workers
-        """What samples run in."""
-        self.asked: Engines
-        """Who answers everything else."""
+        """Runs samples."""
+        self.engine_service: Engines
+        """Serves all other requests."""
         if config.rollout.workers > 1:
             self.router = workers = Workers(config, worker_commands(config, urls))
-            self.asked = workers.engines
+            self.engine_service = workers.engines
         else:
-            self.router = self.asked = build_router(config, self.engines, self.tokenizer)
+            self.router = self.engine_service = build_router(config, self.engines, self.tokenizer)
         self.references: list[EngineClient] = []
         prompt_scores = None
         if reference is not None:
-            whose: Identity = (
+            engine_key: Identity = (
                 engine_identity(owner, reference) if config.engine.reference == "own" else ANONYMOUS
             )
-            self.references = [client(reference, whose, adapter=None)]
+            self.references = [client(reference, engine_key, adapter=None)]
             protected = self.tokenizer.special_ids
-            prompt_scores = ReferenceScores(self.asked, self.references[0], protected, config.start_seconds)
-        asked_teacher = None if teacher is None else build_teacher(config, teacher, owner, session)
-        if asked_teacher is not None:
-            self.references.append(asked_teacher.client)
-        ask = partial(ask_engines, self.asked, self.tokenizer, config.rollout.max_response_tokens)
-        judge = build_judge(config, ask, lambda: self.asked.open)
+            prompt_scores = ReferenceScores(
+                self.engine_service, self.references[0], protected, config.start_seconds
+            )
+        engine_teacher = None if teacher is None else build_teacher(config, teacher, owner, session)
+        if engine_teacher is not None:
+            self.references.append(engine_teacher.client)
+        ask_model = partial(
+            ask_engines, self.engine_service, self.tokenizer, config.rollout.max_response_tokens
+        )
+        judge = build_judge(config, ask_model, lambda: self.engine_service.open)
         repairs = None
         if (process_judge := build_process_judge(config)) is not None:
             seconds, budget = config.data.judge_timeout, config.rollout.max_response_tokens
@@ -89,14 +102,14 @@ class Parts:
         explorer = None
         if config.engine.explorers:
             assert isinstance(self.router, Router), "the config refuses it with several workers"
-            speak = sampling_turns(config, self.router, explorers=True)
-            generate = build_generator(config, self.tokenizer, speak)
+            generate_turn = sampling_turns(config, self.router, explorers=True)
+            generate = build_generator(config, self.tokenizer, generate_turn)
             explorer = Explorer(generate, self.scorer, config.run.seed)
         self.planning = Planning(
-            config, self.source, self.tokenizer, judge, prompt_scores, repairs, explorer, asked_teacher
+            config, self.source, self.tokenizer, judge, prompt_scores, repairs, explorer, engine_teacher
         )
 
     @property
-    def hung(self) -> bool:
-        """Whether a reward function may still be busy that does not end when it should."""
+    def reward_hung(self) -> bool:
+        """Whether a reward function may still be running that did not stop when cancelled."""
         return bool(self.scorer.timeouts or self.planning.hung)

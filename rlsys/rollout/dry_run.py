@@ -1,9 +1,9 @@
-"""What the rollout process is made of, run once before anything starts: `rlsys explain`, `train` and `submit`.
+"""Dry run of the rollout process before anything starts, for `rlsys explain`, `train` and `submit`.
 
     prompt source -> first prompt -> chat template and tokenizer -> generator -> reward -> group reward -> planners
 
-All of it is what the run has. Made up is only what an engine or another server would say: a turn of the model, a
-judge's verdict, the scores of a prompt. Nothing is written, and no server is asked.
+All components are those of the run. Only responses of engines and other servers are made up: a turn of the
+model, a judge's verdict, the scores of a prompt. Nothing is written, and no server is contacted.
 """
 
 from __future__ import annotations
@@ -44,61 +44,65 @@ from rlsys.worker.assembly import build_scorer, prompt_limits
 from rlsys.worker.scoring import Scorer
 
 RESPONSE = "<answer>0</answer>"
-"""What the model is taken to say."""
+"""Made-up response of the model."""
 VERDICT = r"\boxed{-1}"
-"""What a judge is taken to say."""
+"""Made-up response of a judge."""
 GENERATOR_SECONDS = 90.0
-"""In which a generator has to end a response whose turns cost no time."""
-HELDOUT = 256
-"""Held-out prompts that are drawn, at most: they cost about half a millisecond each."""
-TRAINED = 64
-"""Training prompts that are read."""
-LONGEST = 32
-"""Training prompts with the longest texts that are held against the engines' limits."""
-SHOWN = 3
-"""Rows that a line names; it counts the others."""
-CHECKED = 2000
-"""Rows of a table that are all checked before a run; those of a larger one beside its first steps."""
-TRIED = 3
-"""Prompts that are answered and rewarded."""
-ROUNDS = 64
-"""After which a planner has to have accepted or dropped a group."""
+"""Time limit for a generator to end a response whose turns take no time."""
+HELDOUT_PROMPTS = 256
+"""Most held-out prompts to draw, at about half a millisecond each."""
+TRAINING_PROMPTS = 64
+"""Training prompts to read."""
+LONGEST_PROMPTS = 32
+"""Training prompts with the longest texts, checked against the engines' limits."""
+LISTED_ROWS = 3
+"""Rows named in a line; further ones are counted."""
+CHECKED_ROWS = 2000
+"""Rows of a table that are all checked before a run; a larger one is checked during its first steps."""
+TRIAL_PROMPTS = 3
+"""Prompts that get a response and a reward."""
+PLANNER_ROUNDS = 64
+"""Rounds in which a planner must accept or drop a group."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """`rewards`: names of the reward's parts, none for a plain number; None: not known."""
+class DryRunResult:
+    """`rewards`: names of the reward's parts, none for a plain number; None: unknown."""
 
     rewards: tuple[str, ...] | None
     notes: tuple[str, ...] = ()
-    """What is worth knowing, one line each."""
+    """Remarks for the user, one line each."""
 
 
 T = TypeVar("T")
 
 
 class TokenizerMissing(UserError):
-    """Something asked the tokenizer of a folder that has none."""
+    """Raised when a component needs the tokenizer of a folder without one."""
 
 
 class _NoTokenizer:
-    """Stands where a tokenizer would be; whoever uses it learns that there is none."""
+    """Placeholder for a tokenizer; any use raises TokenizerMissing."""
 
     def __getattr__(self, name: str) -> object:
         raise TokenizerMissing(f"no tokenizer to ask for {name}")
 
 
-def try_rollout(config: Config) -> Tried:
-    """Raises UserError, one line that names the field, for what would stop the run at its first prompt."""
+def dry_run(config: Config) -> DryRunResult:
+    """Run every component once.
+
+    Raises:
+        UserError: one line with the field that would stop the run at its first prompt.
+    """
     inputs = build_inputs(config)
     if inputs is None:
-        return Tried(None)
+        return DryRunResult(None)
     with exceptions_unlogged():
-        return asyncio.run(_try(config, *inputs))
+        return asyncio.run(_run(config, *inputs))
 
 
 def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
-    """Tokenizer and prompt source, which has enough held-out prompts; None where the folder has no tokenizer."""
+    """Create tokenizer and prompt source with enough held-out prompts; None if the folder has no tokenizer."""
     if not vocabulary_files(config.model.path):
         _build_without_tokenizer(config)
         return None
@@ -106,12 +110,12 @@ def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
     with tried(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
         check_teachers(config, source)
-        source.heldout(min(config.eval.prompts, HELDOUT))
+        source.heldout(min(config.eval.prompts, HELDOUT_PROMPTS))
     return tokenizer, source
 
 
 def _build_without_tokenizer(config: Config) -> None:
-    """What can be known of the prompt source all the same: above all, whether it takes its parameters."""
+    """Check the parameters of the prompt source as far as possible without a tokenizer."""
     with tried(f"data.source = {config.data.source!r}"):
         try:
             build_source(config, cast(Tokenizer, _NoTokenizer()))
@@ -119,27 +123,32 @@ def _build_without_tokenizer(config: Config) -> None:
             return  # it wants one at once; nothing is known
 
 
-async def _try(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Tried:
+async def _run(config: Config, tokenizer: Tokenizer, source: PromptSource) -> DryRunResult:
     prompts = await conclude_groups(config, tokenizer, source)
     rewards = Rewards(config)
     try:
         scorer = build_scorer(config, rewards, tokenizer)
-        found, notes = await _first_that_works(
+        reward_parts, notes = await _first_success(
             prompts, lambda prompt: _score(config, scorer, prompt, tokenizer)
         )
     finally:
         await rewards.close()
-    for chosen in config.eval.sets:
-        notes += await _try_set(config, chosen, tokenizer)
-    notes += _look_at_prompts(config, tokenizer, source)
-    return Tried(found, tuple(dict.fromkeys(notes)))
+    for eval_set in config.eval.sets:
+        notes += await _check_eval_set(config, eval_set, tokenizer)
+    notes += _check_prompts(config, tokenizer, source)
+    return DryRunResult(reward_parts, tuple(dict.fromkeys(notes)))
 
 
-async def _first_that_works(
+async def _first_success(
     prompts: Sequence[Prompt], attempt: Callable[[Prompt], Awaitable[T]]
 ) -> tuple[T, list[str]]:
-    """One bad item costs one item here, too: what the first prompt gives that can be used, and a line for each before
-    it. Raises the first one's UserError when none can."""
+    """Return the first successful result and a line for each prompt before it.
+
+    A bad item is skipped here too.
+
+    Raises:
+        UserError: that of the first prompt, if all fail.
+    """
     errors: list[UserError] = []
     for prompt in prompts:
         try:
@@ -149,59 +158,69 @@ async def _first_that_works(
     raise errors[0]
 
 
-def _look_at_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -> list[str]:
-    """Lines for prompts that will not be answered, and for what the model cannot read in the others. Raises UserError
-    when no prompt of a kind can be used."""
+def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -> list[str]:
+    """Return lines about unusable prompts, and about characters that the model cannot read.
+
+    Raises:
+        UserError: no prompt of a kind is usable.
+    """
     limits = prompt_limits(config)
     with tried(f"data.source = {config.data.source!r}"):
-        train = [train_prompt(source, i) for i in range(TRAINED)]
-        heldout = source.heldout(min(config.eval.prompts, HELDOUT))
+        train = [train_prompt(source, i) for i in range(TRAINING_PROMPTS)]
+        heldout = source.heldout(min(config.eval.prompts, HELDOUT_PROMPTS))
         tables = row_sources(source)
-        longest = source.longest(LONGEST) if isinstance(source, RowSource) else []
-        counts = [row_counts(table, limits, most=CHECKED) for table in tables]
+        longest = source.longest(LONGEST_PROMPTS) if isinstance(source, RowSource) else []
+        counts = [row_counts(table, limits, most=CHECKED_ROWS) for table in tables]
     lines = list(_short_teacher(config, limits, [*train, *longest]))
-    lines += [line for one in counts if one is not None for line in one.lines()]
+    lines += [line for table_counts in counts if table_counts is not None for line in table_counts.lines()]
     if any(table.held_is_trained for table in tables):
         lines.append("too few different prompts to hold any out: evaluations ask the training prompts")
-    whole = bool(counts) and None not in counts
+    all_checked = bool(counts) and None not in counts
     if None in counts:
         rows = sum(len(table.rows) for table in tables)
         lines.append(
             f"{rows:,} rows: all are checked beside the first steps (rollout.log, rows_* of metrics.jsonl)"
         )
-    for what, prompts, fate in (
+    for kind, prompts, consequence in (
         ("training prompts", [*train, *longest], "their samples will be censored"),
         ("held-out prompts", heldout, "evaluations leave them out"),
     ):
-        bad = {named(p): reason for p in prompts if (reason := why_unused(p, limits)) is not None}
+        bad = {named(p): reason for p in prompts if (reason := unusable_reason(p, limits)) is not None}
         if prompts and all(named(p) in bad for p in prompts):
             raise UserError(
-                f"data.source = {config.data.source!r}: none of {len(bad)} {what} can be used; "
-                f"{_some([*bad.values()])}"
+                f"data.source = {config.data.source!r}: none of {len(bad)} {kind} can be used; "
+                f"{_summarize([*bad.values()])}"
             )
-        rest = [] if whole else [*bad.values()]
-        if rest:
-            more = "" if what != "training prompts" else f" of the first {TRAINED} and the longest {LONGEST}"
-            lines.append(f"{len(rest)} {what}{more} cannot be used, and {fate}: {_some(rest)}")
-    return [*lines, *_unread(tokenizer, [*train, *heldout])]
+        unreported = [] if all_checked else [*bad.values()]
+        if unreported:
+            scope = (
+                ""
+                if kind != "training prompts"
+                else f" of the first {TRAINING_PROMPTS} and the longest {LONGEST_PROMPTS}"
+            )
+            lines.append(
+                f"{len(unreported)} {kind}{scope} cannot be used, and {consequence}: {_summarize(unreported)}"
+            )
+    return [*lines, *_unreadable_characters(tokenizer, [*train, *heldout])]
 
 
 def _short_teacher(config: Config, limits: Limits, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """A line for a teacher whose engine holds less than a sample may have."""
+    """Yield a line if the teacher's engine holds fewer tokens than a sample may have."""
     if config.algo.teacher is None or config.algo.teacher.engine is None:
         return
-    its = prompt_limits(teacher_config(config))
+    teacher_limits = prompt_limits(teacher_config(config))
     fitting = [len(p.ids) for p in prompts if limits.fits(p.ids)]
     longest = min(max(fitting, default=0) + config.rollout.max_response_tokens, limits.room)
-    if longest >= its.room:
+    if longest >= teacher_limits.room:
         yield (
-            f"algo.teacher: its engine holds {its.context_length} tokens, and a prompt with its response may have "
-            f"{longest}; samples of {its.room} and more will be censored"
+            f"algo.teacher: its engine holds {teacher_limits.context_length} tokens, and a prompt with its response "
+            f"may have "
+            f"{longest}; samples of {teacher_limits.room} and more will be censored"
         )
 
 
-def why_unused(prompt: Prompt, limits: Limits) -> str | None:
-    """Why no engine will get the prompt, with its place; None: engines take it."""
+def unusable_reason(prompt: Prompt, limits: Limits) -> str | None:
+    """Return why no engine accepts the prompt, with its location; None: engines accept it."""
     if prompt.refusal:
         return prompt.refusal
     try:
@@ -211,55 +230,59 @@ def why_unused(prompt: Prompt, limits: Limits) -> str | None:
     return None
 
 
-def _some(lines: Sequence[str]) -> str:
-    rest = len(lines) - SHOWN
-    return "; ".join(lines[:SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
+def _summarize(lines: Sequence[str]) -> str:
+    remaining = len(lines) - LISTED_ROWS
+    return "; ".join(lines[:LISTED_ROWS]) + (f"; and {remaining} more" if remaining > 0 else "")
 
 
-def _unread(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """A line for characters of the prompts that the model cannot read."""
+def _unreadable_characters(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a line about characters of the prompts that the tokenizer does not have."""
     unread = tokenizer.unread("".join(p.text for p in prompts))
     if unread:
-        among = next(p for p in prompts if unread[0] in p.text)
+        prompt = next(p for p in prompts if unread[0] in p.text)
         yield (
             f"the model's tokenizer has no token for {' '.join(unread[:20])}, so it cannot read these in prompts; "
-            f"the first is in {among.location or 'the prompt ' + repr(among.text[:60])}"
+            f"the first is in {prompt.location or 'the prompt ' + repr(prompt.text[:60])}"
         )
 
 
-async def _try_set(config: Config, chosen: EvalSet, tokenizer: Tokenizer) -> list[str]:
-    """Its prompts are there, and its reward says something to a made-up answer. A line for prompts that will not be
-    answered."""
-    own, limits = eval_set_config(config, chosen), prompt_limits(config)
-    with tried(f"eval.sets {chosen.name}"):
+async def _check_eval_set(config: Config, eval_set: EvalSet, tokenizer: Tokenizer) -> list[str]:
+    """Check that the set's prompts exist, and that its reward accepts a made-up response. Returns remarks."""
+    set_config, limits = eval_set_config(config, eval_set), prompt_limits(config)
+    with tried(f"eval.sets {eval_set.name}"):
         prompts = heldout_prompts(
-            own, chosen.model_copy(update={"prompts": min(chosen.prompts, HELDOUT)}), tokenizer
+            set_config,
+            eval_set.model_copy(update={"prompts": min(eval_set.prompts, HELDOUT_PROMPTS)}),
+            tokenizer,
         )
-    bad = {p.index: reason for p in prompts if (reason := why_unused(p, limits)) is not None}
+    bad = {p.index: reason for p in prompts if (reason := unusable_reason(p, limits)) is not None}
     try:
         if len(bad) == len(prompts):
-            raise UserError(f"none of its prompts can be used; {_some([*bad.values()])}")
-        rewards = Rewards(own)
+            raise UserError(f"none of its prompts can be used; {_summarize([*bad.values()])}")
+        rewards = Rewards(set_config)
         try:
-            scorer = build_scorer(own, rewards, tokenizer)
+            scorer = build_scorer(set_config, rewards, tokenizer)
             usable = [p for p in prompts if p.index not in bad]
-            _, notes = await _first_that_works(
-                usable[:TRIED], lambda prompt: _score(own, scorer, prompt, tokenizer)
+            _, notes = await _first_success(
+                usable[:TRIAL_PROMPTS], lambda prompt: _score(set_config, scorer, prompt, tokenizer)
             )
         finally:
             await rewards.close()
         if bad:
             notes.append(
-                f"{len(bad)} prompts cannot be used, and evaluations leave them out: {_some([*bad.values()])}"
+                f"{len(bad)} prompts cannot be used, and evaluations leave them out: {_summarize([*bad.values()])}"
             )
-        return [f"eval.sets {chosen.name}: {note}" for note in notes]
+        return [f"eval.sets {eval_set.name}: {note}" for note in notes]
     except UserError as e:
-        raise UserError(f"eval.sets {chosen.name}: {e}") from None
+        raise UserError(f"eval.sets {eval_set.name}: {e}") from None
 
 
 async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSource) -> list[Prompt]:
-    """Three groups from prompt to decision: one with wins and losses, one all won, one all lost. Their prompts, that
-    first to which the generator has made a response."""
+    """Run three groups from prompt to decision: mixed rewards, all 1, and all 0.
+
+    Returns:
+        their prompts; the first one is that for which the generator generated a response.
+    """
 
     async def verdict(question: str) -> str:
         return VERDICT
@@ -271,59 +294,67 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
         local = config.data.judge is None or "://" not in config.data.judge
         judge = build_judge(config, verdict) if local else PatientJudge(verdict, config.data.judge_timeout)
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
-    chosen = first_prompts(config, planning)
-    answer, notes = await _first_that_works(
-        [*chosen.values()], lambda prompt: _respond(config, tokenizer, prompt)
+    prompts = first_prompts(config, planning)
+    answer, notes = await _first_success(
+        [*prompts.values()], lambda prompt: _respond(config, tokenizer, prompt)
     )
-    for (group_id, prompt), won in zip(chosen.items(), ((1.0, 0.0), (1.0,), (0.0,)), strict=True):
-        await _conclude(planning, prompt, answer, won, group_id)
+    for (group_id, prompt), rewards in zip(prompts.items(), ((1.0, 0.0), (1.0,), (0.0,)), strict=True):
+        await _conclude(planning, prompt, answer, rewards, group_id)
     with tried("algo: the state of prompt, planners or group_reward"):
         Planning(config, source, tokenizer, judge, prompt_scores).restore(planning.state())
-    return [*chosen.values()][len(notes) :]
+    return [*prompts.values()][len(notes) :]
 
 
 def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
-    """By group, the first prompts of a run that engines take. Raises UserError when there are too few."""
+    """Return the first usable prompts of a run, by group.
+
+    Raises:
+        UserError: there are too few.
+    """
     field, limits = f"data.source = {config.data.source!r}", prompt_limits(config)
-    found: dict[int, Prompt] = {}
+    prompts: dict[int, Prompt] = {}
     reason = ""
-    for group_id in range(TRAINED):
+    for group_id in range(TRAINING_PROMPTS):
         with tried(field):
             prompt = planning.prompt(group_id)
         if not isinstance(prompt, Prompt):
             raise UserError(
                 f"{field}: prompt {group_id} is a {type(prompt).__name__}, expected rlsys.core.types.Prompt"
             )
-        why = why_unused(prompt, limits)
-        if why is None:
-            found[group_id] = prompt
-            if len(found) == TRIED:
-                return found
+        unusable = unusable_reason(prompt, limits)
+        if unusable is None:
+            prompts[group_id] = prompt
+            if len(prompts) == TRIAL_PROMPTS:
+                return prompts
         else:
-            reason = reason or (why if prompt.refusal else f"no engine takes {why}")
-    if not found:
+            reason = reason or (unusable if prompt.refusal else f"no engine takes {unusable}")
+    if not prompts:
         raise UserError(f"{field}: {reason}")
-    raise UserError(f"{field}: only {len(found)} of the first {TRAINED} prompts can be used; {reason}")
+    raise UserError(
+        f"{field}: only {len(prompts)} of the first {TRAINING_PROMPTS} prompts can be used; {reason}"
+    )
 
 
 async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Sample:
-    """One response by the run's generator, of a model that says RESPONSE at each turn."""
-    said = [*tokenizer.encode(RESPONSE), tokenizer.turn_end_id]
+    """Generate one response with the run's generator and a model that says RESPONSE at each turn."""
+    response_ids = [*tokenizer.encode(RESPONSE), tokenizer.turn_end_id]
 
-    async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
+    async def generate_turn(
+        sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+    ) -> None:
         room = within(config.rollout.max_response_tokens, most) - sample.tokens
-        ids = said[: max(room, 0)]
+        ids = response_ids[: max(room, 0)]
         sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))]))
-        sample.status = Status.FINISHED if ids == said else Status.TRUNCATED
+        sample.status = Status.FINISHED if ids == response_ids else Status.TRUNCATED
 
     field = f"rollout.generator = {config.rollout.generator!r}"
     sample = Sample(0, 0, 0, list(prompt.ids), seed=0)
     with tried(field):
-        generate = build_generator(config, tokenizer, speak)
+        generate = build_generator(config, tokenizer, generate_turn)
         try:
             async with asyncio.timeout(GENERATOR_SECONDS):
                 if isinstance(generate, AgentGenerator) and generate.remote:
-                    await speak(sample)  # no server is asked
+                    await generate_turn(sample)  # no server is asked
                 else:
                     await generate(sample, prompt)
         except TimeoutError:
@@ -346,11 +377,11 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
 async def _score(
     config: Config, scorer: Scorer, prompt: Prompt, tokenizer: Tokenizer
 ) -> tuple[str, ...] | None:
-    """Names of the reward's parts; None: a service says them, which is not asked."""
+    """Return the names of the reward's parts; None if a service would have to be asked."""
     if any(is_url(spec.name) for spec in config.data.reward):
         return None
-    own = any(spec.name == "agent" for spec in config.data.reward)
-    if own or config.rollout.generator in ("environment", "replayed"):
+    turn_rewards = any(spec.name == "agent" for spec in config.data.reward)
+    if turn_rewards or config.rollout.generator in ("environment", "replayed"):
         prompt = replace(prompt, entry={**prompt.entry, TURNS: [0.0]})
     answer = Sample(0, 0, 0, list(prompt.ids), seed=0, status=Status.FINISHED)
     answer.response_ids.extend([*tokenizer.encode(RESPONSE), tokenizer.turn_end_id])
@@ -364,12 +395,12 @@ async def _score(
 
 
 async def _conclude(
-    planning: Planning, prompt: Prompt, answer: Sample, won: Sequence[float], group_id: int
+    planning: Planning, prompt: Prompt, answer: Sample, rewards: Sequence[float], group_id: int
 ) -> None:
-    """A group with rewards `won` in turn, to its end."""
+    """Run a group with cyclic `rewards` to its decision."""
     group = SampleGroup(group_id, prompt.index, [])
-    _grow(group, prompt.ids, answer, won, planning.size)
-    for _ in range(ROUNDS):
+    _grow(group, prompt.ids, answer, rewards, planning.size)
+    for _ in range(PLANNER_ROUNDS):
         with tried("algo.group_reward"):
             if reason := await planning.reward(prompt, group):
                 raise UserError(f"algo.group_reward: a group of made-up responses gets no rewards: {reason}")
@@ -378,22 +409,22 @@ async def _conclude(
             decision = planning.decide(group)
         if not isinstance(decision, More):
             break
-        _grow(group, list(decision.prompt_ids or prompt.ids), answer, won, decision.samples)
+        _grow(group, list(decision.prompt_ids or prompt.ids), answer, rewards, decision.samples)
         if len(group.samples) > planning.largest:
             raise UserError(
                 f"algo.planners: a group grew to {len(group.samples)} samples; its planners' limit is "
                 f"{planning.largest}"
             )
     else:
-        raise UserError(f"algo.planners: a group was neither accepted nor dropped in {ROUNDS} rounds")
+        raise UserError(f"algo.planners: a group was neither accepted nor dropped in {PLANNER_ROUNDS} rounds")
     with tried("algo.prompt"):
         planning.close(group, rewarded=isinstance(decision, Accept))
 
 
-def _grow(group: SampleGroup, ids: list[int], answer: Sample, won: Sequence[float], count: int) -> None:
-    """`count` more samples with the answer's tokens."""
-    for place in range(len(group.samples), len(group.samples) + count):
-        sample = Sample(place, group.group_id, place, ids, seed=place, status=Status.FINISHED, answer="0")
+def _grow(group: SampleGroup, ids: list[int], answer: Sample, rewards: Sequence[float], count: int) -> None:
+    """Add `count` samples with the answer's tokens."""
+    for index in range(len(group.samples), len(group.samples) + count):
+        sample = Sample(index, group.group_id, index, ids, seed=index, status=Status.FINISHED, answer="0")
         sample.response_ids, sample.mu = answer.response_ids[:], answer.mu[:]
-        sample.spans, sample.reward = list(answer.spans), won[place % len(won)]
+        sample.spans, sample.reward = list(answer.spans), rewards[index % len(rewards)]
         group.samples.append(sample)

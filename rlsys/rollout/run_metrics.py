@@ -1,4 +1,4 @@
-"""Figures of a run: what the trainer writes down for a step, and what the live display shows. They only read."""
+"""RunMetrics: metrics of train steps, and the status in the live display. Read-only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlsys.router.engines import Engines
 from rlsys.worker.scoring import Scorer
 
 _BUSIEST = sorted(Status, key=lambda status: (status is not Status.IN_FLIGHT, status.terminal))
-"""A sample of several sequences is as its busiest one."""
+"""The status of a sample with several sequences is that of its busiest one."""
 
 
-class Figures:
-    """Reads from everybody, and changes nothing."""
+class RunMetrics:
+    """Reads from all components and changes none."""
 
     def __init__(
         self,
@@ -30,7 +30,11 @@ class Figures:
         planning: Planning,
         counts: Callable[[], Mapping[str, int]],
     ) -> None:
-        """`counts`: of the generator, and of censored samples."""
+        """Create the metrics.
+
+        Args:
+            counts: returns the counts of the generator and of censored samples.
+        """
         self._counts = counts
         self._buffer = buffer
         self._router = router
@@ -38,14 +42,14 @@ class Figures:
         self._planning = planning
         self._bias = BiasMonitor(config, buffer)
 
-    def of_step(self, train_step: int, version: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        """Of the groups that this step took, which starts from the weights of `version`."""
+    def step_metrics(self, train_step: int, version: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        """Return the metrics of a step that took these groups and starts from the weights of `version`."""
         at = self._buffer.versions.trained_steps(version)
         metrics = step_metrics(groups, lambda v: at - self._buffer.versions.trained_steps(v))
         return {**metrics, **self._bias.metrics(train_step, groups)}
 
     def counts(self) -> dict[str, float]:
-        """Where everything is: `in_flight` and `parked` count samples, the rest groups."""
+        """Return the numbers by state: samples for `in_flight` and `parked`, otherwise groups."""
         samples = [s for g in self._buffer.active() for s in g.samples]
         statuses = Counter(s.status for s in samples if not s.extra_sequences)
         statuses.update(
@@ -58,8 +62,8 @@ class Figures:
             **{state.value: self._buffer.counts[state] for state in GroupState},
         }
 
-    def now(self) -> dict[str, object]:
-        """For the live display."""
+    def status(self) -> dict[str, object]:
+        """Return the status for the live display."""
         return {
             **self.counts(),
             **self.totals(),
@@ -69,9 +73,9 @@ class Figures:
         }
 
     def totals(self) -> dict[str, float]:
-        """Since this process began, but for `lost`."""
+        """Return totals since this process started; `lost` since the start of the run."""
         stats = self._router.stats()
-        kept = (
+        exported = (
             "received_tokens", "engine_tokens", "engines_serving", "engine_deaths", "engine_rank_seconds"
         )  # fmt: skip
         return {
@@ -88,17 +92,20 @@ class Figures:
             "reward_failed": self._scorer.failures + stats.get("reward_failed", 0),
             **self._planning.counts,
             **self._counts(),
-            **{k: v for k, v in stats.items() if k in kept or k.startswith(("cache_share_", "pool_"))},
+            **{k: v for k, v in stats.items() if k in exported or k.startswith(("cache_share_", "pool_"))},
         }
 
 
 def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> dict[str, float]:
-    """Metrics of taken groups. `age(weight_version)`: train steps between those weights and the current ones.
+    """Return the metrics of taken groups.
 
-    Lengths in tokens; `staleness_*` is the age of a group's oldest token, in train steps; `off_policy_share` is
-    the share of trained tokens that other weights than the current ones sampled. `sampled_entropy`: the mean of -mu
-    over the tokens that a model sampled, in nats; the mean entropy of what they were drawn from, without bias.
-    `sequences`: those that are trained, where samples have several. Lengths are those of whole samples.
+    Lengths are those of whole samples, in tokens. `staleness_*`: age of a group's oldest token, in train steps.
+    `off_policy_share`: share of trained tokens sampled by other than the current weights. `sampled_entropy`:
+    mean of -mu over sampled tokens, in nats, an unbiased estimate of the mean entropy of their distributions.
+    `sequences`: trained sequences, if samples have several.
+
+    Args:
+        age: train steps between the weights of a version and the current ones.
     """
     samples = [s for g in groups for s in g.samples]
     sequences = [q for s in samples for q in s.trained_sequences]
@@ -107,8 +114,11 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
     sampled = sum(q.sampled_tokens for q in sequences)
     spans = [span for q in sequences for span in q.spans]
     off_policy = sum(span.end - span.start for span in spans if age(span.version))
-    named = [s.named_rewards for s in samples if s.named_rewards]
-    parts = {f"reward_part_{n}": sum(r[n] for r in named) / len(named) for n in (named[0] if named else ())}
+    named_rewards = [s.named_rewards for s in samples if s.named_rewards]
+    parts = {
+        f"reward_part_{n}": sum(r[n] for r in named_rewards) / len(named_rewards)
+        for n in (named_rewards[0] if named_rewards else ())
+    }
     staleness = [
         max((age(x.version) for s in g.samples for q in s.trained_sequences for x in q.spans), default=0)
         for g in groups
@@ -131,6 +141,6 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
     }
 
 
-def quantile(ordered: Sequence[int], q: float) -> int:
-    """The smallest value that at least a share `q` of `ordered` does not exceed (nearest rank)."""
-    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
+def quantile(values: Sequence[int], q: float) -> int:
+    """Return the smallest value that at least a share `q` of the sorted `values` does not exceed (nearest rank)."""
+    return values[max(0, math.ceil(q * len(values)) - 1)]

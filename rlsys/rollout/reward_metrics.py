@@ -1,4 +1,4 @@
-"""Means of what reward functions say beside the reward: verl's metrics in a dictionary, for instance."""
+"""RewardMetrics: means of the additional metrics that reward functions return, such as verl's dictionaries."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 
-class Means:
-    """Of each name, over the samples that had it."""
+class RewardMetrics:
+    """Mean of each metric over the samples that have it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
@@ -19,8 +19,8 @@ class Means:
             self._counts[name] += 1
 
     def take(self) -> dict[str, float]:
-        """The means so far; begins anew."""
-        found = {name: total / self._counts[name] for name, total in self._sums.items()}
+        """Return the means so far, and reset them."""
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
         self._sums.clear()
         self._counts.clear()
-        return found
+        return means
