@@ -17,7 +17,7 @@ from rlsys.core.seeds import stable_hash
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.evaluation.pass_at_k import pass_at_k_metrics
-from rlsys.generators.censoring import named
+from rlsys.generators.censoring import prompt_name
 from rlsys.generators.generator import build_generator, respond
 from rlsys.generators.turns import probing_turns
 from rlsys.rewards import Rewards
@@ -75,7 +75,7 @@ class EvalSetRunner:
             [self._sample(p, i) for i in range(self._eval_set.samples)] for p in self._prompts
         ]
         pairs = [(s, p) for p, samples in zip(self._prompts, samples_by_prompt, strict=True) for s in samples]
-        names = [f"eval.sets {self.name}, {named(p)}" for _, p in pairs]
+        names = [f"eval.sets {self.name}, {prompt_name(p)}" for _, p in pairs]
         outcomes = await asyncio.gather(
             *(respond(self.generator, s, p, name) for (s, p), name in zip(pairs, names, strict=True))
         )

@@ -29,10 +29,10 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import Limits, make_session
 from rlsys.evaluation.eval_sets import EvalSetRunner, one_version
 from rlsys.evaluation.results import EvalResult
-from rlsys.generators.censoring import named
+from rlsys.generators.censoring import prompt_name
 from rlsys.generators.generator import Generator, build_generator
 from rlsys.generators.generator import respond as respond_to
-from rlsys.generators.turns import Speak, greedy_turns
+from rlsys.generators.turns import GenerateTurn, greedy_turns
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.rewards import Rewards
@@ -59,7 +59,7 @@ async def generate_responses(generator: Generator, items: Sequence[EvalItem]) ->
     Returns:
         For each item None, or the reason why it has no response.
     """
-    outcomes = await asyncio.gather(*(respond_to(generator, s, p, named(p)) for s, p in items))
+    outcomes = await asyncio.gather(*(respond_to(generator, s, p, prompt_name(p)) for s, p in items))
     for (_, prompt), censored in zip(items, outcomes, strict=True):
         if censored is not None:
             log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, censored.reason)
@@ -80,7 +80,7 @@ async def answered_items(items: list[EvalItem], generator: Generator) -> list[Ev
 
 async def score_all(items: list[EvalItem], scorer: Scorer) -> list[Verdict]:
     """Return the verdict on each response."""
-    return await asyncio.gather(*(scorer.verdict(p, s, named(p)) for s, p in items))
+    return await asyncio.gather(*(scorer.verdict(p, s, prompt_name(p)) for s, p in items))
 
 
 def judge(items: list[EvalItem], verdicts: list[Verdict], prompts: int) -> EvalResult:
@@ -142,7 +142,7 @@ async def respond(
     tokenizer: Tokenizer,
     identities: Mapping[str, Identity],
     items: list[EvalItem],
-    turns: Callable[[Config, Router], Speak],
+    turns: Callable[[Config, Router], GenerateTurn],
 ) -> list[Verdict]:
     """Let engines that already serve the model respond to prompts, and return the verdicts.
 

@@ -29,12 +29,12 @@ from rlsys.data.row_source import RowSource
 from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.evaluation.eval_sets import eval_set_config, heldout_prompts
 from rlsys.generators.agent import AgentGenerator
-from rlsys.generators.censoring import exceptions_unlogged, named, train_prompt
+from rlsys.generators.censoring import exceptions_unlogged, prompt_name, train_prompt
 from rlsys.generators.environment import EnvironmentGenerator
 from rlsys.generators.functions import FunctionTurns
 from rlsys.generators.generator import build_generator
 from rlsys.generators.parser_client import ToolFailed
-from rlsys.generators.turns import within
+from rlsys.generators.turns import limit_tokens
 from rlsys.planning.planning import Planning
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import PatientJudge, build_judge
@@ -152,7 +152,9 @@ async def _first_success(
     errors: list[UserError] = []
     for prompt in prompts:
         try:
-            return await attempt(prompt), [f"{named(p)}: {e}" for p, e in zip(prompts, errors, strict=False)]
+            return await attempt(prompt), [
+                f"{prompt_name(p)}: {e}" for p, e in zip(prompts, errors, strict=False)
+            ]
         except UserError as e:
             errors.append(e)
     raise errors[0]
@@ -185,8 +187,8 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
         ("training prompts", [*train, *longest], "their samples will be censored"),
         ("held-out prompts", heldout, "evaluations leave them out"),
     ):
-        bad = {named(p): reason for p in prompts if (reason := unusable_reason(p, limits)) is not None}
-        if prompts and all(named(p) in bad for p in prompts):
+        bad = {prompt_name(p): reason for p in prompts if (reason := unusable_reason(p, limits)) is not None}
+        if prompts and all(prompt_name(p) in bad for p in prompts):
             raise UserError(
                 f"data.source = {config.data.source!r}: none of {len(bad)} {kind} can be used; "
                 f"{_summarize([*bad.values()])}"
@@ -226,7 +228,7 @@ def unusable_reason(prompt: Prompt, limits: Limits) -> str | None:
     try:
         limits.check_prompt(prompt.ids)
     except RefusedPrompt as e:
-        return f"{named(prompt)}: {e}"
+        return f"{prompt_name(prompt)}: {e}"
     return None
 
 
@@ -340,9 +342,9 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
     response_ids = [*tokenizer.encode(RESPONSE), tokenizer.turn_end_id]
 
     async def generate_turn(
-        sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
-        room = within(config.rollout.max_response_tokens, most) - sample.tokens
+        room = limit_tokens(config.rollout.max_response_tokens, max_tokens) - sample.tokens
         ids = response_ids[: max(room, 0)]
         sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))]))
         sample.status = Status.FINISHED if ids == response_ids else Status.TRUNCATED

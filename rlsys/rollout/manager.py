@@ -173,7 +173,7 @@ class RolloutManager:
             if not part:
                 return None
             groups = self._buffer.read_groups(part)
-            self._tool_penalties.put(groups)
+            self._tool_penalties.set_penalties(groups)
             self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             self._commits.flush()
             self._parts.append(part)
@@ -214,7 +214,7 @@ class RolloutManager:
                 self._runner.begin_step()
             counts = self._metrics.counts()
             version, groups = self._buffer.read_step(train_step)
-            self._tool_penalties.put(groups)
+            self._tool_penalties.set_penalties(groups)
             if self._colocated:
                 with phases.add("interrupt"):
                     await self._interrupt_all(

@@ -20,7 +20,7 @@ from rlsys.core.imports import source_location
 from rlsys.core.seeds import sample_seed
 from rlsys.core.texts import shorten, valid_text
 from rlsys.core.types import LONGEST_REASON, CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
-from rlsys.generators.censoring import REFUSED, FailedSamples, boundary, named
+from rlsys.generators.censoring import PROMPT_REFUSED, FailedSamples, boundary, prompt_name
 from rlsys.ledger.buffer import DEAD, RolloutBuffer
 from rlsys.ledger.commit_scheduler import CommitScheduler
 from rlsys.planning.planning import Planning
@@ -329,7 +329,7 @@ class SampleRunner:
     def _name(self, group: SampleGroup) -> str:
         """Return the name of its prompt, for messages."""
         prompt = self._prompts.get(group.group_id)
-        return f"prompt {group.prompt_index}" if prompt is None else named(prompt)
+        return f"prompt {group.prompt_index}" if prompt is None else prompt_name(prompt)
 
     async def _explore(self, group: SampleGroup) -> None:
         """Add as many samples to the group as its prompt deserves."""
@@ -350,7 +350,7 @@ class SampleRunner:
 
     async def _score_with_teacher(self, teacher: EngineTeacher, sample: Sample) -> None:
         """Get and save the teacher's log-probs before the reward, so that they are requested once."""
-        with boundary(f"{named(self._prompts[sample.group_id])}, sample {sample.sample_id}") as item:
+        with boundary(f"{prompt_name(self._prompts[sample.group_id])}, sample {sample.sample_id}") as item:
             reason = await teacher.ask(sample)
         if item.censored is not None:
             sample.censor(item.censored.cause, item.censored.reason)
@@ -384,7 +384,7 @@ class SampleRunner:
     async def _ask_planners(self, group: SampleGroup) -> str | None:
         """Run the rewards and planners that need the whole group. Returns why it is unusable, if it is."""
         prompt = self._prompts[group.group_id]
-        with boundary(f"{named(prompt)}, group {group.group_id}") as item:
+        with boundary(f"{prompt_name(prompt)}, group {group.group_id}") as item:
             reason = await self._planning.reward(prompt, group, self._buffer.load)
             if reason is None:
                 await self._planning.score_prompt(group)
@@ -454,7 +454,7 @@ class SampleRunner:
         if reason is None:
             return
         if self._censored_in_row >= CENSORED_STEPS * self._config.rollout.groups_per_step:
-            kind = UserError if reason.startswith(REFUSED) else RunError
+            kind = UserError if reason.startswith(PROMPT_REFUSED) else RunError
             description = reason if name in reason else f"{reason} ({name})"
             raise kind(
                 f"the last {self._censored_in_row} groups could not be used; the last one: {description}"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rlsys.config import Config, identity
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Sample, SampleGroup, Status
-from rlsys.generators.turns import Speak, within
+from rlsys.generators.turns import GenerateTurn, limit_tokens
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.reader import RunReader
 from rlsys.router.router import Router
@@ -134,14 +134,14 @@ class ReplayStops:
             await self._advanced.wait()
         return stop
 
-    def turns(self, router: Router, config: Config) -> Speak:
+    def turns(self, router: Router, config: Config) -> GenerateTurn:
         """Return a function that generates turns, as turns.sampling_turns."""
         r = config.rollout
 
         async def generate_turn(
-            sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+            sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
         ) -> None:
-            budget = within(r.max_response_tokens, most)
+            budget = limit_tokens(r.max_response_tokens, max_tokens)
             while not sample.status.terminal:
                 stop = await self.next_stop(sample)
                 limit = budget if stop.last else min(budget, stop.end)

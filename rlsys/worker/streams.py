@@ -11,11 +11,11 @@ from rlsys.config import Config
 from rlsys.core.errors import RunError
 from rlsys.core.types import Prompt, Sample, SampleGroup, Status
 from rlsys.generators.agent import AgentGenerator
-from rlsys.generators.censoring import named
+from rlsys.generators.censoring import prompt_name
 from rlsys.generators.environment import EnvironmentGenerator
 from rlsys.generators.generator import Generator, respond
 from rlsys.generators.trees import TreeGenerator
-from rlsys.generators.turns import looking_turns
+from rlsys.generators.turns import top_logprob_turns
 from rlsys.router.router import Router
 from rlsys.worker.resume_order import resume_key
 from rlsys.worker.run_replay import ReplayStops
@@ -92,7 +92,7 @@ class Streams:
         )
         """Live counts of the generator."""
         if isinstance(generator, TreeGenerator):
-            generator.attach(self, looking_turns(config, router))
+            generator.attach(self, top_logprob_turns(config, router))
         if isinstance(generator, AgentGenerator):
             generator.persist = self._persist
         router.on_tokens = self._on_tokens
@@ -141,7 +141,7 @@ class Streams:
         """
         self._running[sample.sample_id] = sample
         try:
-            name = f"{named(prompt)}, sample {sample.sample_id}"
+            name = f"{prompt_name(prompt)}, sample {sample.sample_id}"
             censored = await respond(self._run_to_completion, sample, prompt, name)
             if censored is not None:
                 await self._router.wait_idle(sample)
@@ -163,7 +163,7 @@ class Streams:
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
         """Return the reward of a terminal sample, or the reason why it has none."""
-        return await self._scorer.verdict(prompt, sample, f"{named(prompt)}, sample {sample.sample_id}")
+        return await self._scorer.verdict(prompt, sample, f"{prompt_name(prompt)}, sample {sample.sample_id}")
 
     def advance(self, trained_steps: int) -> None:
         """Report that the engines have weights of this many train steps.

@@ -12,7 +12,7 @@ from rlsys.config import Config
 from rlsys.core.spans import TokenSpan, VersionSpan
 from rlsys.core.types import Prompt, Sample, SampleGroup, Status
 from rlsys.generators.generator import Generator
-from rlsys.generators.turns import Speak
+from rlsys.generators.turns import GenerateTurn
 
 
 def split(sample: Sample, cuts: Sequence[int]) -> Sample:
@@ -54,7 +54,7 @@ def split_groups(groups: Iterable[SampleGroup], every: int = 2) -> list[SampleGr
     return [replace(g, samples=[of(s) for s in g.samples]) for g in groups]
 
 
-def three_at_once(config: Config, tokenizer: object, speak: Speak) -> Generator:
+def three_at_once(config: Config, tokenizer: object, speak: GenerateTurn) -> Generator:
     """A generator: the sample's own response and, at the same time, those to two prompts of its own."""
 
     async def turn(q: Sample) -> Status:
@@ -77,7 +77,7 @@ def three_at_once(config: Config, tokenizer: object, speak: Speak) -> Generator:
     return generate
 
 
-def one_after_the_other(config: Config, tokenizer: object, speak: Speak) -> Generator:
+def one_after_the_other(config: Config, tokenizer: object, speak: GenerateTurn) -> Generator:
     """The same conversations in turn; each begins when the one before it has ended."""
 
     async def generate(sample: Sample, prompt: Prompt) -> None:

@@ -24,7 +24,7 @@ from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.generators.generator import build_generator
-from rlsys.generators.tools import Calculator, around_answer
+from rlsys.generators.tools import Calculator, answer_template
 from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.ledger import check_ledger
@@ -348,7 +348,7 @@ async def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
         span = s.observed[0]
         assert s.response_ids[span.start - 1] == EOS
         call = re.findall("1(.*?)2", tokenizer.decode(s.response_ids[: span.start]), re.DOTALL)[-1]
-        before, after = around_answer(tokenizer, "user")
+        before, after = answer_template(tokenizer, "user")
         answer = await Calculator()(call)
         assert tokenizer.decode(s.response_ids[span.start : span.end]) == before + answer + after
         print("tool:", repr(call), "->", answer)

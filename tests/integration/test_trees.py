@@ -13,7 +13,7 @@ from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
 from rlsys.generators.generator import build_generator
 from rlsys.generators.trees import TreeGenerator
-from rlsys.generators.turns import looking_turns, sampling_turns
+from rlsys.generators.turns import sampling_turns, top_logprob_turns
 from tests.helpers.engine_stack import EOS, PROMPT, logprobs, stack
 from tests.helpers.families import Siblings
 
@@ -37,7 +37,7 @@ async def test_every_branch_has_the_log_probs_of_its_tokens(
         generate = build_generator(config, Tokenizer(tiny_moe), sampling_turns(config, s.router))
         assert isinstance(generate, TreeGenerator)
         family = Siblings([Sample(70 + i, 7, i, PROMPT, seed=7 + i) for i in range(6)])
-        generate.attach(family, looking_turns(config, s.router))
+        generate.attach(family, top_logprob_turns(config, s.router))
         running = asyncio.gather(*(generate(b, Prompt(0, "", PROMPT, {})) for b in family.samples))
         while sum(b.tokens > 0 for b in family.samples) < 3:
             await asyncio.wait({running}, timeout=0.001)

@@ -15,7 +15,7 @@ from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.data.chats import written
 from rlsys.data.quickstart_model import write_model
-from rlsys.generators.tools import ToolTurns, around_answer
+from rlsys.generators.tools import ToolTurns, answer_template
 from rlsys.importers import slime
 from rlsys.importers.draft import Draft
 from rlsys.router.request_sender import Turn
@@ -161,7 +161,7 @@ async def test_a_tools_answer_follows_the_end_of_the_turn_that_called_it(name: s
 
         turns = ToolTurns(
             speak, tokenizer, tool, ends=turn_ends(config, tokenizer), call=("<answer>", "</answer>"),
-            answer=around_answer(tokenizer, "user"), max_turns=2, max_response_tokens=99,
+            answer=answer_template(tokenizer, "user"), max_turns=2, max_response_tokens=99,
         )  # fmt: skip
         sample = Sample(0, 0, 0, [1], seed=0)
         await turns(sample, Prompt(0, "", [1], {}))

@@ -78,7 +78,7 @@ class Model:
         self.asked: list[str] = []
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         await asyncio.sleep(0)
         ends = TurnEnds({TOKENIZER.eos_id}, stop_texts, TOKENIZER.decode)
@@ -90,7 +90,7 @@ class Model:
         else:
             turn = self.said[len(sample.observed)]
             self.asked.append(TOKENIZER.decode(sample.response_ids))
-        limit = min(self.budget, self.budget if most is None else most)
+        limit = min(self.budget, self.budget if max_tokens is None else max_tokens)
         for token in turn[sample.tokens - start :]:
             if sample.tokens >= limit:
                 break
@@ -321,14 +321,14 @@ class Patient(Model):
 
     def __init__(self, said: Sequence[str]) -> None:
         super().__init__(said)
-        self.open, self.begun = asyncio.Event(), asyncio.Event()
+        self.open, self.saved_branches = asyncio.Event(), asyncio.Event()
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
-        self.begun.set()
+        self.saved_branches.set()
         await self.open.wait()
-        await super().__call__(sample, most=most, stop_texts=stop_texts)
+        await super().__call__(sample, max_tokens=max_tokens, stop_texts=stop_texts)
 
 
 async def test_a_client_that_went_away_and_asks_again_gets_the_answer_of_its_first_request() -> None:
@@ -336,7 +336,7 @@ async def test_a_client_that_went_away_and_asks_again_gets_the_answer_of_its_fir
     generate = build_generator(config("gives_up"), TOKENIZER, model)
     assert isinstance(generate, AgentGenerator)
     running = asyncio.ensure_future(generate(s, prompt()))
-    await model.begun.wait()
+    await model.saved_branches.wait()
     while generate.counts["agent_calls"] < 2:
         await asyncio.wait({running}, timeout=0.01)
         assert not running.done()

@@ -55,7 +55,7 @@ async def grown(generate: Echo, moods: Moods, size: int = 6) -> list[Sample]:
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(size)]
     family = Siblings(samples)
     generate.attach(family, moods.look)
-    await generate._grown(samples[0], family, moods.look)
+    await generate._wait_grown(samples[0], family, moods.look)
     return samples
 
 
@@ -108,11 +108,11 @@ async def test_after_a_restart_a_tree_forks_on() -> None:
         await moods.look(sample, most, tops, greedy=greedy)
 
     with pytest.raises(asyncio.CancelledError):
-        await made(widest=6)._grown(samples[0], Siblings(samples), dies)
+        await made(widest=6)._wait_grown(samples[0], Siblings(samples), dies)
     before = [s.fork for s in samples if s.fork is not None]
     assert before and all(fork.at < 8 for fork in before)
     again = made(widest=6)
-    await again._grown(samples[0], Siblings(samples), moods.look)
+    await again._wait_grown(samples[0], Siblings(samples), moods.look)
     after = [s.fork for s in samples if s.fork is not None]
     assert after[: len(before)] == before and all(fork.at >= 12 for fork in after[len(before) :])
     assert len(after) - len(before) == again.counts["tree_forks"] > 0

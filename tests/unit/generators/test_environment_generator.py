@@ -57,7 +57,7 @@ class Model:
         self.said, self.budget, self.at_once = [TOKENIZER.encode(t + "<eos>") for t in said], budget, at_once
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         start = sample.observed[-1].end if sample.observed else 0
         for token in self.said[len(sample.observed)][sample.tokens - start :]:

@@ -17,7 +17,7 @@ from rlsys.core.spans import TopLogprobs, VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.generators.generator import build_generator
 from rlsys.generators.latr import Latr, rouge_l, suffix_match
-from rlsys.generators.turns import Look
+from rlsys.generators.turns import GenerateWithTopLogprobs
 from tests.helpers.families import Siblings
 from tests.unit.generators.test_agent import MODEL, TOKENIZER
 
@@ -103,7 +103,7 @@ async def test_latr_grows_the_tree_of_its_paper(seed: int, chunk: int) -> None:
     assert isinstance(generate, Latr)
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
     generate.attach(Siblings(samples), model.look)
-    await generate._grown(samples[0], *attached(generate))
+    await generate._wait_grown(samples[0], *attached(generate))
     branches = [s for s in samples if s.tokens]
     assert {tuple(s.response_ids) for s in branches} == simulated(model, [3, 4], 8, 120)
     assert generate.counts["tree_forks"] - generate.counts["tree_pruned"] == len(branches) - 1
@@ -172,17 +172,17 @@ async def test_after_a_restart_in_the_middle_no_saved_token_is_lost(chunk: int) 
     assert [(list(s.response_ids), s.fork, s.discarded) for s in samples] == told
 
 
-async def grown(made_for: Config, samples: list[Sample], look: Look) -> Latr:
+async def grown(made_for: Config, samples: list[Sample], look: GenerateWithTopLogprobs) -> Latr:
     """As a rollout process that has just begun does it."""
     generate = build_generator(made_for, TOKENIZER, never)
     assert isinstance(generate, Latr)
     generate.attach(Siblings(samples), look)
-    await generate._grown(samples[0], *attached(generate))
+    await generate._wait_grown(samples[0], *attached(generate))
     return generate
 
 
 def attached(generate: Latr) -> tuple:
-    return generate._family, generate._look
+    return generate._family, generate._generate
 
 
 async def never(sample: Sample, **more: object) -> None:

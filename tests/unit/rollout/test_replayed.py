@@ -38,7 +38,7 @@ class Model:
         self.said, self.at_once, self.turn = said, at_once, 0
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         start = sample.observed[-1].end if sample.observed else 0
         turn = TOKENIZER.encode(self.said[self.turn] + "<eos>")
@@ -46,7 +46,7 @@ class Model:
             if self.at_once == 0:
                 raise asyncio.CancelledError
             self.at_once = None if self.at_once is None else self.at_once - 1
-            if most is not None and sample.tokens >= most:
+            if max_tokens is not None and sample.tokens >= max_tokens:
                 sample.status = Status.TRUNCATED
                 return
             sample.append(Segment([token], [-0.5], [VersionSpan(1, 0, 1)]))
