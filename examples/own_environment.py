@@ -2,9 +2,9 @@
 
     rlsys train examples/own_environment.yaml
 
-`second_chance(config, tokenizer, generate_turn)` makes a generator. `generate_turn(sample)` is one turn of the model. What the
-environment says is added by `sample.observe`, and is never trained. All that a generator knows of a sample must stand
-in its tokens: after an interruption, or a crash, it is called again with those that were saved.
+`second_chance(config, tokenizer, generate_turn)` makes a generator. `generate_turn(sample)` is one turn of the model.
+What the environment says is added by `sample.observe`, and is never trained. All that a generator knows of a sample
+must stand in its tokens: after an interruption, or a crash, it is called again with those that were saved.
 """
 
 from rlsys.config import Config

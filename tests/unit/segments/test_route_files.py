@@ -375,7 +375,7 @@ def test_a_kill_before_files_are_removed_counts_nothing_twice(
         for s in group.samples:
             answered(made, s, 4, version)
         trained(buffer, group, step)
-    monkeypatch.setattr(RouteFiles, "remove", lambda _: None)  # the kill
+    monkeypatch.setattr(RouteFiles, "remove_unused", lambda _: None)  # the kill
     buffer.prune(2)
     buffer.flush()
     torn = buffer.ledger().torn_bytes
