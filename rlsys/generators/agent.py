@@ -228,7 +228,7 @@ class AgentGenerator:
             async with Endpoint().listening() as endpoint, opened as host:
                 parts.set_result((endpoint, host))
                 await host.lost.wait()
-                log.warning("the process of the agents has died; it is started anew")
+                log.warning("the process of the agents has died; restarting it")
         except (UserError, OSError, TimeoutError) as e:
             if parts.done():
                 raise

@@ -297,9 +297,9 @@ class Conversation:
         delivered = {thread.sequence.sequence: thread.turns.delivered for thread in self._threads}
         for q in s.sequences if not full else [thread.sequence for thread in self._threads]:
             if q.tokens and q.sequence not in delivered:
-                raise ToolFailed("asked something else after a restart than before")
+                raise ToolFailed("made other requests after a restart than before")
             if q.tokens > delivered.get(q.sequence, 0):
-                raise ToolFailed("asked for less after a restart than before")
+                raise ToolFailed("requested fewer turns after a restart than before")
         fits_budget = not full or last.sequence.tokens == self._rollout.max_response_tokens
         s.status = Status.FINISHED if fits_budget and last.turns.finish == "stop" else Status.TRUNCATED
 

@@ -134,7 +134,7 @@ class EnvironmentGenerator:
         if messages:
             ids = self._rendering.prompt(messages, tools)
             if sample.tokens and sample.prompt_ids != ids:
-                raise ToolFailed("it began otherwise after a restart than before")
+                raise ToolFailed("its opening differs after a restart")
             sample.prompt_ids, sample.own_prompt = ids, ids != prompt.ids
         turns = SavedTurns(self._generate_turn, self._ends, sample, self._budget)
         rewards: list[TurnReward] = []

@@ -130,9 +130,7 @@ class Service:
                     return
                 log.warning("%s", error)
             pause = FIRST_PAUSE if loop.time() - start > STEADY_SECONDS else min(2 * pause, LONGEST_PAUSE)
-            log.warning(
-                "the environment %s has ended; it is started anew in %.1f s", self._params.name, pause
-            )
+            log.warning("the environment %s has exited; restarting it in %.1f s", self._params.name, pause)
             await asyncio.sleep(pause)
 
     @asynccontextmanager
@@ -161,7 +159,7 @@ class Service:
                     line = await process.stdout.readline()
             except TimeoutError:
                 raise UserError(f"the environment {p.name} is not ready after {START_SECONDS:g} s") from None
-            status = json.loads(line) if line.strip() else {"error": "its process ended; its log says why"}
+            status = json.loads(line) if line.strip() else {"error": "its process exited; see its log"}
             if "error" in status:
                 raise UserError(f"the environment {p.name}: {status['error']}")
             yield process
@@ -180,7 +178,7 @@ class Service:
                 if done:
                     return
                 if not await self._answers():
-                    log.warning("the environment %s does not answer; it is killed", self._params.name)
+                    log.warning("the environment %s does not respond; killing it", self._params.name)
                     return
         finally:
             exit_task.cancel()

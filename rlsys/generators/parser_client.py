@@ -103,7 +103,7 @@ class TurnReader:
             raise ToolFailed(f"SGLang's parser did not answer within {READ_SECONDS:g} s") from None
         calls = tuple(Call(**call) for call in result["calls"])
         if not calls and (dropped := _dropped_text(text, result["text"], result["reasoning"])) is not None:
-            log.warning("a turn's call could not be read, and stays text: %.200s", dropped)
+            log.warning("a turn's call could not be parsed, and stays text: %.200s", dropped)
             return Turn(dropped, result["reasoning"])
         return Turn(result["text"], result["reasoning"], calls)
 

@@ -48,7 +48,7 @@ class SavedTurns:
         s, end = self._sample, self.delivered + len(ids)
         if s.tokens > self.delivered:  # saved, before a restart
             if ids and ([*s.response_ids[self.delivered : end]] != ids or not self._is_observed(end)):
-                raise ToolFailed("its tool said something else after a restart than before")
+                raise ToolFailed("its tool returned another result after a restart")
         elif ids:
             if end >= self._budget:
                 raise BudgetExhausted

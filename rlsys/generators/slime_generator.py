@@ -287,7 +287,7 @@ class Conversation:
         if not isinstance(result, SlimeSample):
             raise _unsupported(f"it returned a {type(result).__name__}, expected its sample")
         if result.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
-            raise ToolFailed(f"the function gave the sample up: its status is {result.status.value}")
+            raise ToolFailed(f"the function failed: its sample has status {result.status.value}")
         if result.reward is not None:
             raise _unsupported("it sets sample.reward; name its reward function in data.reward")
         if result.remove_sample:

@@ -120,7 +120,7 @@ class ReplayedTurns:
             return sample.begin(ids, parent=number - 1)
         sequence = sample.sequences[number]
         if sequence.tokens and sequence.prompt_ids != ids:
-            raise ToolFailed("its row says something else after a restart than before")
+            raise ToolFailed("its row has changed since the start of the sample")
         sequence.prompt_ids = ids
         if not number:
             sequence.own_prompt = ids != prompt.ids

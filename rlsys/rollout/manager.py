@@ -256,7 +256,9 @@ class RolloutManager:
         """Return live samples with tokens sampled by the trainer's resident weights. Call after `take`."""
         async with self._command:
             if train_step != self._done_steps or not self._push_due or not self._colocated:
-                raise RunError(f"unscored({train_step}): engines must rest, between a take and its push")
+                raise RunError(
+                    f"unscored({train_step}): allowed only between a take and its push, with colocated engines"
+                )
             requests = self._selection.unscored(train_step - 1)
             self._commits.flush()
             return requests
@@ -339,7 +341,9 @@ class RolloutManager:
         async with self._command:
             version = self._buffer.versions.newest
             if ticket.weight_version != version:
-                raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
+                raise RunError(
+                    f"end_push of weight version {ticket.weight_version}, but version {version} was begun"
+                )
             metrics = await self._router.end_push(version, canaries, checksums, left_out)
             if not metrics["push_left"]:
                 self._trained_steps, self._push_due, self._rolling = self._done_steps, False, False

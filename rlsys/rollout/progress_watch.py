@@ -72,7 +72,7 @@ class ProgressWatch:
                 logged, next_line = filtered, loop.time() + LOG_SECONDS
                 log.warning(
                     "step %d waits for its groups: %d groups were filtered meanwhile (algo.planners keep none whose "
-                    "rewards are all equal): prompts too hard or too easy, or a reward that does not see the answer",
+                    "rewards are all equal): prompts are too hard or too easy, or the reward ignores the answer",
                     trained_steps,
                     filtered,
                 )

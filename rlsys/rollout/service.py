@@ -244,7 +244,7 @@ class EngineWatch:
         missing = [e.url for e, up in zip(self._references, healthy, strict=False) if not up]
         if missing and not self._logged:  # the only log line about this wait
             self._logged = True
-            log.warning("the engines are there; waiting for %s", ", ".join(missing))
+            log.warning("the engines are ready; waiting for %s", ", ".join(missing))
         return not missing
 
 
@@ -338,7 +338,7 @@ async def _manage(
         gc.freeze()  # permanent objects: exclude them from full collections
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
             await _serve_until(stop, app, owner, watch.run(), rows.run())
-        log.info("stopping: parking what is in flight")
+        log.info("stopping: parking samples in flight")
         try:
             async with asyncio.timeout(config.launch.grace_seconds / 2):
                 await manager.close()

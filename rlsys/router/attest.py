@@ -149,7 +149,7 @@ class Agreement:
             ValueError: the lengths differ.
         """
         if len(expected) != len(reported):
-            raise ValueError(f"{len(expected)} canary log-probs expected, {len(reported)} seen")
+            raise ValueError(f"{len(expected)} canary log-probs expected, got {len(reported)}")
         a, b = np.asarray(expected, dtype=np.float64), np.asarray(reported, dtype=np.float64)
         if not len(a):
             return cls(0.0, 0.0)

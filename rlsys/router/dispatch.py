@@ -85,7 +85,7 @@ class Dispatcher:
         """
         while not (self._is_open_for(evaluation) and (serving := self.pool.serving(explorers=explorers))):
             if explorers and not self.pool.explorable:
-                raise NoExplorationEngine("no engine that explores is there")
+                raise NoExplorationEngine("no engine for exploration is alive")
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((priority, next(self._order), waiter))
             await waiter

@@ -66,7 +66,9 @@ class PeerWeightTransfer:
                     await target.client.take_weights()
                 await self._push.attest(target)
         except (*DeadEngine, EngineError) as e:
-            log.warning("%s: no copy of the weights of %s: %s", target.url, source.url, e or type(e).__name__)
+            log.warning(
+                "%s: failed to copy the weights of %s: %s", target.url, source.url, e or type(e).__name__
+            )
             target.mark_dead()
         finally:
             target.loading = False

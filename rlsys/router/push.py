@@ -278,7 +278,7 @@ class WeightPush:
         except EngineError as e:
             if e.status not in REFUSAL_STATUSES:
                 raise
-            log.warning("a canary of %d tokens is left out: %s", len(canary.ids), e)
+            log.warning("skipped a canary of %d tokens: %s", len(canary.ids), e)
             return None
 
     def _bounds_of(self, engine: EngineState) -> Bounds:

@@ -48,7 +48,7 @@ class RunRecord:
         with RunReader(folder).database() as db:
             meta = dict(db.execute("SELECT key, value FROM meta"))
             if meta["identity"] != identity(config):
-                raise UserError(f"rollout.repeat = {folder}: a run of another config")
+                raise UserError(f"rollout.repeat = {folder}: the run has another config")
             steps: dict[int, int] = dict(db.execute("SELECT weight_version, train_step FROM pushes"))
             self.largest_group = int(meta["largest_group"])
             self.admission_steps = _admission_steps(db, steps)

@@ -380,7 +380,7 @@ async def test_commands_out_of_order_are_refused(tmp_path: Path) -> None:
             await r.manager.take(2)
         ticket = await r.manager.begin_push()
         ticket.weight_version = 1
-        with pytest.raises(RunError, match="end_push of weight version 1, begun was 2"):
+        with pytest.raises(RunError, match="end_push of weight version 1, but version 2 was begun"):
             await r.manager.end_push(ticket, [])
 
 

@@ -138,7 +138,7 @@ def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
     Rig(make_config(tmp_path, run={"dir": first}), length, length_reward).buffer.close()
-    with pytest.raises(UserError, match=r"rollout.repeat = .*first: a run of another config"):
+    with pytest.raises(UserError, match=r"rollout.repeat = .*first: the run has another config"):
         RunRecord(first, make_config(tmp_path, rollout={"group_size": 3}))
     with pytest.raises(UserError, match="no such file"):
         RunRecord(tmp_path / "none", make_config(tmp_path))
