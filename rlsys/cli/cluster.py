@@ -19,7 +19,7 @@ from launch.status import role_logs, show_logs, status_lines
 from launch.submit import SCRIPT, JobOptions, job_script, submit
 from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
-from rlsys.obs.coordinator import Silent
+from rlsys.obs.coordinator import CoordinatorUnreachable
 from rlsys.obs.doctor import Finding, examine
 from rlsys.planner.layout import lay_out
 from rlsys.planner.model_preflight import check_model
@@ -28,7 +28,8 @@ Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.Argumen
 Check = Callable[[Config], None]
 """Raises UserError for a config that cannot run."""
 LiveStatus = Callable[[Path], dict[str, Any] | None]
-"""What the coordinator of a run says of itself; None when there is none. Raises Silent when it does not answer."""
+"""What the coordinator of a run says of itself; None when there is none. Raises CoordinatorUnreachable when it does
+not answer."""
 
 
 TryBuild = Callable[[], None]
@@ -91,7 +92,7 @@ def show_status(live_status: LiveStatus, args: argparse.Namespace) -> int:
     must_hold_run(args.run)
     try:
         live = live_status(args.run)
-    except Silent as e:
+    except CoordinatorUnreachable as e:
         live = {"coordinator": str(e)}
     print("\n".join(status_lines(args.run, time.time(), live)))
     return 0

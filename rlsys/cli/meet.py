@@ -16,7 +16,7 @@ from rlsys.agents.hosting import open_host
 from rlsys.agents.multi_policy import Meeting
 from rlsys.core.errors import UserError
 from rlsys.obs.descriptors import raise_descriptors
-from rlsys.obs.role import unless_ignored
+from rlsys.obs.role import without_ignored
 
 log = logging.getLogger("rlsys.meeting")
 
@@ -69,7 +69,7 @@ async def _serve(
     """Raises UserError for a port that is taken, or a function that does not exist."""
     raise_descriptors(CONNECTIONS, "rlsys meet")
     stop = asyncio.Event()
-    for number in unless_ignored(signal.SIGTERM, signal.SIGINT):
+    for number in without_ignored(signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     connector, times = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=times, trust_env=False) as session:

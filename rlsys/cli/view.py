@@ -25,7 +25,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.core.types import Status
 from rlsys.ledger.samples import Order, SampleQuery, Seen, check_query
-from rlsys.obs.role import unless_ignored
+from rlsys.obs.role import without_ignored
 from rlsys.viewer.answers import KINDS, AnswerRows
 from rlsys.viewer.reading import Part, RunTexts, arrays_of, parts_of, sequences_of, turns_of
 from rlsys.viewer.server import serve
@@ -123,7 +123,7 @@ def show_dashboard(args: argparse.Namespace) -> int:
 
     async def until_stopped() -> None:
         stop = asyncio.Event()
-        for number in unless_ignored(signal.SIGINT, signal.SIGTERM):
+        for number in without_ignored(signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await serve(args.runs, args.port, say, stop)
 

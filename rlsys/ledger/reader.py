@@ -25,9 +25,9 @@ from rlsys.core.types import SampleGroup, Status
 from rlsys.ledger.ledger import Ledger, count
 from rlsys.ledger.samples import SampleQuery, SamplesAnswer, Seen, check_query, find_samples, last_step
 from rlsys.ledger.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
-from rlsys.obs.coordinator import Silent, ask
+from rlsys.obs.coordinator import CoordinatorUnreachable, query_coordinator
 from rlsys.obs.filesystem import is_local
-from rlsys.obs.trained import TokenFigures, read_floats, read_trained
+from rlsys.obs.token_records import TokenRecord, read_floats, read_records
 from rlsys.segments.records import SegmentReader
 
 
@@ -49,9 +49,9 @@ class RunReader:
     def status(self) -> dict[str, Any] | None:
         """What the live coordinator says of itself; None when there is none.
 
-        Raises Silent: it does not answer, or not with a status.
+        Raises CoordinatorUnreachable: it does not answer, or not with a status.
         """
-        body = ask(self._run_dir, "status")
+        body = query_coordinator(self._run_dir, "status")
         if not body:
             return None
         with _understood():
@@ -63,14 +63,14 @@ class RunReader:
     def ledger(self) -> Ledger:
         """Of a live run as its coordinator counts it, else from the file.
 
-        Raises UserError: there is none, or it is damaged; Silent: the coordinator does not answer, and no other
-        process may look into its file.
+        Raises UserError: there is none, or it is damaged; CoordinatorUnreachable: the coordinator does not answer, and
+        no other process may look into its file.
         """
         try:
-            if body := ask(self._run_dir, "ledger"):
+            if body := query_coordinator(self._run_dir, "ledger"):
                 with _understood():
                     return decode(body, Ledger)
-        except Silent:
+        except CoordinatorUnreachable:
             if not is_local(self._run_dir):
                 raise
         with self.database() as db:
@@ -106,8 +106,8 @@ class RunReader:
     def samples(self, query: SampleQuery) -> list[Seen]:
         """One page of them. On a local disk as of the writer's last commit, also while the run lives.
 
-        Raises UserError: a value that cannot be, no such step, group or sample, or no usable file; Silent: as for
-        `ledger`.
+        Raises UserError: a value that cannot be, no such step, group or sample, or no usable file; CoordinatorUnreachable:
+        as for `ledger`.
         """
         check_query(query)
         found = self._from_coordinator(query) if not is_local(self._run_dir) else None
@@ -118,7 +118,7 @@ class RunReader:
             except RunError as e:
                 raise UserError(str(e)) from None
         steps = {seen.train_step for seen in found if seen.train_step is not None}
-        figures = {step: read_trained(self._run_dir, step) for step in steps}
+        figures = {step: read_records(self._run_dir, step) for step in steps}
         for seen in found:
             if seen.train_step is not None:
                 add_kept(seen, figures[seen.train_step].get(seen.sample.sample_id))
@@ -126,7 +126,7 @@ class RunReader:
 
     def _from_coordinator(self, query: SampleQuery) -> list[Seen] | None:
         """None: the run has none."""
-        body = ask(self._run_dir, "samples", query=msgspec.json.encode(query))
+        body = query_coordinator(self._run_dir, "samples", query=msgspec.json.encode(query))
         if not body:
             return None
         with _understood():
@@ -162,7 +162,7 @@ class RunReader:
                 ) from None
 
 
-def add_kept(seen: Seen, figures: TokenFigures | None) -> None:
+def add_kept(seen: Seen, figures: TokenRecord | None) -> None:
     """What the trainer wrote down of the sample; its tokens too, where the ledger has forgotten them."""
     if figures is None:
         return
@@ -178,7 +178,7 @@ def _understood() -> Iterator[None]:
     try:
         yield
     except (ValueError, msgspec.DecodeError):
-        raise Silent("what answers in the place of its coordinator is none") from None
+        raise CoordinatorUnreachable("what answers in the place of its coordinator is none") from None
 
 
 def _interrupted(path: Path) -> bool:

@@ -33,7 +33,7 @@ from rlsys.evaluation.evaluation import open_sets
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.samples import SampleQuery, SamplesAnswer, check_query
 from rlsys.ledger.store import FILE_NAME
-from rlsys.obs.coordinator import publish, withdraw
+from rlsys.obs.coordinator import publish_address, withdraw_address
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.role import run_role
@@ -253,7 +253,7 @@ async def serve(
 
         async def listen(runner: web.AppRunner) -> None:
             await _listen(runner, owner)
-            publish(owner)
+            publish_address(owner)
 
         def open_buffer() -> RolloutBuffer:
             largest, in_hand = parts.planning.largest, config.rollout.workers == 1
@@ -262,13 +262,13 @@ async def serve(
         try:
             buffer = await open_while_telling(path, open_buffer, listen)
         except RlsysError:
-            withdraw(owner)
+            withdraw_address(owner)
             raise
         try:
             await check_same_rows(parts.source, buffer)
             await _manage(config, parts, buffer, owner, stop)
         finally:
-            withdraw(owner)  # first: who asks from now on looks into the file
+            withdraw_address(owner)  # first: who asks from now on looks into the file
             buffer.close()
             await parts.rewards.close()
     if parts.hung:  # an async reward may not let itself be cancelled, and asyncio would wait for it

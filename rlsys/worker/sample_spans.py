@@ -106,5 +106,5 @@ class SampleSpans:
         """Metrics of a take: what spans cost this process so far."""
         if self._sender is None:
             return {}
-        made = {"spans": self._sender.made, "spans_lost": self._sender.lost}
+        made = {"spans": self._sender.span_count, "spans_lost": self._sender.dropped}
         return {**made, "time_spans": self._sender.seconds}

@@ -20,7 +20,6 @@ RECORDED = {
     "rlsys/generators": 275,
     "rlsys/importers": 184,
     "rlsys/ledger": 164,
-    "rlsys/obs": 115,
     "rlsys/ops": 11,
     "rlsys/planning": 68,
     "rlsys/rehearse": 79,

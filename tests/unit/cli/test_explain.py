@@ -117,7 +117,7 @@ def test_a_run_that_has_begun_says_what_its_steps_took(tmp_path: Path) -> None:
     writer.close()
     screen, _ = describe_run(made, 80.0)
     (fact,) = dict(screen.parts)["time"]
-    assert fact[1] == "recent steps took 22 s each; the remaining 7 take about 2.57 minutes"
+    assert fact[1] == "steps take 22 s each; the remaining 7 take about 2.57 minutes"
 
 
 def test_durations_by_hand() -> None:

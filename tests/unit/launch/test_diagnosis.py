@@ -83,7 +83,7 @@ def test_a_process_that_gives_no_stack_is_named() -> None:
 
 
 def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
-    code = "from rlsys.obs.role import show_stack_on_signal as s; s(); print('up', flush=True); input()"
+    code = "from rlsys.obs.role import dump_stack_on_signal as s; s(); print('up', flush=True); input()"
     env = {**os.environ, STACKS_VARIABLE: str(tmp_path / "stacks" / "trainer"), "RANK": "3"}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
