@@ -63,8 +63,8 @@ class RunReader:
     def ledger(self) -> Ledger:
         """Of a live run as its coordinator counts it, else from the file.
 
-        Raises UserError: there is none, or it is damaged; CoordinatorUnreachable: the coordinator does not answer, and
-        no other process may look into its file.
+        Raises UserError: there is none, or it is damaged; CoordinatorUnreachable: the coordinator does not answer,
+        and no other process may look into its file.
         """
         try:
             if body := query_coordinator(self._run_dir, "ledger"):
@@ -106,8 +106,8 @@ class RunReader:
     def samples(self, query: SampleQuery) -> list[Seen]:
         """One page of them. On a local disk as of the writer's last commit, also while the run lives.
 
-        Raises UserError: a value that cannot be, no such step, group or sample, or no usable file; CoordinatorUnreachable:
-        as for `ledger`.
+        Raises UserError: a value that cannot be, no such step, group or sample, or no usable file;
+        CoordinatorUnreachable: as for `ledger`.
         """
         check_query(query)
         found = self._from_coordinator(query) if not is_local(self._run_dir) else None

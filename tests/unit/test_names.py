@@ -9,7 +9,7 @@ RECORDED = {
     "rlsys": 14,
     "rlsys/agents": 159,
     "rlsys/algo": 449,
-    "rlsys/cli": 107,
+    "rlsys/cli": 1,
     "rlsys/config": 78,
     "rlsys/convert": 154,
     "rlsys/data": 202,

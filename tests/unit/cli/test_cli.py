@@ -39,7 +39,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
         ),
         (
             ["submit", QUICKSTART, "--dry-run", "--nodes", "2", "launch.placement=disaggregated"],
-            "weights.method = tensor passes through one machine's memory",
+            "weights.method = tensor needs a machine that trainer and engine share",
         ),
         (["explain", QUICKSTART, "--gpu-memory", "nan"], "--gpu-memory nan: expected more than 0 GB"),
         (["explain", QUICKSTART, "data.reward=exact_anwser"], "data.reward = 'exact_anwser': unknown name"),
@@ -149,7 +149,7 @@ def test_what_eval_measures(tmp_path: Path) -> None:
     (run / "metrics.jsonl").touch()
     subject = find_subject(run / "config.yaml", None, ["eval.prompts=3"])
     assert (subject.model, subject.folder) == (model, run / "evaluations" / "model-1")
-    with subject.served() as config:
+    with subject.serving_config() as config:
         assert (config.run.dir, config.model.path, config.eval.prompts) == (subject.folder, model, 3)
     subject.folder.mkdir(parents=True)
     assert find_subject(run / "config.yaml", None, []).folder.name == "model-2"

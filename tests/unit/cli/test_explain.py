@@ -11,7 +11,7 @@ from rich.console import Console
 
 from launch.diagram import Row, draw, group_nodes, ranges
 from rlsys.cli import main
-from rlsys.cli.explain import describe_run, in_colours, in_plain
+from rlsys.cli.explain import describe_run, render_plain, render_rich
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import forward_flops
@@ -63,7 +63,7 @@ def test_ranges() -> None:
 def test_every_experiment_fits_one_screen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     screen, _ = describe_run(load_config(path), 80.0)
-    lines = in_plain(screen).splitlines()
+    lines = render_plain(screen).splitlines()
     assert len(lines) <= 50
     assert [line for line in lines if line and not line.startswith(" ")][1:] == [
         "what", "size", "time", "where", "odd",
@@ -103,7 +103,7 @@ def test_a_terminal_gets_colours_and_wrapped_lines(monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(ROOT)
     screen, _ = describe_run(config("qwen3-30b-a3b_16gpu_disaggregated"), 80.0)
     out = io.StringIO()
-    Console(file=out, force_terminal=True, width=100, color_system="standard").print(in_colours(screen))
+    Console(file=out, force_terminal=True, width=100, color_system="standard").print(render_rich(screen))
     assert "\x1b[35m■" in out.getvalue(), "the trainer's GPUs"
     assert len(out.getvalue().splitlines()) <= 60
 

@@ -222,7 +222,7 @@ def test_a_mistake_is_one_line(folder: Path, given: str, told: str) -> None:
         (["train", "quickstart", "--trainer.steps=5"], "--trainer.steps: fields have no dashes: trainer.steps=5"),
         (["train", "mien/config.yaml"], "did you mean mine/config.yaml?"),
         (["try", "mine"], "mine: a folder; did you mean mine/config.yaml?"),
-        (["eval", "mine"], "mine: not a run, or one that has not begun; did you mean mine/config.yaml?"),
+        (["eval", "mine"], "mine: not a run, or one that has not started; did you mean mine/config.yaml?"),
         (["eval", "runs/x/checkpoints/step-000001"], "a checkpoint; rlsys eval runs/x --checkpoint runs/x/ch"),
         (["eval", "model"], "model: a model, which has no prompts of its own; rlsys eval CONFIG --checkpoint model"),
         (["train", "tabs.yaml"], "tabs.yaml:2:1: not valid YAML"),

@@ -126,7 +126,7 @@ def test_an_answer_that_is_not_sglangs_is_told(servers: tuple[Server, Server], b
     """Before: a JSONDecodeError or an AttributeError, without the address."""
     meant, _ = servers
     meant.body = body
-    with pytest.raises(RunError, match=f"{meant.url}/begin: not an answer of SGLang"):
+    with pytest.raises(RunError, match=f"{meant.url}/begin: not a response of SGLang"):
         post(EngineAddress(meant.url, 1, 0), Call("/begin", {}), 60)
 
 

@@ -168,7 +168,7 @@ def test_stacks_are_fresh_by_the_folders_own_clock(run: Path, monkeypatch: pytes
 
 
 def test_a_dead_run_has_last_words(run: Path) -> None:
-    assert "no process of this run is alive" in request_diagnosis(run)
+    assert "no process of this run is running" in request_diagnosis(run)
     assert "  trainer-0: two" in request_diagnosis(run).splitlines()
 
 

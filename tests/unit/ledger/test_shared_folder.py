@@ -155,7 +155,7 @@ def test_a_reader_on_another_machine_asks_through_the_supervisor(
     assert coordinator.query_coordinator(nfs, "ledger") == b"the answer"
     thread.join()
     with pytest.raises(
-        coordinator.CoordinatorUnreachable, match=f"supervisor on {here} does not answer within 0 s"
+        coordinator.CoordinatorUnreachable, match=f"supervisor on {here} does not respond within 0 s"
     ):
         coordinator.query_coordinator(nfs, "status", timeout_s=0)
     assert coordinator.take_requests(nfs) == [("status", "/status")]

@@ -97,7 +97,7 @@ def test_other_broken_lines_are_an_error(run_dir: Path) -> None:
 
 
 def test_a_folder_without_metrics_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a run, or one that has not begun"):
+    with pytest.raises(UserError, match="not a run, or one that has not started"):
         read_metrics(tmp_path)
 
 

@@ -129,7 +129,7 @@ def guesses(*of: tuple[float, float, float], rising: bool = False) -> History:
 def test_one_answer_to_every_prompt_is_a_guess() -> None:
     (found,) = find_symptoms(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.3, 0.97, 0.3), rising=True))
     assert found.name == "learned_to_guess"
-    assert "97% of the held-out prompts the same answer; 30% of these are right" in found.observation
+    assert "97% of the held-out prompts the same answer; accuracy is 30%" in found.observation
     assert names(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.35, 0.8, 0.3), rising=True)) == []
     assert names(guesses((0.3, 0.95, 0.95), (0.3, 0.95, 0.95), (0.3, 0.97, 0.95))) == [], "as it was at first"
     assert names(guesses((0.05, 0.2, 0.95), (0.95, 0.95, 0.95), (0.96, 0.95, 0.95))) == [], (
@@ -146,7 +146,7 @@ def test_no_better_than_the_best_constant_answer_is_a_guess() -> None:
     (found,) = find_symptoms(told)
     assert found.name == "learned_to_guess"
     assert (
-        "rose from 0.050 to 0.330 and stands, where one and the same answer to every prompt would get 0.350"
+        "rose from 0.050 to 0.330 and stagnates, and the same answer to every prompt would get 0.350"
         in found.observation
     )
     assert names(History(history().steps, told.evals)) == [], "the reward still rises"

@@ -148,7 +148,7 @@ async def test_an_evaluation_goes_on_without_a_prompt_that_engines_die_of(
     assert [p.index for _, p in await answered_items(asked, answer)] == [0, 2]
     assert "held-out prompt 1 is left out: 4 engines died" in caplog.text
     assert "held-out prompt 3 is left out: its agent raised KeyError" in caplog.text
-    with pytest.raises(RunError, match="no prompt could be answered; the first one: 4 engines died"):
+    with pytest.raises(RunError, match="no prompt got a response; the first one: 4 engines died"):
         await answered_items(asked[1:2], answer)
 
 
