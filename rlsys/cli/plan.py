@@ -245,6 +245,6 @@ def _grouped_by_reason(rejected: Sequence[str]) -> list[str]:
         names[cause].append(name)
     lines = []
     for cause, setting_names in names.items():
-        others = f" and {len(setting_names) - 1} more" if len(setting_names) > 1 else ""
-        lines.append(f"{setting_names[0]}{others}: {cause}")
+        rest_note = f" and {len(setting_names) - 1} more" if len(setting_names) > 1 else ""
+        lines.append(f"{setting_names[0]}{rest_note}: {cause}")
     return lines

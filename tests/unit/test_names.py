@@ -5,11 +5,9 @@ from __future__ import annotations
 from tests.gate import names
 
 RECORDED = {
-    "megatron_patches": 44,
     "rlsys": 14,
     "rlsys/agents": 159,
     "rlsys/algo": 449,
-    "rlsys/cli": 1,
     "rlsys/config": 78,
     "rlsys/convert": 154,
     "rlsys/data": 202,

@@ -96,7 +96,9 @@ def test_the_config_and_the_commands_on_request(
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["lr"] == 0.5
     assert main.main(["explain", str(QUICKSTART), "--commands"]) == 0
     told = capsys.readouterr().out
-    assert "python -m rlsys.rollout.service" in told and "(port 0: a free one is chosen at the start)" in told
+    assert (
+        "python -m rlsys.rollout.service" in told and "(port 0: a free port is chosen at the start)" in told
+    )
 
 
 def test_a_terminal_gets_colours_and_wrapped_lines(monkeypatch: pytest.MonkeyPatch) -> None:

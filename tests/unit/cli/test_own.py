@@ -138,14 +138,14 @@ def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> No
         ([entry(None)], ["No sample has a reward"]),
         (
             [entry({"a": 0.5, "b": 0.5}, 0.0, status="truncated")],
-            ["mean reward 0.500", "No sample counts as right", "2 of 2 samples were cut"],
+            ["mean reward 0.500", "No sample counts as correct", "2 of 2 samples were trunc"],
         ),
         (
             [entry(0.98, -0.01)],
             [
                 "mean reward 0.485",
-                "No sample counts as right in an evaluation: that takes a reward of 1 or more, of named parts the "
-                "first (docs/own-task.md); the highest reward here is 0.98.",
+                "No sample counts as correct in an evaluation, which requires a reward (or first named part) of "
+                "at least 1 (docs/own-task.md); the highest reward here is 0.98.",
             ],
         ),
         ([entry({"right": 1.0, "brief": -0.02}, {"right": 0.0, "brief": -0.01})], ["mean reward 0.485"]),
