@@ -16,15 +16,15 @@ from rlsys.core.errors import UserError
 from rlsys.core.yaml_text import parse_yaml
 from rlsys.data.rows import MEDIA
 from rlsys.importers import slime, verl
-from rlsys.importers.draft import Draft, OtherRun, Row, as_yaml
-from rlsys.importers.rows import media_of, rows_of
+from rlsys.importers.draft import Draft, Row, UnsupportedRunError, to_yaml
+from rlsys.importers.rows import count_rows, find_media_column
 from rlsys.importers.shell import MAX_SCRIPT
-from rlsys.importers.sizes import put_held_out
+from rlsys.importers.sizes import set_heldout_prompts
 from rlsys.rewards import REWARDS
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 READERS = {"verl": verl, "slime": slime}
-INCOMPLETE = OtherRun.exit_code
+INCOMPLETE = UnsupportedRunError.exit_code
 _LONGEST = 8 * MAX_SCRIPT
 """Maximum characters of a file; a verl config with all defaults has 30,000."""
 
@@ -44,15 +44,15 @@ def import_script(args: argparse.Namespace) -> int:
     if out.exists():
         raise UserError(f"{out}: already exists; use --out for another file")
     draft = translate_file(args.framework, args.script)
-    _write(out, as_yaml(draft, args.script.name))
+    _write(out, to_yaml(draft, args.script.name))
     try:
         load_config(out, [])
     except UserError as e:
-        if draft.complete:  # otherwise the error may be a field that was omitted
+        if draft.is_complete:  # otherwise the error may be a field that was omitted
             draft.missing.append(Row("", "", f"the config does not load: {e}"))
-            _write(out, as_yaml(draft, args.script.name))
+            _write(out, to_yaml(draft, args.script.name))
     print_result(draft, out)
-    return 0 if draft.complete else INCOMPLETE
+    return 0 if draft.is_complete else INCOMPLETE
 
 
 def _write(out: Path, text: str) -> None:
@@ -67,7 +67,7 @@ def translate_file(framework: str, script: Path) -> Draft:
 
     Raises:
         UserError: the file is not one of the framework, or a value has the wrong type.
-        OtherRun: the file starts no RL run.
+        UnsupportedRunError: the file starts no RL run.
     """
     try:
         with script.open(encoding="utf-8") as file:
@@ -82,7 +82,7 @@ def translate_file(framework: str, script: Path) -> Draft:
         if not isinstance(data, dict):
             raise UserError(f"{script}: expected a mapping of settings, found {type(data).__name__}")
     try:
-        settings = reader.settings_of(text, data, dict(os.environ), script.absolute())
+        settings = reader.read_settings(text, data, dict(os.environ), script.absolute())
         draft = reader.translate(settings, REWARDS)
     except UserError as e:
         raise type(e)(f"{script}: {e}") from None
@@ -92,17 +92,17 @@ def translate_file(framework: str, script: Path) -> Draft:
 
 def _add_eval(draft: Draft) -> None:
     """Add the numbers of held-out prompts, and refuse rows with media."""
-    params = draft.read("data.params", {})
+    params = draft.get_field("data.params", {})
     heldout_path, path = params.get("heldout_path"), params.get("path")
-    rows = rows_of(heldout_path or path)
+    rows = count_rows(heldout_path or path)
     if rows is not None and heldout_path is None:
         rows = max(1, rows // 16)  # one row in eight is held out; use half of them as a margin
-    put_held_out(draft, heldout_path or path, rows)
-    for eval_set in draft.read("eval.sets", []):
+    set_heldout_prompts(draft, heldout_path or path, rows)
+    for eval_set in draft.get_field("eval.sets", []):
         set_path = eval_set.get("data", {}).get("params", {}).get("heldout_path", heldout_path)
-        eval_set["prompts"] = min(128, rows_of(set_path) or 30)
-    if column := media_of(path, MEDIA):
-        draft.refused.append(
+        eval_set["prompts"] = min(128, count_rows(set_path) or 30)
+    if column := find_media_column(path, MEDIA):
+        draft.rejected.append(
             Row("data", str(path), f"its rows have `{column}`; only text prompts are supported")
         )
 
@@ -112,7 +112,7 @@ def print_result(draft: Draft, out: Path) -> None:
     for title, rows in (
         ("translated", draft.mapped),
         ("default here", draft.defaults),
-        ("NOT translated, changes the method", draft.refused),
+        ("NOT translated, changes the method", draft.rejected),
         ("MISSING", draft.missing),
     ):
         if rows:
@@ -120,13 +120,13 @@ def print_result(draft: Draft, out: Path) -> None:
             for row in rows:
                 print(f"  {' '.join(str(row).split())}")
     if draft.speed:
-        names = ", ".join(row.theirs for row in draft.speed)
+        names = ", ".join(row.setting for row in draft.speed)
         print(f"warning: no counterpart, changes speed, memory or logging: {names}")
-    for line in draft.odd:
+    for line in draft.warnings:
         print(f"check: {line}")
-    if draft.complete:
+    if draft.is_complete:
         print(f"{out}: written; next: rlsys explain {out}")
     else:
         print(
-            f"{out}: written, but not complete: {len(draft.missing)} missing, {len(draft.refused)} not translated"
+            f"{out}: written, but not complete: {len(draft.missing)} missing, {len(draft.rejected)} not translated"
         )

@@ -49,7 +49,7 @@ from rlsys.core.devices import have_cuda
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
-from rlsys.importers.explain import told_of_options
+from rlsys.importers.explain import explain_options
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import check_spans
@@ -348,7 +348,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the error as one line, and exit."""
         head, unknown, options = message.partition("unrecognized arguments: ")
-        if unknown and not head and (explanation := told_of_options(options.split())) is not None:
+        if unknown and not head and (explanation := explain_options(options.split())) is not None:
             message = explanation
         print(f"rlsys: error: {message}; see {self.prog} --help", file=sys.stderr)
         sys.exit(UserError.exit_code)

@@ -16,7 +16,6 @@ RECORDED = {
     "rlsys/environments": 97,
     "rlsys/gateway": 132,
     "rlsys/generators": 275,
-    "rlsys/importers": 184,
     "rlsys/ledger": 164,
     "rlsys/ops": 11,
     "rlsys/planning": 68,
