@@ -27,7 +27,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
         (["train", QUICKSTART, "model.path=/no/such"], "model.path = /no/such: no such folder"),
         (["explain", QUICKSTART, "rollout.group_size=0"], "rollout.group_size = 0: "),
         (["report", "/no/such"], "/no/such: no such run folder"),
-        (["report", "/"], "/: no metrics.jsonl in it"),
+        (["report", "/"], "/: contains no metrics.jsonl"),
         (["status", "/"], "/: not a run folder: contains no config.yaml"),
         (["doctor", "/"], "/: not a run folder: contains no config.yaml"),
         (["submit", QUICKSTART, "--dry-run", "algo.loss=[nonesuch]"], "algo.loss[0] = "),

@@ -30,7 +30,7 @@ class Kept:
     """A sender that keeps what it is given."""
 
     run_id = "run"
-    lost = 0
+    dropped = 0
     seconds = 0.5
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Kept:
         self.closed = False
 
     @property
-    def made(self) -> int:
+    def span_count(self) -> int:
         return len(self.spans)
 
     def send(self, spans: Any) -> None:
