@@ -170,7 +170,7 @@ async def test_answers_of_two_weight_versions_are_no_evaluation(folder: Path, tm
 class Sets:
     """Stands for a set; counts how often it is asked."""
 
-    name, answer = "hard", None
+    name, generator = "hard", None
 
     def __init__(self, router: ScriptedRouter) -> None:
         self.router, self.asked = router, 0
