@@ -60,7 +60,7 @@ def join(
     config, owner = load_config(run / CONFIG_FILE), current_owner(run)
     engine = config.engine.model_copy(update={"tp": tp_size(config, pool)})
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run}), "engine": engine})
-    address = coordinator.published(run)
+    address = coordinator.read_address(run)
     if owner is None or address is None or address.epoch != owner.epoch:
         raise UserError(f"{run}: this run is not running; start it before engines join it")
     check(config, host, pool, local=address.host == socket.gethostname())
@@ -190,7 +190,7 @@ def _serve(process: RoleProcess, owner: Owner, url: str, stop: StopSignals) -> N
             raise process.failure(process.exit_phrase())
         if current_owner(owner.run_dir) != owner:  # another launch owns the run: its keys differ
             return
-        is_missing = coordinator.published(owner.run_dir) is None
+        is_missing = coordinator.read_address(owner.run_dir) is None
         missing_since = (missing_since or time.monotonic()) if is_missing else None
         if missing_since is not None and time.monotonic() - missing_since > LOST_RUN_SECONDS:
             return
@@ -215,8 +215,8 @@ def engines(run: Path) -> dict[str, dict[str, object]]:
     """Return URL -> metrics of the run's engines (Router.engine_figures); empty if the run is not running.
 
     Raises:
-        Silent: its rollout process does not answer.
+        CoordinatorUnreachable: its rollout process does not answer.
     """
-    status = coordinator.ask(run, "status")
+    status = coordinator.query_coordinator(run, "status")
     metrics: dict[str, dict[str, object]] = {} if status is None else json.loads(status)["engine_figures"]
     return metrics

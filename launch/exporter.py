@@ -34,7 +34,7 @@ from launch.stops import StopSignals
 from launch.supervisor import Supervisor
 from rlsys.config import Config
 from rlsys.core.errors import UserError
-from rlsys.obs.coordinator import replace
+from rlsys.obs.coordinator import replace_file
 
 HOST = "127.0.0.1"
 TARGETS = "prometheus"
@@ -177,7 +177,7 @@ def serve_metrics(exporter: Exporter, port: int, run: Path, engines: Iterable[st
             labels = {"job": "sglang", "run": run.name}
             targets.append({"targets": [f"{address.hostname}:{address.port}"], "labels": labels})
         path.parent.mkdir(exist_ok=True)
-        replace(path, json.dumps(targets, indent=1).encode())
+        replace_file(path, json.dumps(targets, indent=1).encode())
         yield port
     finally:
         path.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from rlsys.core.errors import RlsysError, RunError
-from rlsys.obs.role import unless_ignored
+from rlsys.obs.role import without_ignored
 
 
 class StoppedBySignal(RlsysError):
@@ -42,7 +42,7 @@ class StopSignals:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignals]:
         """Handle the signals until the context ends."""
-        numbers = unless_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        numbers = without_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         handlers = {n: signal.signal(n, self._on_signal) for n in numbers}
         try:
             yield self

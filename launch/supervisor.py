@@ -370,8 +370,8 @@ class Supervisor:
         names = [node.name for node in self._plan.nodes]
         self._stall_detector.check(self._processes.values(), names, self._status)
         rollout = self._processes.get("rollout")
-        timeout_s = coordinator.ANSWER_SECONDS / 2
-        coordinator.answer(
+        timeout_s = coordinator.RESPONSE_SECONDS / 2
+        coordinator.answer_requests(
             self._run_dir.path,
             lambda path: self._get(path, timeout=timeout_s) if rollout else None,
             self._report,

@@ -33,7 +33,7 @@ from rlsys.core.errors import RunError, UserError
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of an srun whose task the scheduler terminated."""
-NODE_NODE_LOST = 255
+NODE_LOST = 255
 """Exit code of a role whose node is lost."""
 MAX_SENTINEL_WAIT = 60.0
 """Maximum time between two starts of a sentinel that keeps ending."""
@@ -63,7 +63,7 @@ class TrainerKeeper(PipedKeeper):
         """Exit code; 0 is returned only after Slurm confirmed that the node is still in the job."""
         if self._code is None and (code := super().exit_code) is not None:
             try:
-                self._code = NODE_NODE_LOST if code == 0 and self._node not in job_nodes_present() else code
+                self._code = NODE_LOST if code == 0 and self._node not in job_nodes_present() else code
             except RunError:  # retried at the next poll
                 return None
         return self._code

@@ -56,9 +56,9 @@ class Evaluator:
             watched: wrapper that ends a wait without progress.
             step: number of train steps in the weights.
         """
-        for answer in (self._greedy, *(eval_set.generator for eval_set in self.sets)):
-            if isinstance(answer, AgentGenerator):
-                answer.evaluated_step = step
+        for generator in (self._greedy, *(eval_set.generator for eval_set in self.sets)):
+            if isinstance(generator, AgentGenerator):
+                generator.evaluated_step = step
         items = eval_items(self._source, self._count)
         judged_items = await watched(answered_items(items, self._greedy), "evaluation")
         result = judge(judged_items, await score_all(judged_items, self._scorer), len(items))

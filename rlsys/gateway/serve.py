@@ -19,7 +19,7 @@ from rlsys.gateway.connection_limits import Door, DoorLimits
 from rlsys.gateway.fleet import Fleet, FleetInterruption
 from rlsys.gateway.front import Front, FrontLimits
 from rlsys.obs.descriptors import RESERVE, raise_descriptors
-from rlsys.obs.role import unless_ignored
+from rlsys.obs.role import without_ignored
 
 SHORTEST_TOKEN = 16
 SHUTDOWN_SECONDS = 10.0
@@ -101,7 +101,7 @@ async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANO
         2 * places, "rlsys router: a connection of the client and one of the engine for each place"
     )
     stop = asyncio.Event()
-    for number in unless_ignored(signal.SIGTERM, signal.SIGINT):
+    for number in without_ignored(signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with make_session() as session:
         fleet = Fleet(

@@ -26,9 +26,9 @@ from rlsys.core.types import SampleGroup, Status
 from rlsys.ledger.ledger import Ledger, read_ledger
 from rlsys.ledger.samples import SampleQuery, SamplesAnswer, SampleView, check_query, find_samples, last_step
 from rlsys.ledger.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
-from rlsys.obs.coordinator import Silent, ask
+from rlsys.obs.coordinator import CoordinatorUnreachable, query_coordinator
 from rlsys.obs.filesystem import is_local
-from rlsys.obs.trained import TokenFigures, read_floats, read_trained
+from rlsys.obs.token_records import TokenRecord, read_floats, read_records
 from rlsys.segments.records import SegmentReader
 
 
@@ -54,9 +54,9 @@ class RunReader:
         """Return the status of the live coordinator, None if there is none.
 
         Raises:
-            Silent: the coordinator does not respond, or not with a status.
+            CoordinatorUnreachable: the coordinator does not respond, or not with a status.
         """
-        body = ask(self._run_dir, "status")
+        body = query_coordinator(self._run_dir, "status")
         if not body:
             return None
         with _decode_errors():
@@ -70,13 +70,13 @@ class RunReader:
 
         Raises:
             UserError: there is no file, or it is damaged.
-            Silent: the coordinator does not respond, and no other process may open its file.
+            CoordinatorUnreachable: the coordinator does not respond, and no other process may open its file.
         """
         try:
-            if body := ask(self._run_dir, "ledger"):
+            if body := query_coordinator(self._run_dir, "ledger"):
                 with _decode_errors():
                     return decode(body, Ledger)
-        except Silent:
+        except CoordinatorUnreachable:
             if not is_local(self._run_dir):
                 raise
         with self.database() as db:
@@ -124,7 +124,7 @@ class RunReader:
 
         Raises:
             UserError: an invalid value, no such step, group or sample, or no usable file.
-            Silent: as for `ledger`.
+            CoordinatorUnreachable: as for `ledger`.
         """
         check_query(query)
         views = self._from_coordinator(query) if not is_local(self._run_dir) else None
@@ -135,7 +135,7 @@ class RunReader:
             except RunError as e:
                 raise UserError(str(e)) from None
         steps = {view.train_step for view in views if view.train_step is not None}
-        training_log = {step: read_trained(self._run_dir, step) for step in steps}
+        training_log = {step: read_records(self._run_dir, step) for step in steps}
         for view in views:
             if view.train_step is not None:
                 add_training_log(view, training_log[view.train_step].get(view.sample.sample_id))
@@ -143,7 +143,7 @@ class RunReader:
 
     def _from_coordinator(self, query: SampleQuery) -> list[SampleView] | None:
         """Ask the coordinator for samples; None if the run has none."""
-        body = ask(self._run_dir, "samples", query=msgspec.json.encode(query))
+        body = query_coordinator(self._run_dir, "samples", query=msgspec.json.encode(query))
         if not body:
             return None
         with _decode_errors():
@@ -180,7 +180,7 @@ class RunReader:
                 ) from None
 
 
-def add_training_log(view: SampleView, logged: TokenFigures | None) -> None:
+def add_training_log(view: SampleView, logged: TokenRecord | None) -> None:
     """Add the values that the trainer logged for the sample, and its tokens if the ledger has pruned them."""
     if logged is None:
         return
@@ -196,7 +196,7 @@ def _decode_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, msgspec.DecodeError):
-        raise Silent("the process on its coordinator's port is not a coordinator") from None
+        raise CoordinatorUnreachable("the process on its coordinator's port is not a coordinator") from None
 
 
 def _needs_recovery(path: Path) -> bool:

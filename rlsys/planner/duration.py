@@ -32,10 +32,9 @@ def measured_duration(seconds: Sequence[float], steps_left: int) -> str | None:
     if not seconds:
         return None
     step_seconds = median(seconds[-RECENT:])
-    remaining = format_duration(step_seconds * steps_left)
+    rest_time = format_duration(step_seconds * steps_left)
     return (
-        f"recent steps took {format_duration(step_seconds)} each; "
-        f"the remaining {steps_left} take about {remaining}"
+        f"steps take {format_duration(step_seconds)} each; the remaining {steps_left} take about {rest_time}"
     )
 
 

@@ -33,7 +33,7 @@ from rlsys.evaluation.evaluation import open_sets
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.samples import SampleQuery, SamplesAnswer, check_query
 from rlsys.ledger.store import FILE_NAME
-from rlsys.obs.coordinator import publish, withdraw
+from rlsys.obs.coordinator import publish_address, withdraw_address
 from rlsys.obs.descriptors import raise_descriptors
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.role import run_role
@@ -279,7 +279,7 @@ async def serve(
 
         async def listen(runner: web.AppRunner) -> None:
             await _listen(runner, owner)
-            publish(owner)
+            publish_address(owner)
 
         def open_buffer() -> RolloutBuffer:
             largest, holds_tokens = parts.planning.largest, config.rollout.workers == 1
@@ -288,13 +288,13 @@ async def serve(
         try:
             buffer = await open_with_progress(path, open_buffer, listen)
         except RlsysError:
-            withdraw(owner)
+            withdraw_address(owner)
             raise
         try:
             await check_same_rows(parts.source, buffer)
             await _manage(config, parts, buffer, owner, stop)
         finally:
-            withdraw(owner)  # first: later readers open the file
+            withdraw_address(owner)  # first: later readers open the file
             buffer.close()
             await parts.rewards.close()
     if parts.reward_hung:  # an async reward may ignore cancellation, and asyncio would wait for it

@@ -137,13 +137,13 @@ class WeightPush:
         async with asyncio.timeout(self.timeout_s / PREPARE_ATTEMPTS):
             phases = self._metrics.phases
             if engine.version == NEVER:
-                with phases.at_once("wake_weights"):
+                with phases.concurrent("wake_weights"):
                     await engine.wake_weights()
             if not engine.counting and not engine.paused:
                 await engine.start_counting()
             engine.version, engine.copied = NEVER, False  # until it is attested again
             engine.attested.clear()
-            with phases.at_once("open"):
+            with phases.concurrent("open"):
                 await engine.client.begin_weight_update()
 
     async def end(
@@ -222,16 +222,16 @@ class WeightPush:
         """
         engine.agreement = engine.match = None
         phases = self._metrics.phases
-        with phases.at_once("close"):
+        with phases.concurrent("close"):
             await engine.client.end_weight_update()
-        with phases.at_once("wake_cache"):
+        with phases.concurrent("wake_cache"):
             await engine.wake_cache()
         if self._interruption != "in_place":
-            with phases.at_once("flush"):
+            with phases.concurrent("flush"):
                 await engine.client.flush(
                     paused=engine.paused
                 )  # old keys and values are wrong for new weights
-        with phases.at_once("version"):
+        with phases.concurrent("version"):
             await engine.client.set_weight_version(version)
             reported = await engine.client.weight_version()
         if checksums:  # while it is paused: later they would wait for a pass with many prefills
@@ -239,7 +239,7 @@ class WeightPush:
         await self._dispatcher.unpause(engine)
         counting = engine.counting
         engine.counting = False  # a push that ends here leaves uncounted tokens
-        with phases.at_once("canaries"):
+        with phases.concurrent("canaries"):
             answers = await asyncio.gather(*(self._canary_logprobs(engine, c) for c in canaries))
         refusals = answers.count(None)
         canaries = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
@@ -336,7 +336,7 @@ class WeightPush:
         return WARNING if match is not None and match.equal and not self._bounds.exact else 1.0
 
     async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
-        with self._metrics.phases.at_once("checksums"):
+        with self._metrics.phases.concurrent("checksums"):
             expected = checksums_of_size(checksums, self._tps, engine.client.tp)
             match = self._checksums.compare(engine.url, expected, await engine.client.checksums())
         if match.unknown and not self._warned_unknown:

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.ledger.samples import SampleQuery, check_query
-from rlsys.obs.coordinator import Silent
+from rlsys.obs.coordinator import CoordinatorUnreachable
 from rlsys.viewer.reading import RunTexts, arrays_of
 from rlsys.viewer.series import RunCurves
 
@@ -147,7 +147,7 @@ class Dashboard:
         reader = self._texts[self._run(request)].reader
         try:
             status = await asyncio.to_thread(reader.status)
-        except Silent as e:
+        except CoordinatorUnreachable as e:
             status = {"silent": str(e)}
         return web.json_response(status or {})
 

@@ -112,5 +112,5 @@ class SampleSpans:
         """Return the metrics of a take: the cost of spans in this process so far."""
         if self._sender is None:
             return {}
-        counts = {"spans": self._sender.made, "spans_lost": self._sender.lost}
+        counts = {"spans": self._sender.span_count, "spans_lost": self._sender.dropped}
         return {**counts, "time_spans": self._sender.seconds}

@@ -19,7 +19,7 @@ import psutil
 
 from launch.engine_join import engines
 from rlsys.cli.main import main
-from rlsys.obs.coordinator import Silent
+from rlsys.obs.coordinator import CoordinatorUnreachable
 from tests.helpers.runs import steps_done
 
 What = Literal["join", "drain", "terminate", "kill", "vanish"]
@@ -134,7 +134,7 @@ class Churn:
         """Of the run's engines; none while nobody answers."""
         try:
             return engines(self.run)
-        except Silent:
+        except CoordinatorUnreachable:
             return {}
 
     def joiners(self) -> list[psutil.Process]:

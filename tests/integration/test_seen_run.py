@@ -24,7 +24,7 @@ import yaml
 
 from launch.exporter import targets_path
 from rlsys.obs.metrics import read_metrics
-from rlsys.obs.otlp import sent_from_here
+from rlsys.obs.otlp import is_available
 from rlsys.viewer.trackers.tracker import PACKAGES
 from tests.helpers.browser import CHROMIUM, Page, browser
 from tests.helpers.otlp_receiver import Receiver, receiving
@@ -44,7 +44,7 @@ pytestmark = [
 STEPS = 24
 TRACKERS = [n for n in ("wandb", "mlflow") if importlib.util.find_spec(PACKAGES[n])]
 """Those that are installed."""
-SPANS = sent_from_here()
+SPANS = is_available()
 """The extra otel is installed."""
 APRIL = (
     f"trainer.steps={STEPS}", "rollout.over_provision=2", "rollout.max_staleness=6", "rollout.keep_groups=4",

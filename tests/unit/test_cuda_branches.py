@@ -171,7 +171,7 @@ def test_an_engine_on_cuda_gets_no_hook_of_a_cpu(
     registry.HookRegistry = SimpleNamespace(  # type: ignore[attr-defined]
         register=lambda target, hook, kind: registered.append(target)
     )
-    monkeypatch.setattr(hooks, "show_stack_on_signal", lambda name: None)
+    monkeypatch.setattr(hooks, "dump_stack_on_signal", lambda name: None)
     monkeypatch.setattr(hooks, "register_scheme", lambda: None)
     with mock.patch.dict(sys.modules, {"sglang.srt.plugins.hook_registry": registry}):
         hooks.register()

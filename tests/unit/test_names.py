@@ -5,11 +5,9 @@ from __future__ import annotations
 from tests.gate import names
 
 RECORDED = {
-    "megatron_patches": 44,
     "rlsys": 14,
     "rlsys/agents": 159,
     "rlsys/algo": 449,
-    "rlsys/cli": 107,
     "rlsys/config": 78,
     "rlsys/convert": 154,
     "rlsys/data": 202,
@@ -18,8 +16,6 @@ RECORDED = {
     "rlsys/environments": 97,
     "rlsys/gateway": 132,
     "rlsys/generators": 2,
-    "rlsys/importers": 184,
-    "rlsys/obs": 115,
     "rlsys/ops": 11,
     "rlsys/planning": 68,
     "rlsys/rehearse": 79,

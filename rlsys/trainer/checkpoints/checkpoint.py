@@ -52,7 +52,7 @@ _CRITIC = "critic."
 _NAME = re.compile(r"step-(\d+)")
 
 # Any layout can load the optimizer's state only when it is stored by parameter, not by flat buffer.
-# Each rank stores what it holds (megatron_patches/optimizer_own_parts.py).
+# Each rank stores what it holds (megatron_patches/optimizer_local_shards.py).
 _OPTIMIZER = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,

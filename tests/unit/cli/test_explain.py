@@ -11,7 +11,7 @@ from rich.console import Console
 
 from launch.diagram import Row, draw, group_nodes, ranges
 from rlsys.cli import main
-from rlsys.cli.explain import describe_run, in_colours, in_plain
+from rlsys.cli.explain import describe_run, render_plain, render_rich
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import forward_flops
@@ -63,7 +63,7 @@ def test_ranges() -> None:
 def test_every_experiment_fits_one_screen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     screen, _ = describe_run(load_config(path), 80.0)
-    lines = in_plain(screen).splitlines()
+    lines = render_plain(screen).splitlines()
     assert len(lines) <= 50
     assert [line for line in lines if line and not line.startswith(" ")][1:] == [
         "what", "size", "time", "where", "odd",
@@ -96,14 +96,16 @@ def test_the_config_and_the_commands_on_request(
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["lr"] == 0.5
     assert main.main(["explain", str(QUICKSTART), "--commands"]) == 0
     told = capsys.readouterr().out
-    assert "python -m rlsys.rollout.service" in told and "(port 0: a free one is chosen at the start)" in told
+    assert (
+        "python -m rlsys.rollout.service" in told and "(port 0: a free port is chosen at the start)" in told
+    )
 
 
 def test_a_terminal_gets_colours_and_wrapped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     screen, _ = describe_run(config("qwen3-30b-a3b_16gpu_disaggregated"), 80.0)
     out = io.StringIO()
-    Console(file=out, force_terminal=True, width=100, color_system="standard").print(in_colours(screen))
+    Console(file=out, force_terminal=True, width=100, color_system="standard").print(render_rich(screen))
     assert "\x1b[35m■" in out.getvalue(), "the trainer's GPUs"
     assert len(out.getvalue().splitlines()) <= 60
 
@@ -117,7 +119,7 @@ def test_a_run_that_has_begun_says_what_its_steps_took(tmp_path: Path) -> None:
     writer.close()
     screen, _ = describe_run(made, 80.0)
     (fact,) = dict(screen.parts)["time"]
-    assert fact[1] == "recent steps took 22 s each; the remaining 7 take about 2.57 minutes"
+    assert fact[1] == "steps take 22 s each; the remaining 7 take about 2.57 minutes"
 
 
 def test_durations_by_hand() -> None:

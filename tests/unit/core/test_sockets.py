@@ -57,7 +57,7 @@ def test_a_folder_is_short_and_of_its_user_alone(tmp_path: Path, monkeypatch: py
 def test_a_machine_without_a_place_for_sockets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_PARENTS", ("/nowhere",))
     monkeypatch.setattr("tempfile.tempdir", "/" + "d" * 120)
-    with pytest.raises(UserError, match=r"no folder for Unix sockets \(/nowhere: No such file .*at most 50"):
+    with pytest.raises(UserError, match=r"no folder for Unix sockets \(/nowhere: No such file .*max. 50"):
         make_folder()
 
 

@@ -170,7 +170,7 @@ async def test_answers_of_two_weight_versions_are_no_evaluation(folder: Path, tm
 class Sets:
     """Stands for a set; counts how often it is asked."""
 
-    name, answer = "hard", None
+    name, generator = "hard", None
 
     def __init__(self, router: ScriptedRouter) -> None:
         self.router, self.asked = router, 0
@@ -425,5 +425,5 @@ def test_the_display_tells_a_line_for_each_set() -> None:
     with PlainProgress(10, Console(file=out, width=200)) as display:
         display.entry(json.loads(json.dumps(entry)), live=True)
     assert out.getvalue().splitlines()[1] == (
-        "eval at step 4: hard: pass@1 0.500 [0.095, 0.905] on 2 prompts x 1, mean length 5.0, 0 cut off"
+        "eval at step 4: hard: pass@1 0.500 [0.095, 0.905] on 2 prompts x 1, mean length 5.0, 0 truncated"
     )

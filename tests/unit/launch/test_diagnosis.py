@@ -83,7 +83,7 @@ def test_a_process_that_gives_no_stack_is_named() -> None:
 
 
 def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
-    code = "from rlsys.obs.role import show_stack_on_signal as s; s(); print('up', flush=True); input()"
+    code = "from rlsys.obs.role import dump_stack_on_signal as s; s(); print('up', flush=True); input()"
     env = {**os.environ, STACKS_VARIABLE: str(tmp_path / "stacks" / "trainer"), "RANK": "3"}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -168,7 +168,7 @@ def test_stacks_are_fresh_by_the_folders_own_clock(run: Path, monkeypatch: pytes
 
 
 def test_a_dead_run_has_last_words(run: Path) -> None:
-    assert "no process of this run is alive" in request_diagnosis(run)
+    assert "no process of this run is running" in request_diagnosis(run)
     assert "  trainer-0: two" in request_diagnosis(run).splitlines()
 
 

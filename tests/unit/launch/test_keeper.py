@@ -156,7 +156,7 @@ def test_a_command_that_is_killed_at_its_birth_has_ended() -> None:
     """Between fork and exec: the keeper had waited for ever for the end of a process that nobody knew any more."""
     keep = (
         "import os, signal, sys; from launch import cgroup, keeper\n"
-        "cgroup.make = lambda name: __import__('pathlib').Path('/')\n"
+        "cgroup.create = lambda name: __import__('pathlib').Path('/')\n"
         "cgroup.kill = cgroup.end_start = lambda group: None\n"
         "cgroup.enter = lambda group: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(keeper.main())"
@@ -183,7 +183,7 @@ def test_without_a_tree_that_one_may_write_to_there_is_no_group(
     """The keeper then does without. "old": Linux before 5.14, whose groups have no cgroup.kill."""
     above = {"none": None, "read-only": tmp_path / "file", "old": tmp_path}[tree]
     (tmp_path / "file").touch()
-    monkeypatch.setattr(cgroup, "home", lambda: above)
+    monkeypatch.setattr(cgroup, "current_group", lambda: above)
     assert cgroup.create("rlsys-x-engine-0") is None
     cgroup.end("rlsys-x-engine-0")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
@@ -191,7 +191,7 @@ def test_without_a_tree_that_one_may_write_to_there_is_no_group(
 
 def test_what_is_written_to_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder that stands for a group, also on a machine that has none."""
-    monkeypatch.setattr(cgroup, "home", lambda: tmp_path)
+    monkeypatch.setattr(cgroup, "current_group", lambda: tmp_path)
     role = tmp_path / "rlsys-x-engine-0"
     role.mkdir()
     (role / "cgroup.kill").touch()

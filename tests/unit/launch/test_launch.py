@@ -112,7 +112,7 @@ def test_a_reference_is_started_beside_the_rollout_process_or_somebody_elses() -
     plan = planned("engine.reference=http://judge:30000")
     assert [r.name for r in plan.roles] == ["engine-0", "rollout", "trainer"]
     assert plan.roles[1].argv[-2:] == ["--reference", "http://judge:30000"]
-    with pytest.raises(UserError, match=r"engine.reference = own: no GPU is planned"):
+    with pytest.raises(UserError, match=r"engine.reference = own: the plan has no GPU"):
         planned("engine.reference=own", "launch.gpus_per_node=1")
 
 
@@ -135,7 +135,7 @@ def test_a_teacher_is_started_beside_the_rollout_process_or_somebody_elses() -> 
     assert [r.name for r in plan.roles] == ["engine-0", "rollout", "trainer"]
     assert plan.roles[1].argv[-2:] == ["--teacher", "http://judge:30000"]
     with pytest.raises(
-        UserError, match=r"algo.teacher.engine = own: no GPU is planned .* the teacher's weights"
+        UserError, match=r"algo.teacher.engine = own: the plan has no GPU .* the teacher's weights"
     ):
         planned(taught % "own", "launch.gpus_per_node=1")
 
@@ -383,7 +383,7 @@ def test_a_model_folder_that_fits(model: Path) -> None:
     [
         (["model.path=/no/such"], r"model\.path = /no/such: no such folder"),
         (["model.path=/dev/null"], "not a folder"),
-        (["model.path=/"], r"not a Hugging Face model folder: no config\.json in it"),
+        (["model.path=/"], r"not a Hugging Face model folder: contains no config\.json"),
         (["parallel.ep=16"], r"parallel\.ep = 16 does not divide experts = 8 of"),
         (["parallel.pp=4"], r"parallel\.pp = 4: expected at most the 3 layers of"),
         (

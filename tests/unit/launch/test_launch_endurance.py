@@ -171,7 +171,7 @@ def test_a_requeue_onto_a_node_without_the_folder_is_refused(tmp_path: Path) -> 
     """Before: on another node's disk the run began again at step 0."""
     again = {"SLURM_RESTART_COUNT": "2"}
     with pytest.raises(
-        UserError, match=r"run: not on this node, .*SLURM_RESTART_COUNT = 2.* every node sees"
+        UserError, match=r"run: missing on this node, .*SLURM_RESTART_COUNT = 2.* all nodes share"
     ):
         check_folder(tmp_path / "run", again)
     check_folder(tmp_path / "run", {})

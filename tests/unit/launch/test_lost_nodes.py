@@ -193,7 +193,7 @@ def test_a_run_without_a_node_to_take_asks_to_be_queued_again(
         main.supervise(config, lambda _: LaunchPlan([]))
         assert calls == ["replace"]
     else:
-        with pytest.raises(NodeLost, match="node n2 is gone"):
+        with pytest.raises(NodeLost, match="node n2 is lost"):
             main.supervise(config, lambda _: LaunchPlan([]))
         assert calls == ["replace", "requeue"]
 

@@ -347,7 +347,7 @@ def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
         (stage.folder / f"refused {path.name}").touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(coordinator, "replace", full)
+    monkeypatch.setattr(coordinator, "replace_file", full)
     monkeypatch.setattr("launch.stall_detector.write_atomically", full)
     monkeypatch.setattr("launch.stall_detector._STACKS_SECONDS", 0.02)
     asks = "wait_for('rollout probed')\nrun = here / 'run'\n(run / '.ask').mkdir()\n"

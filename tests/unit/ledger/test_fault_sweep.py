@@ -156,7 +156,7 @@ def test_each_call_for_the_run_folder_fails_once(tmp_path: Path) -> None:
         with python_calls(sites):
             for _ in range(2):  # made, and opened again
                 with open_run_dir(config, lambda _: None) as run_dir:
-                    coordinator.publish(run_dir.owner)
+                    coordinator.publish_address(run_dir.owner)
 
     def check(folder: Path, what: str) -> None:
         config = config_of(folder)
@@ -166,7 +166,7 @@ def test_each_call_for_the_run_folder_fails_once(tmp_path: Path) -> None:
             run_dir.owner.check()
             assert current_owner(config.run.dir) == run_dir.owner, what
         published = config.run.dir / coordinator.FILE_NAME
-        assert not published.exists() or coordinator.published(config.run.dir) is not None, what
+        assert not published.exists() or coordinator.read_address(config.run.dir) is not None, what
 
     clean = sweep(tmp_path, scenario, check)
     assert {"open", "write", "fsync", "rename", "mkdir", "unlink"} <= set(clean.seen)

@@ -153,7 +153,7 @@ def test_long_responses_are_planned_in_larger_units(tmp_path: Path, monkeypatch:
 
 
 def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rollout.generator = tools: only single_turn can be planned yet"):
+    with pytest.raises(UserError, match=r"rollout.generator = tools: only single_turn can be simulated"):
         forecast(config(tmp_path, rollout={"generator": "tools"}), LengthDistribution([5], 200))
 
 

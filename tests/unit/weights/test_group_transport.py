@@ -107,7 +107,7 @@ def test_each_round_of_a_rolling_push_keeps_its_group(
         self._group = f"group {names}"  # type: ignore[assignment]
         return True
 
-    monkeypatch.setattr(GroupTransport, "_joined", join)
+    monkeypatch.setattr(GroupTransport, "_join", join)
     groups = GroupCache(60, 60)
 
     def push(names: str, holds: int = 0) -> list[str]:

@@ -43,16 +43,16 @@ def test_an_engine_beside_the_trainer_is_reached_by_a_group_of_other_gpus() -> N
 
 
 def test_what_nccl_would_refuse_is_refused_before_the_start() -> None:
-    with pytest.raises(UserError, match=r"every trainer rank shares a GPU .* first on GPU 0 of node 0"):
+    with pytest.raises(UserError, match=r"each trainer rank, first on GPU 0 of node 0, shares its GPU"):
         plan_push(places(0), [places(0, 1)], "broadcast", gpus=True)
     with pytest.raises(UserError, match=r"two ranks of one NCCL group on GPU 3 of node 1"):
         check_group([DeviceLocation(1, 3), DeviceLocation(0, 3), DeviceLocation(1, 3)])
     with pytest.raises(
-        UserError, match=r"tensor passes through the memory .* engine-1 is on GPU 1 of node 0"
+        UserError, match=r"tensor needs a GPU that trainer and engine share.* engine-1 is on GPU 1 of node 0"
     ):
         plan_push(places(0), [places(0), places(1)], "tensor", gpus=True)
     with pytest.raises(
-        UserError, match=r"tensor passes through one machine's memory.* engine-0 is on node 1"
+        UserError, match=r"tensor needs a machine that trainer and engine share.* engine-0 is on node 1"
     ):
         plan_push([DeviceLocation(0, 0)], [[DeviceLocation(1, 0)]], "tensor", gpus=False)
 
@@ -60,7 +60,7 @@ def test_what_nccl_would_refuse_is_refused_before_the_start() -> None:
 def test_a_sharded_push_goes_by_groups_and_shares_no_gpu() -> None:
     trainer = places(0, 1)
     assert plan_push(trainer, [places(2, 3)], "sharded", gpus=True) == PushPlan({}, group=True)
-    with pytest.raises(UserError, match=r"sharded .* GPU 1 of node 0 is used by both \(by engine-1\)"):
+    with pytest.raises(UserError, match=r"sharded: the trainer and engine-1 both use GPU 1 of node 0"):
         plan_push(trainer, [places(2, 3), places(4, 1)], "sharded", gpus=True)
     assert plan_push(trainer, [places(0, 1)], "sharded", gpus=False) == PushPlan({}, group=True)
 

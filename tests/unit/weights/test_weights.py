@@ -62,7 +62,7 @@ def test_a_stream_lays_the_next_bucket_out_while_one_is_on_its_way() -> None:
     laid, seen = Event(), []
 
     class Watched(StagingBuffers):
-        def lay(self, bucket: Bucket) -> FlatBucket:
+        def flatten(self, bucket: Bucket) -> FlatBucket:
             if bucket[0][0] == "t1":
                 laid.set()
             return super().flatten(bucket)
