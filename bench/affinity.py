@@ -62,7 +62,7 @@ async def makespan(router: Router, rng: random.Random) -> tuple[float, list[tupl
 async def measured(strategy: str, clients: list[EngineClient], slow: str, seed: int) -> dict[str, Any]:
     router = Router(
         clients, vocab_size=VOCAB, context_length=CONTEXT, stop_ids=(), bounds=Bounds(1.0, 1.0),
-        strategy=strategy, trusted=True,
+        strategy=strategy, skip_attestation=True,
     )  # fmt: skip
     for client in clients:
         await client.flush()  # the other strategy has had the same prompts

@@ -17,7 +17,7 @@ from rlsys.algo.objective import Objective
 from rlsys.config import load_config
 from rlsys.config.algo import CriticSection
 from rlsys.core.messages import decode
-from rlsys.core.types import Sample, SampleGroup, Taken
+from rlsys.core.types import Sample, SampleGroup, TrainBatch
 from rlsys.trainer import step
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
@@ -60,10 +60,10 @@ for method in TIMED:
     setattr(Clocked, method, _clocked(method))
 
 
-def full_step(odd: bool, named: bool) -> Taken:
+def full_step(odd: bool, named: bool) -> TrainBatch:
     """The recorded step with GROUPS groups; `odd`: of seven samples each."""
     packed = gzip.decompress((ROOT / "tests" / "data" / "step.msgpack.gz").read_bytes())
-    taken = decode(packed, Taken)
+    taken = decode(packed, TrainBatch)
 
     def sample(s: Sample) -> Sample:
         marks = s.named_rewards or {"answer": s.reward or 0.0}

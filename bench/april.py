@@ -59,7 +59,7 @@ from safetensors.torch import load_file
 
 from rlsys.config import Config, identity
 from rlsys.convert.config import HFConfig
-from rlsys.core.types import Prompt, Sample, SampleGroup, Taken
+from rlsys.core.types import Prompt, Sample, SampleGroup, TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
@@ -67,7 +67,7 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.scoring import Scorer
 
 TRACE = Path(__file__).with_name("traces") / "long_tail.json"
@@ -101,12 +101,12 @@ class Loop:
     def __init__(self, stage: Stage, config: Config, manager: RolloutManager) -> None:
         self._manager = manager
         self._stage = stage
-        self._sync = WeightSync(config)
+        self._sync = GatheredPush(config)
         self._hf = HFConfig.read(config.model.path)
         self.step = 0
         self.seconds = dict.fromkeys(("take", "begin", "send", "end"), 0.0)
 
-    async def take(self) -> Taken:
+    async def take(self) -> TrainBatch:
         self.step += 1
         with self._phase("take"):
             taken = await self._manager.take(self.step)
@@ -149,7 +149,7 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
             had_read = await stage.tokens_read()
             loop.seconds, router.interrupt_seconds = dict.fromkeys(loop.seconds, 0.0), 0.0
             looking, start = asyncio.create_task(clock.run()), time.monotonic()
-            taken: list[Taken] = []
+            taken: list[TrainBatch] = []
             while (loop.step - first) * mode.batch < measured:
                 taken.append(await loop.take())
                 await loop.push()
@@ -175,7 +175,7 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
     }
 
 
-def of_trained(taken: list[Taken], seconds: float, true_mean: float) -> dict[str, float]:
+def of_trained(taken: list[TrainBatch], seconds: float, true_mean: float) -> dict[str, float]:
     """Figures of the groups that the measured steps took."""
     groups: list[SampleGroup] = [g for t in taken for g in t.groups]
     samples = [s for g in groups for s in g.samples]

@@ -57,10 +57,10 @@ class TracedRouter(Router):
     interrupt_seconds = 0.0
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
+        self, keep: Callable[[Sample], bool] | None = None, *, keep_serving: bool = False
     ) -> None:
         start = time.monotonic()
-        await super().interrupt(keep, going_on=going_on)
+        await super().interrupt(keep, keep_serving=keep_serving)
         self.interrupt_seconds += time.monotonic() - start
 
     async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:

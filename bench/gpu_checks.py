@@ -64,13 +64,13 @@ def families(figures: Figures) -> None:
 
 def checksums(figures: Figures) -> None:
     """SGLang's hash of a GPU tensor by our kernel: equal to the golden ones, GB/s, memory beside the tensor."""
-    from rlsys.weights.hashes import PartDigests, join
+    from rlsys.weights.hashes import PartDigests, final_hash
     from tests.unit.weights.test_hashes import GOLDEN, sample
 
     def digest(tensor: torch.Tensor) -> str:
         digests = PartDigests()
         digests.add(tensor, 0, -(-tensor.nbytes // 4))
-        return str(join(digests.results()))
+        return str(final_hash(digests.results()))
 
     figures(equal=all(digest(sample(n, dtype).to(DEVICE)) == golden for (n, dtype), golden in GOLDEN.items()))
     big = torch.zeros(HASHED_BYTES // 2, dtype=torch.bfloat16, device=DEVICE)
@@ -311,11 +311,11 @@ def objective(figures: Figures) -> None:
 
 def fp8(figures: Figures) -> None:
     """Blocks of 128 x 128: the error of our quantiser, and on a GPU that has it, of a GEMM with such weights."""
-    from rlsys.weights.fp8 import quantise, restore
+    from rlsys.weights.fp8 import dequantise, quantise
 
     weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
     values, scale = quantise(weight)
-    error = (restore(values, scale) - weight.float()).abs().max() / weight.float().abs().max()
+    error = (dequantise(values, scale) - weight.float()).abs().max() / weight.float().abs().max()
     figures(restored_error=float(error))
     if CUDA and torch.cuda.get_device_capability() == (9, 0):  # Blackwell takes other blocks
         x = torch.randn(256, 2048, device=DEVICE, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from measure import ROOT, running_engine
 from rlsys.config import Config
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Sample
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
@@ -30,7 +30,7 @@ from rlsys.router.router import Router
 from rlsys.trainer.pack import TrainSample
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers.engine_process import engine_arguments
 
 LAYERS = 4 if CUDA else 2
@@ -72,7 +72,7 @@ async def _use(config: Config, trainer: Trainer, url: str, figures: Figures) -> 
             stop_ids=(),
             bounds=Bounds.of(config),
         )
-        sync = WeightSync(config)
+        sync = GatheredPush(config)
         for version in range(1, UPDATES + 1):
             figures(**{f"update_{version}": await _update(version, trainer, router, sync)})
         router.resume()
@@ -82,10 +82,10 @@ async def _use(config: Config, trainer: Trainer, url: str, figures: Figures) -> 
             figures(sleep=await _sleep_and_wake(client))
 
 
-async def _update(version: int, trainer: Trainer, router: Router, sync: WeightSync) -> dict[str, Any]:
+async def _update(version: int, trainer: Trainer, router: Router, sync: GatheredPush) -> dict[str, Any]:
     """Seconds of one attested weight update, by phase."""
     marks = [time.monotonic()]
-    ticket = PushTicket(version, await router.begin_push(version), CANARIES)
+    ticket = WeightUpdate(version, await router.begin_push(version), CANARIES)
     marks.append(time.monotonic())
     sums = EngineChecksums(trainer.hf, 1)
     sent = sync.push(sums.watch(trainer.served_tensors()), ticket)
@@ -206,7 +206,7 @@ def fp8_rollout(figures: Figures) -> None:
                     [client], vocab_size=trainer.hf.vocab_size, context_length=4096, stop_ids=(),
                     bounds=Bounds.of(config),
                 )  # fmt: skip
-                figures(update=await _update(1, trainer, router, WeightSync(config)))
+                figures(update=await _update(1, trainer, router, GatheredPush(config)))
                 router.resume()
                 await _decode(client, figures)
 

@@ -123,7 +123,7 @@ def profile(work: Callable[[], object]) -> dict[str, Any]:
 def weight_layout(figures: Figures) -> None:
     """Gathering the weights under their published names and laying them out, without and with hashing."""
     from rlsys.trainer.trainer import Trainer
-    from rlsys.weights.buckets import Areas, stream
+    from rlsys.weights.buckets import StagingBuffers, send_in_buckets
     from rlsys.weights.checksums import EngineChecksums
     from rlsys.weights.hashes import PartDigests
 
@@ -137,7 +137,7 @@ def weight_layout(figures: Figures) -> None:
             nonlocal sent
             sums = EngineChecksums(trainer.hf, 1)
             tensors = sums.watch(trainer.served_tensors()) if hashed else trainer.served_tensors()
-            sent = stream(tensors, bucket, Areas(shared=True), lambda _: None)
+            sent = send_in_buckets(tensors, bucket, StagingBuffers(shared=True), lambda _: None)
             if hashed:
                 sums.digests()
 

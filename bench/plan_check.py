@@ -33,8 +33,8 @@ from typing import Any
 from measure import machine, say, spread
 from plan_stage import Setting, Size, Stage, config_of, stage, steps_of
 
-from rlsys.planner.calibration import Calibration, calibrated
-from rlsys.planner.capacity import demand_of, rate_of
+from rlsys.planner.calibration import Calibration, calibrate
+from rlsys.planner.capacity import engine_rate, step_demand
 from rlsys.planner.costs import Costs
 from rlsys.planner.simulation import Forecast, simulate
 
@@ -75,8 +75,8 @@ def forecast_of(
         config = config_of(setting, size, Path("simulated"), seed)
         runs.append(
             simulate(
-                config, costs, found.lengths.cut(size.longest),
-                prompt_tokens=found.prompt_tokens, steps=steps, warm=WARM,
+                config, costs, found.lengths.truncate(size.longest),
+                prompt_tokens=found.prompt_tokens, steps=steps, warmup_steps=WARM,
             )
         )  # fmt: skip
     names = (
@@ -93,7 +93,7 @@ def forecast_of(
 
 def longer(costs: Costs, seconds: float) -> Costs:
     """With so much more sleep before each pass."""
-    return replace(costs, every_pass=max(0.0, costs.every_pass + seconds))
+    return replace(costs, pass_overhead=max(0.0, costs.pass_overhead + seconds))
 
 
 def capacity_of(
@@ -110,8 +110,8 @@ def capacity_of(
 def idle_by_rule(setting: Setting, found: Calibration, slept: float, size: Size) -> dict[str, float]:
     config = config_of(setting, size, Path("simulated"), FIRST_SEED)
     costs, running = longer(found.costs(1), setting.sleep - slept), config.slots
-    demand = demand_of(config, costs, found.lengths, running, found.prompt_tokens)
-    rate = rate_of(costs, found.lengths, running, found.prompt_tokens)
+    demand = step_demand(config, costs, found.lengths, running, found.prompt_tokens)
+    rate = engine_rate(costs, found.lengths, running, found.prompt_tokens)
     step = demand.step_seconds(rate, setting.max_staleness)
     return {"step_seconds_by_rule": step, "idle_seconds_by_rule": step - demand.busy}
 
@@ -137,7 +137,7 @@ def predict(args: argparse.Namespace, size: Size) -> dict[str, Any]:
         for kind, setting in CALIBRATING.items():
             say(f"calibrating: {setting.name}")
             run = kept.run(setting, 6 if args.quick else CALIBRATED_STEPS, CALIBRATING_SEED)
-            one = calibrated(run)
+            one = calibrate(run)
             lengths = next(iter(found.values()), one).lengths
             found[kind] = replace(one, lengths=lengths)
             say(f"    {found[kind].costs(1)}")

@@ -63,8 +63,9 @@ def pushed(config: Config) -> dict[str, Any]:
     plan = plan_senders(config, read_model(config))
     planned = time.process_time() - start
     return {
-        "senders": len(plan.sendings), "ranks": len(plan.sent), "sent_max_gb": round(max(plan.sent) / GB, 3),
-        "sent_mean_gb": round(plan.mean / GB, 3), "received_gb": round(plan.received / GB, 3),
+        "senders": len(plan.schedules), "ranks": len(plan.total_bytes),
+        "sent_max_gb": round(max(plan.total_bytes) / GB, 3),
+        "sent_mean_gb": round(plan.mean / GB, 3), "received_gb": round(plan.received_bytes / GB, 3),
         "link_gb_s": LINK, "seconds": round(seconds(plan, config), 2),
         "planned_s": round(planned, 1),
     }  # fmt: skip

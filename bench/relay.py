@@ -24,8 +24,8 @@ from measure import machine, say
 from torch import Tensor
 
 from rlsys.core.weight_updates import EngineAddress
-from rlsys.weights.buckets import Areas, stream
-from rlsys.weights.relayed import RelayPush
+from rlsys.weights.buckets import StagingBuffers, send_in_buckets
+from rlsys.weights.relay_push import RelayPush
 from tests.helpers.relay_host import Host, hosts
 from tests.helpers.slow_link import SlowLink
 
@@ -63,10 +63,10 @@ class Sender:
         engines = [EngineAddress(url, 1, -1, i, epoch=self._version) for i, url in enumerate(self._urls)]
         start, before = time.perf_counter(), self.link.passed
         self._relays.begin(engines, self._version)
-        stream(tensors.items(), BUCKET_BYTES, Areas(shared=False), self._relays.send)
+        send_in_buckets(tensors.items(), BUCKET_BYTES, StagingBuffers(shared=False), self._relays.send)
         self._relays.end()
         seconds, passed = time.perf_counter() - start, self.link.passed - before
-        assert not self._relays.left_out, self._relays.left_out
+        assert not self._relays.excluded, self._relays.excluded
         right = {
             n: hashlib.sha256(t.view(torch.uint8).numpy().data).hexdigest()[:16] for n, t in tensors.items()
         }

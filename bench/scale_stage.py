@@ -283,16 +283,16 @@ async def work(args: argparse.Namespace) -> None:
     """A worker; when it is told to end, it writes down how late its loop was."""
     from rlsys.generators.generator import build_generator
     from rlsys.generators.turns import sampling_turns
-    from rlsys.worker.worker import Worker, WorkerParts, leave, standard_input
+    from rlsys.worker.worker import Worker, WorkerParts, exit_now, standard_input
 
     config, lag = Config.model_validate_json((args.folder / "config.json").read_text()), Lag()
 
     def end() -> None:
         (args.folder / f"lag-{args.worker}.json").write_text(json.dumps(lag.late[len(lag.late) // 10 :]))
-        leave()
+        exit_now()
 
     async with make_session() as session:
-        router = make_router(args, session, sole=False)
+        router = make_router(args, session, single_router=False)
         generator = build_generator(config, None, sampling_turns(config, router))
         share = config.flush_tokens // args.workers
         watch = asyncio.create_task(lag.watch())
@@ -334,7 +334,7 @@ class Rollout:
         )  # fmt: skip
         source: Any = Numbers()
         workers = getattr(args, "workers", 1)
-        more: dict[str, Any] = {} if workers == 1 else {"in_hand": False}
+        more: dict[str, Any] = {} if workers == 1 else {"holds_tokens": False}
         self.router: Any = make_router(args, session) if workers == 1 else make_workers(self.config, args)
         planning = Planning(self.config, source, None)
         self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest

@@ -31,11 +31,19 @@ from numpy.typing import NDArray
 
 from rlsys.core.messages import decode
 from rlsys.core.messages import encode as to_wire
-from rlsys.core.spans import RoutePlace, RouteSpan, VersionSpan
-from rlsys.core.types import GroupState, Sample, SampleGroup, Status, Taken
+from rlsys.core.spans import RouteLocation, RouteSpan, VersionSpan
+from rlsys.core.types import GroupState, Sample, SampleGroup, Status, TrainBatch
 from rlsys.ledger.sample_rows import encode_routes
 from rlsys.ledger.segments import SegmentFile
-from rlsys.segments.records import FOLDER, HEADER_BYTES, Kind, SegmentReader, Whose, encode, head
+from rlsys.segments.records import (
+    FOLDER,
+    HEADER_BYTES,
+    Kind,
+    SegmentReader,
+    SequenceKey,
+    encode,
+    encode_header,
+)
 from rlsys.segments.route_records import RouteFile
 from rlsys.trainer.bins import plan_bins
 from rlsys.trainer.pack import Unread, pack
@@ -88,13 +96,15 @@ class HoledRoutes:
         table = struct.pack("<HHI", LAYERS, TOPK, 1)
         table += struct.pack(f"<{LAYERS}I", *(sums.get(layer, 0) for layer in range(LAYERS)))
         length = len(table) + LAYERS * size
-        first = head(Kind.ROUTES, Whose(0), 0, positions, length, table, len(table))
+        first = encode_header(Kind.ROUTES, SequenceKey(0), 0, positions, length, table, len(table))
         self._file.seek(self._at)
         self._file.write(first + table)
         for layer, chosen in zip(self._layers, experts, strict=True):
             self._file.seek(self._at + HEADER_BYTES + len(table) + layer * size)
             self._file.write(chosen.tobytes())
-        place = RoutePlace(self._name, self._at, HEADER_BYTES + length, int.from_bytes(first[4:8], "little"))
+        place = RouteLocation(
+            self._name, self._at, HEADER_BYTES + length, int.from_bytes(first[4:8], "little")
+        )
         self._at += HEADER_BYTES + length
         self._file.truncate(self._at)
         return RouteSpan(0, positions, b"", place)
@@ -122,12 +132,14 @@ def write_step(folder: Path, sizes: Sizes) -> None:
             mu = rng.random(n).tobytes()
             experts = rng.integers(0, EXPERTS, (len(sizes.layers), PROMPT + n - 1, TOPK), np.uint8)
             where = encode_routes([routes.append(experts)])
-            sample.pieces = [tokens.append(encode(Kind.TOKENS, Whose(i), 0, n, ids + mu + where, len(where)))]
+            sample.pieces = [
+                tokens.append(encode(Kind.TOKENS, SequenceKey(i), 0, n, ids + mu + where, len(where)))
+            ]
             tokens.write_out()
         groups[i // GROUP].samples.append(sample)
     tokens.close()
     routes.close()
-    (folder / STEP).write_bytes(to_wire(Taken(1, 1, groups, {})))
+    (folder / STEP).write_bytes(to_wire(TrainBatch(1, 1, groups, {})))
 
 
 def peak_bytes() -> int:
@@ -138,7 +150,7 @@ def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
     """What rank 0 does with the answer."""
     answer = (folder / STEP).read_bytes()
     start, cpu = time.perf_counter(), time.process_time()
-    taken = decode(answer, Taken)
+    taken = decode(answer, TrainBatch)
     with SegmentReader(folder) as segments:
         samples = [s for g in taken.groups for s in g.samples]
         layers = sizes.layers

@@ -42,7 +42,7 @@ from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.core.spans import VersionSpan
-from rlsys.core.types import Sample, SampleGroup, Segment, Status, Taken
+from rlsys.core.types import Sample, SampleGroup, Segment, Status, TrainBatch
 from rlsys.planner.memory import model_size
 from rlsys.trainer.model.attention import PackedSequences
 from rlsys.trainer.model.share import Share
@@ -58,7 +58,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Of dense bfloat16 products, by a word of the device's name."""
 
 
-def synthetic(trace: list[int]) -> Taken:
+def synthetic(trace: list[int]) -> TrainBatch:
     """Groups of random tokens and rewards with the trace's lengths: the cost of a step does not depend on them."""
     rng = random.Random(0)
     groups = []
@@ -73,7 +73,7 @@ def synthetic(trace: list[int]) -> Taken:
             sample.status, sample.reward = Status.FINISHED, float(i % 2)
             samples.append(sample)
         groups.append(SampleGroup(g, g, samples))
-    return Taken(1, 1, groups, {})
+    return TrainBatch(1, 1, groups, {})
 
 
 class Bench:
@@ -239,7 +239,7 @@ def gpu_figures(model: Path, tokens_per_s: float) -> dict[str, float | None]:
     """Of one GPU at this many trained tokens a second."""
     hf = HFConfig.read(model)
     size = model_size(hf)
-    visited = size.dense - hf.vocab_size * hf.hidden_size + hf.layers * 3 * hf.hidden_size * size.chosen_width
+    visited = size.dense - hf.vocab_size * hf.hidden_size + hf.layers * 3 * hf.hidden_size * size.active_width
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
     return {
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,

@@ -29,7 +29,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.generators.generator import build_generator
 from rlsys.generators.trees import TreeGenerator
-from rlsys.generators.turns import looking_turns, sampling_turns
+from rlsys.generators.turns import sampling_turns, top_logprob_turns
 from rlsys.planning.repairs import Repairs
 from rlsys.rewards.answer import final_answer
 from rlsys.rewards.repairs import build_process_judge
@@ -59,7 +59,7 @@ async def measure(part: Part, config: Config, url: str, prompts: int, size: int)
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source, rows = build_source(config, tokenizer), []
     async with make_session() as session:
-        router = build_router(config, [EngineClient(url, session, tp=1)], tokenizer, trusted=True)
+        router = build_router(config, [EngineClient(url, session, tp=1)], tokenizer, skip_attestation=True)
         watch = asyncio.create_task(router.watch())
         router.resume()
         try:
@@ -107,7 +107,7 @@ async def distinct(
     generate = build_generator(config, tokenizer, speak)
     assert isinstance(generate, TreeGenerator)
     group = group_of(2 * number, prompt, size)
-    generate.attach(group, looking_turns(config, router))
+    generate.attach(group, top_logprob_turns(config, router))
     await asyncio.gather(*(generate(s, prompt) for s in group.samples))
     made = sum(s.received_tokens for s in group.samples)
 

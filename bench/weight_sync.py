@@ -34,12 +34,12 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.core.weight_updates import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.router.checksums import Checksums
+from rlsys.router.engine_checksums import ChecksumVerifier
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 
 METHODS = ("tensor", "broadcast", "disk", "disk_delta")
 GB = 1e9
@@ -61,10 +61,10 @@ def config_for(method: str, model: Path, run: Path) -> Config:
 
 
 async def push(
-    client: EngineClient, sync: WeightSync, tensors: dict[str, Tensor], version: int
+    client: EngineClient, sync: GatheredPush, tensors: dict[str, Tensor], version: int
 ) -> tuple[float, int]:
     """Seconds and bytes of one push."""
-    ticket = PushTicket(version, [EngineAddress(client.url, client.tp, version - 1)], [])
+    ticket = WeightUpdate(version, [EngineAddress(client.url, client.tp, version - 1)], [])
     await client.begin_weight_update()
     start = time.perf_counter()
     sent = await asyncio.to_thread(sync.push, iter(tensors.items()), ticket)
@@ -122,7 +122,7 @@ async def checksum_seconds(
     for _ in checksums.watch(tensors.items()):
         pass
     digests, hashed = checksums.digests(), time.perf_counter() - start
-    match = Checksums().compare(client.url, digests, await client.checksums())
+    match = ChecksumVerifier().compare(client.url, digests, await client.checksums())
     assert match.equal and not match.wrong, match
     return time.perf_counter() - start, hashed
 
@@ -130,7 +130,7 @@ async def checksum_seconds(
 async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -> dict[str, Any]:
     tensors = load_file(model / "model.safetensors")
     total = sum(t.nbytes for t in tensors.values())
-    syncs = {m: WeightSync(config_for(m, model, folder / m)) for m in METHODS}
+    syncs = {m: GatheredPush(config_for(m, model, folder / m)) for m in METHODS}
     first: dict[str, float] = {}
     floors = {"copy": copy_seconds, "loopback": loopback_seconds, "hashlib": hashlib_seconds}
     seconds: dict[str, list[float]] = {m: [] for m in (*floors, *METHODS, "checksums", "hashes")}

@@ -2,20 +2,20 @@
 
     rlsys train examples/own_environment.yaml
 
-`second_chance(config, tokenizer, speak)` makes a generator. `speak(sample)` is one turn of the model. What the
-environment says is added by `sample.observe`, and is never trained. All that a generator knows of a sample must stand
-in its tokens: after an interruption, or a crash, it is called again with those that were saved.
+`second_chance(config, tokenizer, generate_turn)` makes a generator. `generate_turn(sample)` is one turn of the model.
+What the environment says is added by `sample.observe`, and is never trained. All that a generator knows of a sample
+must stand in its tokens: after an interruption, or a crash, it is called again with those that were saved.
 """
 
 from rlsys.config import Config
 from rlsys.core.types import Prompt, Response, Sample, Status
 from rlsys.data import Tokenizer
 from rlsys.generators.generator import Generator
-from rlsys.generators.turns import Speak
+from rlsys.generators.turns import GenerateTurn
 from rlsys.rewards.answer import final_answer
 
 
-def second_chance(config: Config, tokenizer: Tokenizer, speak: Speak) -> Generator:
+def second_chance(config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn) -> Generator:
     again = tokenizer.encode("<user>again<assistant>")
     room = config.rollout.max_response_tokens - len(again)
 
@@ -26,7 +26,7 @@ def second_chance(config: Config, tokenizer: Tokenizer, speak: Speak) -> Generat
     async def generate(sample: Sample, prompt: Prompt) -> None:
         ended = bool(sample.response_ids) and sample.response_ids[-1] in tokenizer.stop_ids
         if not sample.observed and not ended:
-            await speak(sample)
+            await generate_turn(sample)
             if sample.status is not Status.FINISHED or right(sample, prompt):
                 return
             if len(sample.response_ids) >= room:
@@ -34,6 +34,6 @@ def second_chance(config: Config, tokenizer: Tokenizer, speak: Speak) -> Generat
             sample.status = Status.PARKED  # the turn has ended, the sample has not
         if not sample.observed:
             sample.observe(again)
-        await speak(sample)
+        await generate_turn(sample)
 
     return generate

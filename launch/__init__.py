@@ -1,1 +1,1 @@
-"""Starts, watches and ends the processes of a run."""
+"""Launcher: starts, supervises and stops the processes of a run."""

@@ -1,17 +1,17 @@
-"""`make setup`: creates .venv and installs what this machine can run. Standard library only, no root.
+"""`make setup`: creates .venv and installs the packages for this machine. Standard library only, no root.
 
     python3 launch/bootstrap.py [--dev] [--parity]
 
-RLSYS_DEVICE=cpu or cuda says for which kind of host; without it, an NVIDIA driver that answers decides. A login node
-has none: there, say RLSYS_DEVICE=cuda. With RLSYS_LOCKED=1 every package has the version that requirements/*.lock
-names; without it, the newest that pyproject.toml allows.
+RLSYS_DEVICE=cpu or cuda selects the kind of host; by default, a responding NVIDIA driver means cuda. On a
+login node without GPUs, set RLSYS_DEVICE=cuda. With RLSYS_LOCKED=1 every package has the version in
+requirements/*.lock; without it, the newest that pyproject.toml allows.
 
-Starts on any Python from 3.8 on, so that one which is too old is told so in a sentence. Doing it again costs
-nothing while pyproject.toml, this file and the Python are the same.
+The script starts on Python 3.8 and later, so that it can report an unsupported version. Running it again is
+free while pyproject.toml, this file and the Python are unchanged.
 
-An interrupted set-up continues, whatever it was interrupted in: a state on disk counts as complete only by a file
-that is written after it. MADE is written when the environment's pip works, STAMP when all packages are installed.
-A package without pip's INSTALLER, or without a file of its RECORD, is installed again.
+An interrupted set-up can be continued at any point: a state on disk counts as complete only when a file
+written after it exists. VENV_RECORD is written when the environment's pip works, STAMP when all packages are
+installed. A package without pip's INSTALLER, or without a file of its RECORD, is installed again.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from rlsys.core.devices import gpu_names  # noqa: E402
 
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-MADE = "rlsys-venv.json"
+VENV_RECORD = "rlsys-venv.json"
 STAMP = VENV / "rlsys-setup.json"
 LOG = VENV / "rlsys-setup.log"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 DEVICE = "RLSYS_DEVICE"
-KINDS = {"cpu": "cpu", "cuda": "gpu"}  # its words -> our extras
+KINDS = {"cpu": "cpu", "cuda": "gpu"}  # value -> extra of pyproject.toml
 LOCKED = "RLSYS_LOCKED"
 LOCKS = {"cpu": ROOT / "requirements/cpu.lock", "gpu": ROOT / "requirements/cuda.lock"}  # by extra
-# The registry's torch brings CUDA's libraries along: 6.3 GB installed, and what is downloaded meanwhile.
+# torch for CUDA depends on CUDA's libraries: 6.3 GB installed, plus downloads.
 DISK_GB = {"cpu": 9, "gpu": 15}
-# Before everything else: whatever asks for torch later finds it satisfied.
+# Installed first, so that later packages find torch installed.
 TORCH = "torch==2.13.0"
-# Without what its metadata asks for, which is CUDA; what it needs on a CPU stands in pyproject.toml's extra `cpu`.
+# Installed without dependencies, which need CUDA; those for a CPU are in pyproject.toml's extra `cpu`.
 SGLANG = "sglang==0.5.23"
-# SGLang imports it at start. It is built for CUDA, so that transformers, which imports any torchvision that it finds,
-# would fail beside a CPU torch: only the engine's processes look into this folder (rlsys/engine/cpu/platform.py).
+# SGLang imports it at start. It is built for CUDA, and transformers, which imports any installed torchvision, would
+# fail with a CPU torch: only the engine's processes use this folder (rlsys/engine/cpu/platform.py).
 TORCHVISION = "torchvision==0.28.0"
 ENGINE_FOLDER = VENV / "engine"
 
-# What tests compare our formulas with, and what that imports: in a folder of its own, without dependencies, so that
-# neither our environment nor torch changes. Packages that the environment has are left out.
+# Libraries that parity tests compare with, and their imports: in a separate folder, without dependencies, so that
+# neither the environment nor torch changes. Packages of the environment are omitted.
 PARITY_FOLDER = VENV / "parity"
 PARITY_STAMP = PARITY_FOLDER / "rlsys-parity.json"
 PARITY = {
@@ -79,49 +79,61 @@ CAUSES = (
 
 
 class SetupError(Exception):
-    """Set-up cannot go on; the message says what is missing."""
+    """Set-up cannot continue; the message names what is missing."""
 
 
-def fitting_python() -> str:
-    """This Python if it fits, else one found on PATH. Raises SetupError when there is none."""
+def find_python() -> str:
+    """Return this Python if its version is supported, else one on PATH.
+
+    Raises:
+        SetupError: there is none.
+    """
     if sys.version_info[:2] in PYTHONS:
         return os.path.realpath(sys.executable)
     for major, minor in PYTHONS:
-        found = shutil.which(f"python{major}.{minor}")
-        # Asked, not believed: a version manager leaves scripts of that name for versions that it lacks.
-        if found and (path := real_python(found)):
+        command = shutil.which(f"python{major}.{minor}")
+        # Run it: version managers create scripts of that name for versions that are not installed.
+        if command and (path := real_python(command)):
             return path
-    here = ".".join(map(str, sys.version_info[:3]))
-    raise SetupError(f"Python 3.11, 3.12 or 3.13 is needed; this is {here}, and no other is on PATH")
+    version = ".".join(map(str, sys.version_info[:3]))
+    raise SetupError(f"Python 3.11, 3.12 or 3.13 is needed; this is {version}, and no other is on PATH")
 
 
 def real_python(command: str) -> str | None:
-    ask = "import os, sys; print(os.path.realpath(sys.executable))"
-    done = subprocess.run([command, "-c", ask], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
+    """Return the path of a Python's executable; None if it does not run."""
+    script = "import os, sys; print(os.path.realpath(sys.executable))"
+    result = subprocess.run([command, "-c", script], capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def host_kind() -> str:
-    """`gpu` or `cpu`: what RLSYS_DEVICE says, else by whether an NVIDIA driver answers. Raises SetupError for another
-    word."""
-    told = os.environ.get(DEVICE, "")
-    if told:
-        if told not in KINDS:
-            raise SetupError(f"{DEVICE} = {told}: expected cpu or cuda")
-        return KINDS[told]
+    """Return `gpu` or `cpu`: from RLSYS_DEVICE, else by whether an NVIDIA driver answers.
+
+    Raises:
+        SetupError: RLSYS_DEVICE has another value.
+    """
+    value = os.environ.get(DEVICE, "")
+    if value:
+        if value not in KINDS:
+            raise SetupError(f"{DEVICE} = {value}: expected cpu or cuda")
+        return KINDS[value]
     return "gpu" if gpu_names() else "cpu"
 
 
-def lock(kind: str) -> Path | None:
-    """The file of versions to keep to, if RLSYS_LOCKED asks for it. Raises SetupError for another word than 1."""
-    told = os.environ.get(LOCKED, "")
-    if told not in ("", "1"):
-        raise SetupError(f"{LOCKED} = {told}: expected 1, or nothing")
-    return LOCKS[kind] if told else None
+def lock_file(kind: str) -> Path | None:
+    """Return the file of pinned versions, if RLSYS_LOCKED is 1.
+
+    Raises:
+        SetupError: RLSYS_LOCKED has another value.
+    """
+    value = os.environ.get(LOCKED, "")
+    if value not in ("", "1"):
+        raise SetupError(f"{LOCKED} = {value}: expected 1, or nothing")
+    return LOCKS[kind] if value else None
 
 
 def fingerprint(python: str) -> str:
-    """Changes when the packages, the steps, the Python or the folder (scripts hold its path) change."""
+    """Return a digest of packages, steps, Python and folder (scripts contain its path)."""
     digest = hashlib.sha256()
     for part in (ROOT / "pyproject.toml", Path(__file__)):
         digest.update(part.read_bytes())
@@ -130,7 +142,7 @@ def fingerprint(python: str) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """None for a file that is missing or cut short."""
+    """Return the content of a JSON file; None if it is missing or truncated."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -138,91 +150,101 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Atomic."""
+    """Write a JSON file atomically."""
     half = path.with_suffix(".part")
     half.write_text(json.dumps(value))
     os.replace(half, path)
 
 
 def installed_extras(mark: str) -> list[str]:
-    """Extras that an earlier set-up with the same fingerprint installed."""
+    """Return the extras that an earlier set-up with the same fingerprint installed."""
     stamp = read_json(STAMP) or {}
     return list(stamp["extras"]) if stamp.get("fingerprint") == mark and PYTHON.exists() else []
 
 
 def venv_kind() -> str | None:
-    """The kind of host that .venv was set up for, with whatever packages; None when no set-up came to its end."""
+    """Return the kind of host of a completely set-up .venv; None if no set-up has finished."""
     extras = (read_json(STAMP) or {}).get("extras", [])
     return next((kind for kind in KINDS.values() if kind in extras), None)
 
 
-def made_for() -> list[str | None] | None:
-    """Python and kind of host of a .venv whose pip works; None for one that is missing or half-made."""
+def venv_record() -> list[str | None] | None:
+    """Return Python and kind of host of a .venv whose pip works; None if it is missing or incomplete."""
     if not PYTHON.exists():
         return None
-    if (made := read_json(VENV / MADE)) is not None:
-        return [made["python"], made["kind"]]
+    if (record := read_json(VENV / VENV_RECORD)) is not None:
+        return [record["python"], record["kind"]]
     # An earlier version of this file wrote STAMP alone.
     return [os.path.realpath(PYTHON), venv_kind()] if venv_kind() else None
 
 
 def check_disk(kind: str) -> None:
+    """Check the free disk space.
+
+    Raises:
+        SetupError: it is too small.
+    """
     free = shutil.disk_usage(ROOT).free / 1e9
     if free < DISK_GB[kind]:
         raise SetupError(f"{free:.1f} GB free on the disk of {ROOT}, {DISK_GB[kind]} GB are needed")
 
 
-def make_venv(python: str, kind: str) -> None:
-    """One that is half-made, of another Python, or for the other kind of host (its torch is another build) is made
-    anew. Afterwards pip sees no package that is installed in part."""
-    if made_for() == [python, kind]:
+def create_venv(python: str, kind: str) -> None:
+    """Create .venv if it is missing, incomplete, of another Python, or for the other kind of host.
+
+    Afterwards pip sees no partly installed package.
+    """
+    if venv_record() == [python, kind]:
         if read_json(STAMP) is None:
-            forget_half_installed()
+            remove_partial_packages()
     else:
         if VENV.exists():
-            for last in (STAMP, VENV / MADE):  # first: the rest is removed in any order
-                last.unlink(missing_ok=True)
+            for marker in (STAMP, VENV / VENV_RECORD):  # first: the rest is removed in any order
+                marker.unlink(missing_ok=True)
             shutil.rmtree(VENV)
-        done = run([python, "-m", "venv", str(VENV)])
-        if done.returncode == 0:
-            done = run([str(PYTHON), "-m", "pip", "--version"])
-        if done.returncode:
+        result = run([python, "-m", "venv", str(VENV)])
+        if result.returncode == 0:
+            result = run([str(PYTHON), "-m", "pip", "--version"])
+        if result.returncode:
             shutil.rmtree(VENV, ignore_errors=True)
-            said = (done.stdout + done.stderr).strip()
-            if "ensurepip" in said:
+            output = (result.stdout + result.stderr).strip()
+            if "ensurepip" in output:
                 raise SetupError(f"{python} cannot create .venv: its venv package is not installed")
             raise SetupError(
-                f"{python} cannot create .venv: {said.splitlines()[-1] if said else 'no message'}"
+                f"{python} cannot create .venv: {output.splitlines()[-1] if output else 'no message'}"
             )
-    write_json(VENV / MADE, {"python": python, "kind": kind})
+    write_json(VENV / VENV_RECORD, {"python": python, "kind": kind})
 
 
-def forget_half_installed() -> None:
-    """An interrupted pip leaves packages with some of their files, and takes them for installed once METADATA is
-    there. Without their METADATA it installs them again, over what is there. `~name` is what it was replacing."""
-    for replaced in VENV.glob("lib/python3*/site-packages/~*"):
-        shutil.rmtree(replaced) if replaced.is_dir() else replaced.unlink()
-    for described in VENV.glob("lib/python3*/site-packages/*.dist-info"):
-        record = described / "RECORD"
-        if (described / "INSTALLER").is_file() and record.is_file():
+def remove_partial_packages() -> None:
+    """Remove the metadata of packages that an interrupted pip installed partly, so that pip installs them again.
+
+    pip considers a package installed as soon as METADATA exists. `~name` is a package that it was replacing.
+    """
+    for leftover in VENV.glob("lib/python3*/site-packages/~*"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    for metadata in VENV.glob("lib/python3*/site-packages/*.dist-info"):
+        record = metadata / "RECORD"
+        if (metadata / "INSTALLER").is_file() and record.is_file():
             with record.open(newline="", encoding="utf-8") as rows:
                 files = [row[0] for row in csv.reader(rows) if row and not row[0].endswith(".pyc")]
-            if all((described.parent / file).exists() for file in files):
+            if all((metadata.parent / file).exists() for file in files):
                 continue
-        shutil.rmtree(described)
+        shutil.rmtree(metadata)
 
 
 def die_with_parent() -> None:
-    """In a child: a pip that outlives a killed set-up would write beside the next one's."""
+    """Kill this child process with its parent: a surviving pip would write concurrently with the next set-up's."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command, and capture its output."""
     return subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
 
 
 def pip(label: str, *args: str) -> None:
-    """One pip install, with its seconds shown and its output in the log."""
+    """Run one pip install; show its duration, and append its output to the log."""
     command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--progress-bar", "off", "--retries", "2"]
     start = time.monotonic()
     live = sys.stdout.isatty()
@@ -238,36 +260,36 @@ def pip(label: str, *args: str) -> None:
                 if live:
                     print(f"\r  {label} ... {time.monotonic() - start:3.0f} s", end="", flush=True)
         finally:
-            process.kill()  # does nothing to one that has ended
+            process.kill()  # no effect if it has ended
             process.wait()
-    took = f"{label}: {time.monotonic() - start:.0f} s"
-    print(f"\r  {took}        " if live else f"  {took}", flush=True)
+    summary = f"{label}: {time.monotonic() - start:.0f} s"
+    print(f"\r  {summary}        " if live else f"  {summary}", flush=True)
     if process.returncode:
-        said = LOG.read_bytes()[begin:].decode(errors="replace")
-        raise SetupError(f"{label}: {cause(said)} (log: {LOG})")
+        output = LOG.read_bytes()[begin:].decode(errors="replace")
+        raise SetupError(f"{label}: {cause(output)} (log: {LOG})")
 
 
 def install_torchvision() -> None:
-    """In a folder of its own; an earlier version of this file installed it among the other packages."""
+    """Install torchvision in a separate folder; earlier versions installed it with the other packages."""
     shutil.rmtree(ENGINE_FOLDER, ignore_errors=True)
     pip("torchvision, for SGLang", "--no-deps", "--target", str(ENGINE_FOLDER), TORCHVISION)
     run([str(PYTHON), "-m", "pip", "uninstall", "--yes", "torchvision"])
 
 
-def keep_rewritten() -> None:
-    """megatron-core's modules as they are rewritten for a CPU: their bytecode, as pip writes that of the others."""
+def compile_patched_modules() -> None:
+    """Compile the modules of megatron-core that are patched on a CPU, as pip compiles the others."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with LOG.open("ab") as log:
         command = [str(PYTHON), "-m", "megatron_patches"]
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
         )
-    if done.returncode:
+    if result.returncode:
         raise SetupError(f"megatron-core cannot be imported (log: {LOG})")
 
 
 def cause(output: str) -> str:
-    """A sentence for what pip said: a known cause, else its last error line."""
+    """Return a sentence for pip's output: a known cause, else its last error line."""
     for sign, meaning in CAUSES:
         if sign in output:
             return meaning
@@ -276,40 +298,43 @@ def cause(output: str) -> str:
 
 
 def set_up(dev: bool) -> None:
-    python = fitting_python()
+    """Create .venv and install all packages, unless that has been done."""
+    python = find_python()
     kind = host_kind()
     extras = [kind, "dev"] if dev else [kind]
-    kept_to = lock(kind)
-    mark = fingerprint(f"{python} {kind} {kept_to.read_text() if kept_to else ''}")
-    have = installed_extras(mark)
-    if set(extras) <= set(have):
+    locked_versions = lock_file(kind)
+    mark = fingerprint(f"{python} {kind} {locked_versions.read_text() if locked_versions else ''}")
+    installed = installed_extras(mark)
+    if set(extras) <= set(installed):
         return
     print(f"rlsys: setting up .venv for a {kind.upper()} host with {python}", flush=True)
     start = time.monotonic()
-    if not have:
+    if not installed:
         check_disk(kind)
-        make_venv(python, kind)
+        create_venv(python, kind)
     STAMP.unlink(missing_ok=True)  # pip changes what an earlier set-up installed
-    if not have and kind == "cpu":
+    if not installed and kind == "cpu":
         pip("torch", TORCH)
     target = f".[{','.join(extras)}]"
-    pip(f"packages of {target}", "-e", target, *(("-c", str(kept_to)) if kept_to else ()))
-    if kind == "cpu" and not have:
+    pip(f"packages of {target}", "-e", target, *(("-c", str(locked_versions)) if locked_versions else ()))
+    if kind == "cpu" and not installed:
         pip("sglang", "--no-deps", SGLANG)
         install_torchvision()
-        keep_rewritten()
-    write_json(STAMP, {"fingerprint": mark, "extras": sorted({*have, *extras})})
+        compile_patched_modules()
+    write_json(STAMP, {"fingerprint": mark, "extras": sorted({*installed, *extras})})
     print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
 
 
 def set_up_parity() -> None:
-    """After `set_up`: the libraries that parity tests compare with. A folder of other versions is made anew."""
+    """Install the libraries that parity tests compare with. A folder with other versions is replaced."""
     if read_json(PARITY_STAMP) == PARITY:
         return
     shutil.rmtree(PARITY_FOLDER, ignore_errors=True)
-    ask = "import importlib.metadata as m; print(*(d.name.lower() for d in m.distributions()))"
-    have = subprocess.run([str(PYTHON), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
-    missing = [f"{name}=={version}" for name, version in PARITY.items() if name not in have]
+    script = "import importlib.metadata as m; print(*(d.name.lower() for d in m.distributions()))"
+    installed = subprocess.run(
+        [str(PYTHON), "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
+    missing = [f"{name}=={version}" for name, version in PARITY.items() if name not in installed]
     pip(
         "trl and verl, for parity tests",
         "--no-deps",
@@ -323,8 +348,10 @@ def set_up_parity() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Create .venv and install what this machine can run.")
-    parser.add_argument("--dev", action="store_true", help="also what tests and checks need")
-    parser.add_argument("--parity", action="store_true", help="also TRL and verl, in a folder of their own")
+    parser.add_argument("--dev", action="store_true", help="also install the packages for tests and checks")
+    parser.add_argument(
+        "--parity", action="store_true", help="also install TRL and verl, in a separate folder"
+    )
     try:
         args = parser.parse_args()
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends pip, too

@@ -1,4 +1,4 @@
-"""What the supervisor says: to whoever watches, and to logs/supervisor.log."""
+"""Messages of the supervisor: to the display, and to logs/supervisor.log."""
 
 from __future__ import annotations
 
@@ -7,43 +7,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-_OPENING_SECONDS = 5.0
-"""Between two lines about a ledger that is being opened."""
+_PROGRESS_SECONDS = 5.0
+"""Minimum time between two lines about the progress of the rollout process's startup."""
 
 
 class Display(Protocol):
-    """What shows a run to a person."""
+    """Display of a run for a person."""
 
     def phase(self, text: str) -> None: ...
     def entry(self, entry: dict[str, Any], *, live: bool) -> None: ...
     def status(self, status: dict[str, Any]) -> None: ...
 
 
-class Voice:
-    """A full disk or a closed terminal ends no run: lines that could not be written are counted."""
+class Console:
+    """Writes messages of the supervisor.
+
+    A full disk or a closed terminal does not stop the run: lines that could not be written are counted.
+    """
 
     def __init__(self, display: Display, log: Callable[[], Path]) -> None:
         self._display, self._log = display, log
-        self._unsaid = 0
-        """Lines in a row that could neither be shown nor logged."""
-        self._opening, self._last_told = "", 0.0
+        self._unwritten = 0
+        """Number of consecutive lines that could not be written."""
+        self._progress, self._progress_time = "", 0.0
 
-    def say(self, text: str) -> None:
-        """To the display and the log."""
-        missing = f"({self._unsaid} lines before this one could not be written)\n" if self._unsaid else ""
+    def report(self, text: str) -> None:
+        """Write a line to the display and the log."""
+        missing = (
+            f"({self._unwritten} lines before this one could not be written)\n" if self._unwritten else ""
+        )
         try:
             self._display.phase(text)
             with self._log().open("a", encoding="utf-8") as log:
                 log.write(f"{missing}{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-            self._unsaid = 0
+            self._unwritten = 0
         except OSError:
-            self._unsaid += 1
+            self._unwritten += 1
 
-    def opening(self, words: str) -> bool:
-        """A large ledger takes minutes to open; they are neither a hang nor to be passed over in silence. Whether
-        there was something new to show."""
-        if words == self._opening or time.monotonic() - self._last_told <= _OPENING_SECONDS:
+    def startup_progress(self, text: str) -> bool:
+        """Show the progress of opening a large ledger, which takes minutes. Return whether it was new."""
+        if text == self._progress or time.monotonic() - self._progress_time <= _PROGRESS_SECONDS:
             return False
-        self._opening, self._last_told = words, time.monotonic()
-        self._display.phase(words)
+        self._progress, self._progress_time = text, time.monotonic()
+        self._display.phase(text)
         return True

@@ -1,4 +1,4 @@
-"""Config and plan in words and figures, for `rlsys explain`. Pure."""
+"""Description of config and plan, for `rlsys explain`. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rlsys.core.hub import snapshot_name
 from rlsys.planner.memory import Fact
 
 _PARAMS = 100
-"""Characters of a plug-in's parameters."""
+"""Maximum characters of a plug-in's parameters."""
 
-_NAMED = 4
-"""Nodes whose idle GPUs are listed."""
+_MAX_NODES = 4
+"""Maximum number of nodes whose idle GPUs are listed."""
 
 
 def describe_plan(plan: LaunchPlan) -> str:
-    """The roles by node, each with its GPUs and its command line."""
+    """List the roles by node, each with its GPUs and its command line."""
     lines = []
     for index, roles in groupby(sorted(plan.roles, key=lambda r: r.node), key=lambda r: r.node):
         node = plan.nodes[index]
@@ -34,49 +34,55 @@ def describe_plan(plan: LaunchPlan) -> str:
 
 
 def describe_idle(config: Config, plan: LaunchPlan) -> list[str]:
-    """A line for GPUs that no role has, and for those that colocated roles leave idle half of the time."""
+    """List GPUs without a role, and those that are idle half of the time in a colocated run."""
     total = len(plan.nodes) * config.launch.gpus_per_node
     if not total:
         return []
-    everybody = _left(config, plan, "engine", "trainer")
-    told = [f"IDLE: {_places(plan, everybody)} of {total} GPUs: no role has them"] if everybody else []
+    without_role = _unassigned(config, plan, "engine", "trainer")
+    lines = (
+        [f"IDLE: {_describe_gpus(plan, without_role)} of {total} GPUs: no role has them"]
+        if without_role
+        else []
+    )
     if config.launch.placement == "colocated":
         for kind, when in (("engine", "while samples are generated"), ("trainer", "while the trainer works")):
-            if some := _left(config, plan, kind) - everybody:
-                told.append(f"IDLE {when}: {_places(plan, some)} of {total} GPUs: no {kind} has them")
-    return told
+            if partly_idle := _unassigned(config, plan, kind) - without_role:
+                lines.append(
+                    f"IDLE {when}: {_describe_gpus(plan, partly_idle)} of {total} GPUs: no {kind} has them"
+                )
+    return lines
 
 
-def _left(config: Config, plan: LaunchPlan, *kinds: str) -> set[tuple[int, int]]:
-    """(node, GPU) of all that no role of these kinds has."""
-    there = {(n, gpu) for n in range(len(plan.nodes)) for gpu in range(config.launch.gpus_per_node)}
-    return there - {(role.node, gpu) for role in plan.roles if role.kind in kinds for gpu in role.gpus}
+def _unassigned(config: Config, plan: LaunchPlan, *kinds: str) -> set[tuple[int, int]]:
+    """Return (node, GPU) of all GPUs that no role of these kinds has."""
+    all_gpus = {(n, gpu) for n in range(len(plan.nodes)) for gpu in range(config.launch.gpus_per_node)}
+    return all_gpus - {(role.node, gpu) for role in plan.roles if role.kind in kinds for gpu in role.gpus}
 
 
-def _places(plan: LaunchPlan, gpus: set[tuple[int, int]]) -> str:
-    """How many, and where: the GPUs of each node by number, of a few nodes."""
+def _describe_gpus(plan: LaunchPlan, gpus: set[tuple[int, int]]) -> str:
+    """Return the number of GPUs, and their numbers on the first few nodes."""
     by_node = [
         f"{plan.nodes[node].name} {','.join(str(gpu) for _, gpu in on_it)}"
-        for node, on_it in groupby(sorted(gpus), key=lambda place: place[0])
+        for node, on_it in groupby(sorted(gpus), key=lambda node_gpu: node_gpu[0])
     ]
-    more = f"; and of {len(by_node) - _NAMED} more nodes" if len(by_node) > _NAMED else ""
-    return f"{len(gpus)} ({'; '.join(by_node[:_NAMED])}{more})"
+    rest_note = f"; and of {len(by_node) - _MAX_NODES} more nodes" if len(by_node) > _MAX_NODES else ""
+    return f"{len(gpus)} ({'; '.join(by_node[:_MAX_NODES])}{rest_note})"
 
 
 def _describe_role(role: Role) -> str:
-    own = "".join(f"{k}={shlex.quote(v)} " for k, v in sorted(role.env.items()))
+    variables = "".join(f"{k}={shlex.quote(v)} " for k, v in sorted(role.env.items()))
     gpus = f"[GPU {','.join(map(str, role.gpus))}] " if role.gpus else ""
     command = shlex.join([Path(role.argv[0]).name, *role.argv[1:]])
-    return f"{role.name:10}  {gpus}{own}{command}"
+    return f"{role.name:10}  {gpus}{variables}{command}"
 
 
 def describe_parts(config: Config) -> list[Fact]:
-    """What is trained on what, and how."""
+    """Describe model, data and algorithm."""
     data, algo = config.data, config.algo
-    named = [("advantage", [algo.advantage]), ("loss", algo.loss), ("corrections", algo.corrections)]
-    named += [("shaping", algo.shaping), ("selectors", algo.selectors), ("planners", algo.planners)]
-    named += [("hooks", algo.hooks), ("reducer", [algo.reducer])]
-    parts = [f"{what} {' + '.join(map(_short, specs))}" for what, specs in named if specs]
+    specs_by_kind = [("advantage", [algo.advantage]), ("loss", algo.loss), ("corrections", algo.corrections)]
+    specs_by_kind += [("shaping", algo.shaping), ("selectors", algo.selectors), ("planners", algo.planners)]
+    specs_by_kind += [("hooks", algo.hooks), ("reducer", [algo.reducer])]
+    parts = [f"{kind} {' + '.join(map(_short, specs))}" for kind, specs in specs_by_kind if specs]
     params = f" with {_flat(data.params)}" if data.params else ""
     return [
         ("model", f"{_model(config.model.path)}, {config.model.dtype}"),
@@ -102,7 +108,7 @@ def _flat(params: dict[str, Any]) -> str:
 
 
 def describe_arithmetic(config: Config) -> list[Fact]:
-    """How many samples, groups and ranks the numbers of the config come to."""
+    """Describe the numbers of samples, groups and ranks that follow from the config."""
     r, p, n = config.rollout, config.parallel, config.samples_per_step
     per_rank = n // (p.data_parallel * config.algo.minibatches)
     capacity = config.engine.writers * config.max_running_requests
@@ -152,7 +158,7 @@ def describe_prompts(config: Config, hf: HFConfig, transformer_engine: bool) -> 
 
 
 def mode(config: Config) -> str:
-    """What over_provision, max_staleness and placement make: see the table in docs/architecture.md."""
+    """Describe the mode that follows from over_provision, max_staleness and placement (docs/architecture.md)."""
     r, stale = config.rollout, f"tokens up to {config.rollout.max_staleness} train steps old"
     if config.launch.placement == "disaggregated" and r.max_staleness > 0:
         return f"asynchronous, {stale}"
@@ -162,8 +168,11 @@ def mode(config: Config) -> str:
 
 
 def evaluations(config: Config) -> int:
-    """One before the first step, one every eval.every steps, one after the last; none of 0 prompts."""
+    """Return the number of evaluations: before the first step, every eval.every steps, and after the last.
+
+    An evaluation of 0 prompts does not count.
+    """
     if not config.eval.prompts:
         return 0
-    steps, every = config.trainer.steps, config.eval.every
-    return 1 + -(-steps // every)
+    steps, interval = config.trainer.steps, config.eval.every
+    return 1 + -(-steps // interval)

@@ -1,7 +1,8 @@
-"""Who waits for whom: from the processes' stacks, the rollout process's counts and the ends of the logs.
+"""Diagnosis of a stall from the processes' stacks, the rollout process's status and the ends of the logs.
 
-`rlsys doctor RUN` leaves a request in the run folder; the supervisor, which alone reaches every process on every
-node, asks for stacks and answers with a file. Its watchdog does the same by itself after a silence.
+`rlsys doctor RUN` writes a request into the run folder; the supervisor, which alone reaches every process on
+every node, collects stacks and answers with a file. Its stall detector does the same after
+launch.silence_seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ANSWER_SECONDS = 20.0
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 _STACK_BEGINS = "Stack (most recent call first)"
-"""faulthandler's words."""
+"""Text of faulthandler."""
 
 _WAITS = (
     ("torch/distributed/", "", "the other ranks, in {function}"),
@@ -33,7 +34,7 @@ _WAITS = (
     ("rlsys/rollout/client.py", "evaluate", "the rollout process: an evaluation"),
     ("rlsys/rollout/client.py", "commit", "the rollout process: its journal"),
     ("rlsys/rollout/client.py", "restore", "the rollout process: to restore a step"),
-    ("rlsys/weights/", "", "an engine: weights on their way, in {function}"),
+    ("rlsys/weights/", "", "an engine: weight transfer, in {function}"),
     ("rlsys/trainer/checkpoints/checkpoint.py", "", "the disk: a checkpoint, in {function}"),
     ("scheduler_components/idle_sleeper.py", "", "nobody: a scheduler that has no request"),
     ("sglang/srt/managers/detokenizer_manager.py", "", "its scheduler: tokens to turn into text"),
@@ -42,61 +43,74 @@ _WAITS = (
     ("selectors.py", "select", "nobody: its event loop has nothing to do now"),
     ("rlsys/train.py", "update", "nobody: it trains"),
 )
-"""(part of the file's path, function or any, whom that frame waits for); of a stack, the innermost match counts."""
+"""(part of the path, function or any, what that frame waits for); the innermost match in a stack counts."""
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """What the supervisor knows of one role."""
+    """State of one role for a diagnosis."""
 
     name: str
     node: str
     exit_code: int | None
     ready: bool
     seconds: float
-    """Since its start."""
+    """Time since its start."""
     last_line: str
     unit: str
 
 
 def frames(stack: str) -> list[tuple[str, int, str]]:
-    """(file, line, function) of faulthandler's text, innermost first; of the thread that was asked."""
+    """Parse a stack of faulthandler into (file, line, function), innermost first; the dumping thread's only."""
     return [(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(stack)]
 
 
 def waits_for(stack: str) -> str:
-    """One phrase for a process's stack, with the place in our code, or in SGLang's."""
-    found = frames(stack)
-    if not found:
+    """Describe what a process waits for, with the location in rlsys or SGLang."""
+    stack_frames = frames(stack)
+    if not stack_frames:
         return "unknown: it gave no stack"
-    ours = next(
-        (f"{Path(file).name}:{line}" for file, line, _ in found if "/rlsys/" in file or "/sglang/" in file),
+    location = next(
+        (
+            f"{Path(file).name}:{line}"
+            for file, line, _ in stack_frames
+            if "/rlsys/" in file or "/sglang/" in file
+        ),
         "outside rlsys",
     )
-    for file, _, function in found:
+    for file, _, function in stack_frames:
         for part, name, phrase in _WAITS:
             if part in file and name in ("", function):
-                return f"{phrase.format(function=function)} ({ours})"
-    file, line, function = found[0]
-    return f"{Path(file).name}:{line} in {function} ({ours})"
+                return f"{phrase.format(function=function)} ({location})"
+    file, line, function = stack_frames[0]
+    return f"{Path(file).name}:{line} in {function} ({location})"
 
 
 def describe(
     reason: str, roles: list[RoleState], status: dict[str, Any] | None, stacks: dict[str, str]
 ) -> str:
-    """The whole diagnosis, most telling lines first. `stacks`: by process name, as `trainer-rank1`."""
+    """Write the diagnosis, most important lines first.
+
+    Args:
+        reason: reason of the diagnosis.
+        roles: state of each role.
+        status: status of the rollout process; None if it does not answer.
+        stacks: name of a process, such as `trainer-rank1` -> its stack.
+    """
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {reason}", "", "who waits for whom"]
-    silent = {
+    without_stack = {
         r.unit: "" for r in roles if r.exit_code is None and not any(n.startswith(r.unit) for n in stacks)
     }
-    told = sorted((stacks | silent).items())
-    lines += [f"  {name:16} waits for {waits_for(stack)}" for name, stack in told]
+    waits = sorted((stacks | without_stack).items())
+    lines += [f"  {name:16} waits for {waits_for(stack)}" for name, stack in waits]
     if status is None:
         lines.append(f"  {'rollout':16} does not answer")
     else:
         engines = ", ".join(f"{url} {state}" for url, state in status.get("engines", {}).items())
-        told_by = f"step {status.get('train_step')}; {status.get('waiting_for', '')}; engines: {engines}"
-        lines.append(f"  {'rollout':16} {told_by}")
+        rollout_state = (
+            f"step {status.get('train_step')}; {status.get('waiting_for', '')}; engines: {engines}"
+        )
+        lines.append(f"  {'rollout':16} {rollout_state}")
     lines += ["", "processes"]
     for role in roles:
         state = "ready" if role.ready else "not ready"
@@ -108,34 +122,34 @@ def describe(
     return "\n".join(lines) + "\n"
 
 
-def clock_of(run: Path) -> float:
-    """Now, by the clock that stamps the folder's files: a file server's may be another than this node's."""
+def file_time(run: Path) -> float:
+    """Return the current time of the clock that stamps the folder's files, which may be a file server's."""
     mark = run / CLOCK
     mark.touch()
     return mark.stat().st_mtime
 
 
-def read_stacks(run: Path, since: float) -> dict[str, str]:
-    """What processes wrote after the time `since`, by `clock_of`."""
+def read_stacks(run: Path, start: float) -> dict[str, str]:
+    """Read the stacks that processes wrote after the time `start` (`file_time`)."""
     files = (run / STACKS).glob("*.txt")
-    fresh = {f.stem: f.read_text(errors="replace") for f in files if f.stat().st_mtime >= since}
-    # A process that is asked again appends: its last answer counts.
+    fresh = {f.stem: f.read_text(errors="replace") for f in files if f.stat().st_mtime >= start}
+    # A process appends: its last stack counts.
     return {name: text[max(0, text.rfind(_STACK_BEGINS)) :] for name, text in fresh.items()}
 
 
-def ask(run: Path) -> str:
-    """The supervisor's diagnosis of a live run; of a dead one, how it ended."""
+def request_diagnosis(run: Path) -> str:
+    """Return the supervisor's diagnosis of a live run, or how a dead one ended."""
     answer = run / ANSWER
     if not is_locked(run):
         ends = [
             f"  {p.stem}: {line}" for p in sorted((run / "logs").glob("*.log")) for line in last_lines(p, 2)
         ]
-        return "\n".join([f"{run}: no process of this run is alive; its last words", *ends])
-    before = answer.stat().st_mtime_ns if answer.exists() else 0
+        return "\n".join([f"{run}: no process of this run is running; its last log lines", *ends])
+    previous_mtime = answer.stat().st_mtime_ns if answer.exists() else 0
     (run / REQUEST).touch()
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
-        if answer.exists() and answer.stat().st_mtime_ns > before:
+        if answer.exists() and answer.stat().st_mtime_ns > previous_mtime:
             return answer.read_text()
         time.sleep(0.2)
     events = "\n".join(f"  {line}" for line in last_lines(run / "logs" / "supervisor.log", 5))

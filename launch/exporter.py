@@ -1,14 +1,14 @@
-"""What Prometheus reads of a run: the supervisor answers for all roles whose ports are not for strangers.
+"""Metrics of a run for Prometheus: the supervisor answers for all roles whose ports are private.
 
     http://127.0.0.1:PORT/metrics     rlsys_role_*      which processes run, and how often each was started
-                                      rlsys_rollout_*   what the rollout process, the coordinator, said last
-                                      rlsys_engine_*    of it: what each engine does
+                                      rlsys_rollout_*   last status of the rollout process, the coordinator
+                                      rlsys_engine_*    from that status: state of each engine
                                       rlsys_trainer_*   the last line of metrics.jsonl; rlsys_trainer_eval_* of the
                                                         last evaluation
-    RUN/../prometheus/NAME.json       where to read, for Prometheus' file_sd_configs: this port, and each engine's own
+    RUN/../prometheus/NAME.json       targets for Prometheus' file_sd_configs: this port, and each engine's own
 
-The supervisor asks the rollout process once a second, and reads metrics.jsonl as it grows. So a role that is gone or
-hangs costs no scrape its answer: its numbers grow old, and `..._seconds` say how old.
+The supervisor polls the rollout process once a second, and reads metrics.jsonl as it grows. So a role that is
+gone or hangs delays no scrape: its values become old, and `..._seconds` report their age.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from prometheus_client.exposition import choose_encoder
 from launch.backends import Backend
 from launch.console import Display
 from launch.plan import LaunchPlan
-from launch.process import RoleTold
+from launch.process import RoleStatus
 from launch.rundir import RunDir
 from launch.stops import StopSignals
 from launch.supervisor import Supervisor
 from rlsys.config import Config
 from rlsys.http_server.connections import ServerLimits
 from rlsys.http_server.server import guarded_app, serving_in_thread
-from rlsys.obs.coordinator import replace
+from rlsys.obs.coordinator import replace_file
 
 HOST = "127.0.0.1"
 LIMITS = ServerLimits(connections=64, body_bytes=0, head_seconds=10.0)
 TARGETS = "prometheus"
-"""Folder beside the runs: file_sd_configs finds all files of one folder, and not one file in each of many."""
+"""Folder beside the runs: file_sd_configs globs the files of one folder, not one file in each of many."""
 _NOT_ALLOWED = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class Exporter:
-    """A display that tells Prometheus what it hears, and its own display too.
+    """A display that stores the state for Prometheus, and forwards it to another display.
 
-    Scrapes come in other threads: what they read is replaced as a whole and never changed.
+    Scrapes run in other threads: the data that they read is replaced as a whole and never modified.
     """
 
     def __init__(self, display: Display, clock: Callable[[], float] = time.time) -> None:
         self._display = display
         self._clock = clock
-        self.roles: Callable[[], dict[str, RoleTold]] = dict
-        """Asked at each scrape."""
+        self.roles: Callable[[], dict[str, RoleStatus]] = dict
+        """Called at each scrape."""
         self._status: dict[str, Any] = {}
-        self._answered: float | None = None
-        self._changed = clock()
+        self._status_time: float | None = None
+        self._change_time = clock()
         self._lines: dict[str, dict[str, Any]] = {}
 
     def phase(self, text: str) -> None:
@@ -67,44 +67,52 @@ class Exporter:
 
     def entry(self, entry: dict[str, Any], *, live: bool) -> None:
         self._lines = {**self._lines, entry["kind"]: entry}
-        self._changed = self._clock()
+        self._change_time = self._clock()
         self._display.entry(entry, live=live)
 
     def status(self, status: dict[str, Any]) -> None:
-        self._answered = self._clock()
+        self._status_time = self._clock()
         if status != self._status:
-            self._changed = self._answered
+            self._change_time = self._status_time
         self._status = status
         self._display.status(status)
 
     def describe(self) -> list[Metric]:
+        """Return no metrics: they are not known in advance."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        now, status, lines = self._clock(), self._status, self._lines
+        """Yield all metrics."""
+        current_time, status, lines = self._clock(), self._status, self._lines
         yield _gauge(
-            "rlsys_quiet_seconds", "Since a token, a reward or a line of metrics", now - self._changed
+            "rlsys_quiet_seconds",
+            "Time since the last token, reward or line of metrics",
+            current_time - self._change_time,
         )
         yield from _roles(self.roles())
-        if self._answered is not None:
-            words = "Since the rollout process said something"
-            yield _gauge("rlsys_rollout_silent_seconds", words, now - self._answered)
+        if self._status_time is not None:
+            help_text = "Time since the last status of the rollout process"
+            yield _gauge("rlsys_rollout_silent_seconds", help_text, current_time - self._status_time)
             for name, value in _numbers(status):
-                yield _gauge(f"rlsys_rollout_{name}", "Of the rollout process, as rlsys status", value)
+                yield _gauge(
+                    f"rlsys_rollout_{name}", "Status of the rollout process, as in rlsys status", value
+                )
             yield from _engines(status.get("engine_figures", {}))
         for kind, entry in lines.items():
-            before = {"step": "rlsys_trainer_", "eval": "rlsys_trainer_eval_"}.get(kind)
-            if before is None:
+            prefix = {"step": "rlsys_trainer_", "eval": "rlsys_trainer_eval_"}.get(kind)
+            if prefix is None:
                 continue
-            yield _gauge(f"{before}line_seconds", "Since this line was written", now - entry["time"])
+            yield _gauge(
+                f"{prefix}line_seconds", "Time since this line was written", current_time - entry["time"]
+            )
             for name, value in _numbers(entry):
                 if name != "time":
-                    yield _gauge(before + name, "Of the last line of metrics.jsonl", value)
+                    yield _gauge(prefix + name, "Value in the last line of metrics.jsonl", value)
 
 
-def _roles(roles: dict[str, RoleTold]) -> Iterator[Metric]:
+def _roles(roles: dict[str, RoleStatus]) -> Iterator[Metric]:
     up = GaugeMetricFamily("rlsys_role_up", "Whether the process runs", labels=["role"])
-    starts = CounterMetricFamily("rlsys_role_starts", "How often it was started", labels=["role"])
+    starts = CounterMetricFamily("rlsys_role_starts", "Number of starts", labels=["role"])
     for name, role in roles.items():
         up.add_metric([name], float(role.up))
         starts.add_metric([name], role.starts)
@@ -113,44 +121,52 @@ def _roles(roles: dict[str, RoleTold]) -> Iterator[Metric]:
 
 
 def _engines(engines: dict[str, dict[str, Any]]) -> Iterator[Metric]:
-    """What the router knows of each."""
+    """Yield the router's metrics of each engine."""
     serving = GaugeMetricFamily(
-        "rlsys_engine_serving", "Whether it has the current weights and is not left out", labels=["engine"]
+        "rlsys_engine_serving", "Whether the engine has the current weights and is in use", labels=["engine"]
     )
-    for url, told in engines.items():
-        serving.add_metric([url], float(told["serving"]))
+    for url, engine_metrics in engines.items():
+        serving.add_metric([url], float(engine_metrics["serving"]))
     yield serving
     for name in ("requests", "tokens", "weight_version", "deaths"):
         gauge = GaugeMetricFamily(
-            f"rlsys_engine_{name}", "Of the engine, as the router knows it", labels=["engine"]
+            f"rlsys_engine_{name}", "Value of the engine, as known to the router", labels=["engine"]
         )
-        for url, told in engines.items():
-            if told.get(name) is not None:
-                gauge.add_metric([url], float(told[name]))
+        for url, engine_metrics in engines.items():
+            if engine_metrics.get(name) is not None:
+                gauge.add_metric([url], float(engine_metrics[name]))
         yield gauge
 
 
-def _numbers(told: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in told.items():
+def _numbers(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in fields.items():
         if isinstance(value, int | float):
             yield _NOT_ALLOWED.sub("_", name), float(value)
 
 
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, words, value)
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value)
 
 
-def targets_of(run: Path) -> Path:
+def targets_path(run: Path) -> Path:
+    """Return the targets file of a run."""
     return run.resolve().parent / TARGETS / f"{run.name}.json"
 
 
 @contextlib.contextmanager
-def exported(exporter: Exporter, port: int, run: Path, engines: Iterable[str]) -> Iterator[int]:
-    """Answers scrapes until the block ends; gives the port. `engines`: URLs of health of those with a port of ours.
+def serve_metrics(exporter: Exporter, port: int, run: Path, engines: Iterable[str]) -> Iterator[int]:
+    """Serve scrapes and write the targets file until the context ends; yield the port.
 
-    Raises UserError for a port in use.
+    Args:
+        exporter: source of the metrics.
+        port: port to listen on; 0 chooses one.
+        run: the run folder.
+        engines: health URLs of the engines that run itself serves.
+
+    Raises:
+        UserError: the port is in use.
     """
-    path = targets_of(run)
+    path = targets_path(run)
     registry = CollectorRegistry()
     registry.register(exporter)
 
@@ -163,11 +179,11 @@ def exported(exporter: Exporter, port: int, run: Path, engines: Iterable[str]) -
         port = urlsplit(address).port or 0
         targets = [{"targets": [f"{HOST}:{port}"], "labels": {"job": "rlsys", "run": run.name}}]
         for url in engines:
-            place = urlsplit(url)
+            address = urlsplit(url)
             labels = {"job": "sglang", "run": run.name}
-            targets.append({"targets": [f"{place.hostname}:{place.port}"], "labels": labels})
+            targets.append({"targets": [f"{address.hostname}:{address.port}"], "labels": labels})
         path.parent.mkdir(exist_ok=True)
-        replace(path, json.dumps(targets, indent=1).encode())
+        replace_file(path, json.dumps(targets, indent=1).encode())
         try:
             yield port
         finally:
@@ -183,16 +199,16 @@ def run_plan(
     stop: StopSignals,
     check: Callable[[], None],
 ) -> None:
-    """With launch.metrics_port, under the eyes of Prometheus. `check`: the Supervisor's."""
+    """Run a plan, with an exporter if launch.metrics_port is set. `check`: see Supervisor."""
     if config.launch.metrics_port is None:
         Supervisor(config, plan, backend, run_dir, display, stop, check).run()
         return
     exporter = Exporter(display)
     supervisor = Supervisor(config, plan, backend, run_dir, exporter, stop, check)
     exporter.roles = supervisor.roles
-    engines = [role.ready_url for role in plan.pool() if role.ready_url]
-    with exported(exporter, config.launch.metrics_port, run_dir.path, engines) as port:
+    engines = [role.ready_url for role in plan.router_engines() if role.ready_url]
+    with serve_metrics(exporter, config.launch.metrics_port, run_dir.path, engines) as port:
         exporter.phase(
-            f"Prometheus reads http://127.0.0.1:{port}/metrics, and {targets_of(run_dir.path)} says so"
+            f"metrics for Prometheus: http://127.0.0.1:{port}/metrics (targets file: {targets_path(run_dir.path)})"
         )
         supervisor.run()

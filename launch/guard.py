@@ -1,11 +1,12 @@
-"""Outlives a keeper that is killed: the process that a backend starts is this one, and the keeper is its child.
+"""Guard of a keeper: the process that a backend starts, with the keeper as its child. It survives a killed keeper.
 
-    backend -- guard -- keeper -- command -- ... whatever it started, also in sessions of its own
+    backend -- guard -- keeper -- command -- ... its descendants, also in sessions of their own
 
-Each of the two ends the tree when the other goes. A keeper that dies leaves its descendants to the guard, which
-adopts them (Linux: PR_SET_CHILD_SUBREAPER) and kills them. A guard that dies is noticed by the keeper, which ends its
-command at once (PR_SET_PDEATHSIG). Both hold the run's lock until nothing is left. Where the role has a control group
-(launch/cgroup.py), that is killed first: also when guard and keeper died together, by the backend.
+Each of the two ends the process tree when the other dies. A keeper that dies leaves its descendants to the
+guard, which adopts (Linux: PR_SET_CHILD_SUBREAPER) and kills them. The death of the guard is signalled to the
+keeper (PR_SET_PDEATHSIG), which ends its command at once. Both hold the run's lock until no process is left.
+If the role has a control group (launch/cgroup.py), it is killed first; if guard and keeper died together, by
+the backend.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from launch import cgroup
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGTERM, signal.SIGQUIT)
-_DEAF = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LOOK_SECONDS = 0.02
+_IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_POLL_SECONDS = 0.02
 
 
-def guarded(keep: Callable[[int], int], group: Path | None) -> int:
-    """Run `keep` in a child of this process; its exit code, or 128 + n when signal n killed it. Nothing is left of it
-    then, nor in the control group `group`. `keep` is given the process id of the guard, for `end_with`.
+def run_guarded(keep: Callable[[int], int], group: Path | None) -> int:
+    """Run `keep` in a child process, and return its exit code, or 128 + n if signal n killed it.
+
+    No process of it is left then, nor in the control group `group`. `keep` gets the process id of the guard,
+    for `end_with`.
     """
     adopt_orphans()
     guard = os.getpid()
@@ -41,7 +44,7 @@ def guarded(keep: Callable[[int], int], group: Path | None) -> int:
         os._exit(_exit_code(keep, guard))
     for number in _FORWARDED:
         signal.signal(number, lambda n, _: _forward(keeper, n))
-    for number in _DEAF:
+    for number in _IGNORED:
         signal.signal(number, lambda *_: None)
     _, status = os.waitpid(keeper, 0)
     if group is not None:
@@ -52,7 +55,7 @@ def guarded(keep: Callable[[int], int], group: Path | None) -> int:
 
 
 def _exit_code(keep: Callable[[int], int], guard: int) -> int:
-    """Of the child, which must not return into the parent's code."""
+    """Run the child, which must not return into the parent's code."""
     try:
         return keep(guard)
     finally:
@@ -66,25 +69,25 @@ def _forward(keeper: int, number: int) -> None:
 
 
 def _kill_all() -> None:
-    """A process may start another between look and kill: until none is seen."""
-    while rest := psutil.Process().children(recursive=True):
-        for process in rest:
+    """Kill all descendants, repeatedly, since a process may start another between listing and killing."""
+    while descendants := psutil.Process().children(recursive=True):
+        for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, and not of init. Linux only."""
+    """Make descendants whose parent ends children of this process, rather than of init. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with(parent: int, number: signal.Signals) -> bool:
-    """Have the signal sent to this process when `parent` ends; False when it has ended already. Linux only."""
+    """Have the signal sent to this process when `parent` ends; return False if it has already ended. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     return os.getppid() == parent

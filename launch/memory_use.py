@@ -1,7 +1,7 @@
-"""How much memory a role's processes use, and how much there is: what a death by signal 9 is explained with.
+"""Memory use of a role's processes, to explain a death by signal 9.
 
-The keeper looks every few seconds, on the role's own machine, and writes one line into the role's log when the role
-has failed; the supervisor, which may be on another machine, finds it there.
+The keeper samples it every few seconds on the role's machine, and writes one line into the role's log when
+the role fails; the supervisor, which may be on another machine, reads it there.
 """
 
 from __future__ import annotations
@@ -16,57 +16,63 @@ import psutil
 from launch import cgroup
 
 SECONDS = 2.0
-"""Between two looks."""
-_LOOKS = 10
-"""That are kept: a process of the role's may be gone for some seconds before the role itself has ended."""
+"""Interval between samples."""
+_MAX_SAMPLES = 10
+"""Number of recent samples to keep: a process may have died some seconds before the role ends."""
 _LINE = "rlsys: memory: "
 
 
 @dataclass(frozen=True)
-class Use:
-    """In bytes, at one moment. `largest`: of the role's processes, resident. `free` of `limit`: of the control group
-    that limits them, or of the host."""
+class MemorySample:
+    """Memory at one time, in bytes.
+
+    Attributes:
+        largest: resident size of the role's largest process.
+        free: free memory within the limit.
+        limit: memory of the control group that limits the processes, or of the host.
+        scope: `cgroup` or `host`.
+    """
 
     largest: int
     free: int
     limit: int
-    where: str
+    scope: str
 
     def __str__(self) -> str:
         gb = [f"{n / 1e9:.1f}" for n in (self.largest, self.free, self.limit)]
-        return f"its largest process had {gb[0]} GB; {gb[1]} of {gb[2]} GB of the {self.where} were free"
+        return f"its largest process had {gb[0]} GB; {gb[1]} of {gb[2]} GB of the {self.scope} were free"
 
 
 class MemoryUse:
-    """Owns the last looks at a role's processes."""
+    """Owns the recent samples of a role's processes."""
 
     def __init__(self) -> None:
-        self._looks: deque[Use] = deque(maxlen=_LOOKS)
+        self._samples: deque[MemorySample] = deque(maxlen=_MAX_SAMPLES)
 
-    def look(self, processes: Iterable[psutil.Process]) -> None:
-        """At processes of this machine; those that have ended meanwhile count for nothing."""
+    def sample(self, processes: Iterable[psutil.Process]) -> None:
+        """Sample processes of this machine; those that have ended are skipped."""
         largest = 0
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 largest = max(largest, process.memory_info().rss)
         if largest:
-            self._looks.append(Use(largest, *_room()))
+            self._samples.append(MemorySample(largest, *_headroom()))
 
     def line(self) -> str:
-        """For the log: the look at which a process was the largest; empty before the first one."""
-        return f"{_LINE}{max(self._looks, key=lambda use: use.largest)}" if self._looks else ""
+        """Return the log line with the sample in which a process was the largest; empty without samples."""
+        return f"{_LINE}{max(self._samples, key=lambda use: use.largest)}" if self._samples else ""
 
 
 def parse_line(line: str) -> str | None:
-    """What such a line says; None for any other line."""
+    """Return the text of such a log line; None for any other line."""
     return line.removeprefix(_LINE) if line.startswith(_LINE) else None
 
 
-def _room() -> tuple[int, int, str]:
-    """Bytes free, limit, and whose: of the group above this process that leaves the least, or of the host."""
+def _headroom() -> tuple[int, int, str]:
+    """Return free bytes, limit and scope of the control group with the least free memory, or of the host."""
     host = psutil.virtual_memory()
     rooms = [(host.available, host.total, "host")]
-    group = cgroup.home()
+    group = cgroup.current_group()
     while group is not None and (group / "cgroup.controllers").is_file():
         with contextlib.suppress(OSError, ValueError):  # the root has no limit, others say "max"
             limit = int((group / "memory.max").read_text())

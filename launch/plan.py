@@ -1,4 +1,4 @@
-"""Config -> the processes of a run: pure, so that `rlsys explain` shows exactly what `rlsys train` starts."""
+"""Launch plan: the processes that a config describes. Pure: `rlsys explain` shows what `rlsys train` starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the run: its name for the scheduler, its address for the other machines."""
+    """A machine of the run: its name for the scheduler, and its address for other machines."""
 
     name: str
     address: str = LOOPBACK
@@ -36,13 +36,24 @@ class Node:
 
 @dataclass(frozen=True)
 class Role:
-    """One process to start on node `node` of the run.
+    """A process to start on node `node` of the run.
 
-    Roles of one `unit` live and die together: the trainer's nodes, or those of an engine that spans several.
-    `ready_url` answers 200 when it can work (None: nobody waits for it); the rollout process's is a path
-    at its Unix socket, and gives its counts as JSON. `gpus`: indices into the node's GPUs; empty: whatever it finds.
-    `engine`: the URL of the engine that it is, or is a part of. `explores`: that engine tries prompts out, and writes
-    no samples.
+    Roles of one `unit` are started and ended together: the trainer's nodes, or those of an engine that spans
+    several.
+
+    Attributes:
+        name: unique name.
+        kind: `engine`, `rollout` or `trainer`.
+        argv: command line.
+        env: environment variables besides those of its kind.
+        ready_url: URL that answers 200 when the role is ready; None if nothing waits for it. For the rollout
+            process, a path on its Unix socket that returns its status as JSON.
+        start_timeout: seconds until it must be ready.
+        unit: name of its unit.
+        node: index of its node.
+        gpus: indices of the node's GPUs; empty: no restriction.
+        engine: URL of the engine that it is, or is a part of.
+        explores: the engine explores prompts, and generates no samples.
     """
 
     name: str
@@ -63,78 +74,89 @@ class Role:
 
     @property
     def log_name(self) -> str:
+        """File name of its log."""
         return f"{self.name}.log"
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The engines' ports in order, and where the nodes of one unit meet.
+    """The engines' ports, in order, and ports for the rendezvous of units on several nodes.
 
-    `trainer_meeting` and `engine_meetings` are used by units on several nodes only, `reference` and `teacher` by the
-    servers that are called so.
+    Attributes:
+        engines: one port per engine.
+        trainer_rendezvous: for a trainer on several nodes.
+        engine_rendezvous: for engines on several nodes.
+        reference: of the reference server.
+        teacher: of the teacher server.
     """
 
     engines: list[int]
-    trainer_meeting: int = 0
-    engine_meetings: tuple[int, ...] = ()
+    trainer_rendezvous: int = 0
+    engine_rendezvous: tuple[int, ...] = ()
     reference: int = 0
     teacher: int = 0
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All roles in the order in which they start; they end in the reverse order."""
+    """All roles, in the order in which they start; they end in the reverse order."""
 
     roles: list[Role]
     nodes: list[Node] = field(default_factory=lambda: [Node("localhost")])
     run_dir: Path = Path()
     shared: Mapping[Kind, dict[str, str]] = field(default_factory=dict)
-    """Environment variables that all roles of a kind get."""
+    """Environment variables of all roles of a kind."""
 
     def environment(self, role: Role, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """`base` with what all roles of its kind get, where this one may write its stacks and routes, and its own."""
-        own = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
+        """Return the environment of a role: `base`, the variables of its kind, its folders, and its own variables."""
+        role_variables = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
         if role.kind == "engine":
-            own[WEIGHTS_VARIABLE] = str((self.run_dir / MEMBERS / "weights").absolute())
-            own[ROUTES_VARIABLE] = str((self.run_dir / SEGMENTS / role.unit).absolute())
-        return {**base, **self.shared.get(role.kind, {}), **own, **role.env}
+            role_variables[WEIGHTS_VARIABLE] = str((self.run_dir / MEMBERS / "weights").absolute())
+            role_variables[ROUTES_VARIABLE] = str((self.run_dir / SEGMENTS / role.unit).absolute())
+        return {**base, **self.shared.get(role.kind, {}), **role_variables, **role.env}
 
-    def pool(self) -> list[Role]:
-        """Of each engine that the router knows, the role that answers for it."""
+    def router_engines(self) -> list[Role]:
+        """Return for each engine of the router the role that answers requests."""
         return [r for r in self.roles if r.kind == "engine" and r.unit.startswith("engine-") and r.ready_url]
 
     def unit(self, name: str) -> list[Role]:
+        """Return the roles of a unit."""
         return [role for role in self.roles if role.unit == name]
 
 
 def build_plan(
     config: Config, layout: Layout, nodes: list[Node], ports: Ports, engine_command: EngineCommand
 ) -> LaunchPlan:
-    """The roles of `config` on `nodes`. Port 0 stands for one that is chosen at the start.
+    """Build the roles of `config` on `nodes`. Port 0 stands for a port that is chosen at the start.
 
-    Raises UserError when the weights cannot reach an engine on another machine.
+    Raises:
+        UserError: the weights cannot reach an engine on another machine.
     """
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
-    push_plan(config, layout)  # refuses what weights cannot reach
+    push_plan(config, layout)  # raises if weights cannot reach an engine
     rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
-    rollout += [word for url in urls for word in ("--engine", url)]
+    rollout += [argument for url in urls for argument in ("--engine", url)]
     if (reference := config.engine.reference) == "own":
-        own = reference_config(config)
-        roles.append(_beside("reference", "engine.reference", own, layout, ports.reference, engine_command))
+        sidecar_config = reference_config(config)
+        roles.append(
+            _sidecar("reference", "engine.reference", sidecar_config, layout, ports.reference, engine_command)
+        )
         reference = roles[-1].engine
     rollout += ["--reference", reference] if reference else []
     teacher = config.algo.teacher.engine if config.algo.teacher is not None else None
     if teacher == "own":
-        own = teacher_config(config)
-        roles.append(_beside("teacher", "algo.teacher.engine", own, layout, ports.teacher, engine_command))
+        sidecar_config = teacher_config(config)
+        roles.append(
+            _sidecar("teacher", "algo.teacher.engine", sidecar_config, layout, ports.teacher, engine_command)
+        )
         teacher = roles[-1].engine
     rollout += ["--teacher", teacher] if teacher else []
     roles.append(Role("rollout", "rollout", rollout, ready_url="/status"))
-    roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.train", [])
+    roles += _trainer(config, layout, nodes, ports.trainer_rendezvous, "rlsys.train", [])
     return LaunchPlan(roles, nodes, config.run.dir, _shared(config))
 
 
-def build_asking_plan(
+def build_client_plan(
     config: Config,
     layout: Layout,
     nodes: list[Node],
@@ -142,12 +164,12 @@ def build_asking_plan(
     engine_command: EngineCommand,
     module: str,
 ) -> LaunchPlan:
-    """Engines, and the process of `module` (its full name) that sends prompts to them."""
+    """Build a plan of engines and one process, `module`, that sends prompts to them."""
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
-    asking = [sys.executable, "-m", module, "--config", _run_config(config)]
-    asking += [word for url in urls for word in ("--engine", url)]
-    asking_role = Role(module.rpartition(".")[2], "trainer", asking)
-    return LaunchPlan([*roles, asking_role], nodes, config.run.dir, _shared(config))
+    command = [sys.executable, "-m", module, "--config", _run_config(config)]
+    command += [argument for url in urls for argument in ("--engine", url)]
+    client_role = Role(module.rpartition(".")[2], "trainer", command)
+    return LaunchPlan([*roles, client_role], nodes, config.run.dir, _shared(config))
 
 
 def build_tenants_plan(
@@ -158,16 +180,19 @@ def build_tenants_plan(
     engine_command: EngineCommand,
     arguments: list[str],
 ) -> LaunchPlan:
-    """An engine, and a trainer that does what tenants ask (rlsys.tenants). `arguments`: further ones of it."""
+    """Build a plan of an engine and a trainer that serves tenants (rlsys.tenants).
+
+    `arguments`: further arguments of the trainer.
+    """
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
-    more = [*(word for url in urls for word in ("--engine", url)), *arguments]
-    roles += _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.tenants.serve", more)
+    all_arguments = [*(argument for url in urls for argument in ("--engine", url)), *arguments]
+    roles += _trainer(config, layout, nodes, ports.trainer_rendezvous, "rlsys.tenants.serve", all_arguments)
     return LaunchPlan(roles, nodes, config.run.dir, _shared(config))
 
 
 def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> LaunchPlan:
-    """Fine-tuning on traces: the trainer alone."""
-    trainer = _trainer(config, layout, nodes, ports.trainer_meeting, "rlsys.trainer.sft.sft", [])
+    """Build a plan of a trainer only, for supervised fine-tuning."""
+    trainer = _trainer(config, layout, nodes, ports.trainer_rendezvous, "rlsys.trainer.sft.sft", [])
     return LaunchPlan(trainer, nodes, config.run.dir, _shared(config))
 
 
@@ -180,10 +205,10 @@ def _shared(config: Config) -> dict[Kind, dict[str, str]]:
 def _engines(
     config: Config, layout: Layout, nodes: list[Node], ports: Ports, engine_command: EngineCommand
 ) -> tuple[list[Role], list[str]]:
-    """The roles of all engines, and their URLs."""
+    """Return the roles of all engines, and their URLs."""
     roles, urls = [], []
     for index, shares in enumerate(layout.engines):
-        # What others reach: on one machine the configured address, where loopback stands for 0.0.0.0.
+        # The address for clients: on one machine the configured one, with loopback for 0.0.0.0.
         host = LOOPBACK if config.engine.host == "0.0.0.0" else config.engine.host
         host = nodes[shares[0].node].address if len(nodes) > 1 else host
         url = f"http://{host}:{ports.engines[index]}"
@@ -205,21 +230,21 @@ def _engine(
     url: str,
     engine_command: EngineCommand,
 ) -> list[Role]:
-    """One role, or one for each node that the engine spans; the first one answers requests."""
+    """Return one role per node of the engine; the first one answers requests."""
     name = f"engine-{index}"
     spans = len(shares) > 1
     roles = []
     for part, share in enumerate(shares):
         local = config
-        if len(nodes) > 1:  # listens to the other machines, and to them only
+        if len(nodes) > 1:  # listens on the address for other machines only
             engine = config.engine.model_copy(update={"host": nodes[share.node].address})
             local = config.model_copy(update={"engine": engine})
         argv, env = engine_command(local, index, ports.engines[index])
         argv = [*argv, "--config", str(config_path(config.run.dir, name))]
         if spans:
-            meeting = f"{nodes[shares[0].node].address}:{ports.engine_meetings[index]}"
+            rendezvous = f"{nodes[shares[0].node].address}:{ports.engine_rendezvous[index]}"
             argv = [*argv, "--nnodes", str(len(shares)), "--node-rank", str(part)]
-            argv += ["--dist-init-addr", meeting]
+            argv += ["--dist-init-addr", rendezvous]
         if share.gpus:
             env = {k: v for k, v in env.items() if k != "CUDA_VISIBLE_DEVICES"}
         roles.append(
@@ -233,29 +258,31 @@ def _engine(
     return roles
 
 
-def _beside(
-    name: str, field: str, own: Config, layout: Layout, port: int, engine_command: EngineCommand
+def _sidecar(
+    name: str, field: str, config: Config, layout: Layout, port: int, engine_command: EngineCommand
 ) -> Role:
-    """One more engine of the config `own`, beside the rollout process, which keeps the weights that it starts with.
-    `field`: asks for it."""
+    """Return the role of a further engine on the rollout process's machine, which keeps its initial weights.
+
+    `field`: the config field that requests it.
+    """
     if layout.engines[0][0].gpus:
         raise UserError(
-            f"{field} = own: no GPU is planned for it; start a server of the {name}'s weights yourself and give its "
-            "URL"
+            f"{field} = own: the plan has no GPU for it; start a server with the {name}'s weights yourself and set "
+            "its URL"
         )
-    own = own.model_copy(update={"engine": own.engine.model_copy(update={"host": LOOPBACK})})
-    argv, env = engine_command(own, own.engine.count, port)
-    argv = [*argv, "--config", str(config_path(own.run.dir, name))]
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"host": LOOPBACK})})
+    argv, env = engine_command(config, config.engine.count, port)
+    argv = [*argv, "--config", str(config_path(config.run.dir, name))]
     url = f"http://{LOOPBACK}:{port}"
     return Role(
-        name, "engine", argv, env, ready_url=f"{url}/health", start_timeout=own.start_seconds, engine=url
+        name, "engine", argv, env, ready_url=f"{url}/health", start_timeout=config.start_seconds, engine=url
     )
 
 
 def _trainer(
-    config: Config, layout: Layout, nodes: list[Node], meeting: int, module: str, arguments: list[str]
+    config: Config, layout: Layout, nodes: list[Node], port: int, module: str, arguments: list[str]
 ) -> list[Role]:
-    """One `launch.ranks` for each node; ranks are numbered through in the order of the nodes."""
+    """Return one `launch.ranks` role per node; ranks are numbered in the order of the nodes."""
     roles = []
     shares = layout.trainer
     world = sum(share.count for share in shares)
@@ -265,7 +292,7 @@ def _trainer(
         if len(shares) > 1:
             first = sum(earlier.count for earlier in shares[:part])
             argv += ["--first", str(first), "--world", str(world)]
-            argv += ["--meet", f"{nodes[shares[0].node].address}:{meeting}"]
+            argv += ["--meet", f"{nodes[shares[0].node].address}:{port}"]
         argv += ["-m", module, "--config", _run_config(config)]
         name = "trainer" if len(shares) == 1 else f"trainer-{part}"
         roles.append(

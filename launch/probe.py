@@ -1,4 +1,4 @@
-"""What the supervisor asks of the rollout process: whether it is there, and how it is."""
+"""Requests of the supervisor to the rollout process: readiness and status."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ SECONDS = 1.0
 
 
 def probe(owner: Owner, path: str, data: bytes | None = None, timeout: float = SECONDS) -> tuple[int, bytes]:
-    """Status and body; status 0 when there is no answer, or another user listens: the caller asks again. With
-    `data`: a POST."""
+    """Send a request, and return status and body. With `data` it is a POST.
+
+    The status is 0 if there is no answer, or another user listens: the caller tries again.
+    """
     connection = UnixConnection(owner.rollout_socket, timeout)
     try:
         return exchange(connection, "GET" if data is None else "POST", path, data, {KEY_HEADER: owner.key})

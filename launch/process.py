@@ -1,4 +1,4 @@
-"""One role as a process: started under a keeper, its output in its log, its death explained from there."""
+"""A role as a process: started under a keeper, with its output in a log that explains its death."""
 
 from __future__ import annotations
 
@@ -16,108 +16,110 @@ from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.obs.role import describe_exit, parse_child_exit, parse_error
 
 LAST_LINES = 15
-_OF_ANOTHER_RANK = 1
-"""Exit code of a rank that another one's failure ended, and that may have been noticed first."""
+_ENDED_BY_OTHER_RANK = 1
+"""Exit code of a rank that was ended because another rank failed; its exit may be observed first."""
 LINE_WIDTH = 300
-"""How much of a log is shown when a role died without saying why."""
+"""Maximum length of the log lines that are shown when a role died without an error message."""
 
 
 @dataclass(frozen=True)
-class RoleTold:
-    """What of a role's process others may know."""
+class RoleStatus:
+    """Public state of a role's process."""
 
     up: bool
     starts: int
 
 
 class RoleFailed(RunError):
-    """A role ended. `log_lines` are its last ones, empty when its message is the role's own words."""
+    """A role failed. `log_lines` are its last ones; empty if the role reported the error itself."""
 
-    def __init__(self, message: str, log_lines: list[str], *, own_words: bool = False) -> None:
+    def __init__(self, message: str, log_lines: list[str], *, self_reported: bool = False) -> None:
         super().__init__(message)
         self.log_lines = log_lines
-        self.own_words = own_words
+        self.self_reported = self_reported
 
 
 class RoleProcess:
-    """Owns one start of one role: its handle at the backend, and where in the log this start begins."""
+    """Owns one start of one role: the backend's handle, and the offset of this start in the log."""
 
     def __init__(self, backend: Backend, role: Role, env: dict[str, str], log: Path) -> None:
         self.role = role
         self.ready = False
-        self.late = False
-        """It did not answer in time and was told to end."""
+        self.timed_out = False
+        """Whether it did not answer in time and was ordered to end."""
         self.started = time.monotonic()
         self.log = log
-        # An engine tells its arguments there, of which its keys are two.
+        # An engine prints its arguments there, including its keys.
         os.close(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600))
         self._log_start = log.stat().st_size
         self._handle = backend.start(role, env, log)
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n after signal n."""
+        """Exit code; 128 + n after signal n; None while it runs."""
         return self._handle.exit_code
 
     @property
     def seconds(self) -> float:
+        """Time since its start."""
         return time.monotonic() - self.started
 
-    def end(self, *, now: bool) -> None:
-        """Ask it to end within its grace time, or at once. Returns before it has."""
-        self._handle.order(END_NOW if now else END)
+    def end(self, *, immediate: bool) -> None:
+        """Order it to end within its grace time, or immediately. Does not wait."""
+        self._handle.order(END_NOW if immediate else END)
 
-    def ask_for_stacks(self) -> None:
-        """Those of its processes that know how write their stacks to logs/stacks."""
+    def dump_stacks(self) -> None:
+        """Make its processes write their stacks to logs/stacks, if they can."""
         self._handle.order(STACKS)
 
     def release(self) -> None:
-        """After its end: let go of what led to it."""
+        """Release the backend's handle, after the process has ended."""
         self._handle.release()
 
-    def ending(self) -> str:
-        """How it ended, as a noun: its exit code, or the signal that killed it or the first of its own processes."""
-        if self.late:
+    def exit_reason(self) -> str:
+        """Describe its end as a noun: the exit code, or the signal that killed it or the first of its processes."""
+        if self.timed_out:
             return "no answer in time"
         lines = self._output()
-        memory = next((told for line in reversed(lines) if (told := memory_use.parse_line(line))), "")
+        memory = next((text for line in reversed(lines) if (text := memory_use.parse_line(line))), "")
         killed = next((code for line in lines if (code := parse_child_exit(line)) is not None), None)
         assert self.exit_code is not None
         return describe_exit(self.exit_code if killed is None else killed, memory)
 
-    def ended(self) -> str:
-        """The same as a verb: `exited with code 3`, `was killed by signal 11 (SIGSEGV)`."""
-        ending = self.ending()
-        if ending.startswith("killed"):
-            return f"was {ending}"
-        return "did not answer in time" if self.late else ending.replace("exit code", "exited with code")
+    def exit_phrase(self) -> str:
+        """Describe its end as a verb: `exited with code 3`, `was killed by signal 11 (SIGSEGV)`."""
+        reason = self.exit_reason()
+        if reason.startswith("killed"):
+            return f"was {reason}"
+        return "did not answer in time" if self.timed_out else reason.replace("exit code", "exited with code")
 
-    def failure(self, what: str) -> RlsysError:
-        """The error of a role that `what` ("did not answer", ...): its own words where it ended with some.
+    def failure(self, event: str) -> RlsysError:
+        """Return the error of a role that failed (`event`: "did not answer", ...): the one that it reported, if any.
 
-        Such a line of one that was killed, or that still runs, is somebody else's: a tool's or a reward's output.
+        An error line of a role that was killed, or that still runs, comes from another program, such as a
+        tool or a reward.
         """
-        lines = _without_machinery(self._output())
+        lines = _role_lines(self._output())
         for line in reversed(lines):
-            if found := parse_error(line):
-                message, code = found
-                if self.exit_code not in (code, _OF_ANOTHER_RANK):
+            if parsed := parse_error(line):
+                message, code = parsed
+                if self.exit_code not in (code, _ENDED_BY_OTHER_RANK):
                     break
                 if code == UserError.exit_code:
                     return UserError(message)
-                return RoleFailed(message, [], own_words=True)
-        return RoleFailed(f"{self.role.name} {what}; its log: {self.log}", lines[-LAST_LINES:])
+                return RoleFailed(message, [], self_reported=True)
+        return RoleFailed(f"{self.role.name} {event}; its log: {self.log}", lines[-LAST_LINES:])
 
     def _output(self) -> list[str]:
-        """The last lines that this start wrote: far back, because a rank's error line may stand early."""
+        """Return the last lines of this start. Many, because a rank's error line may be followed by others."""
         with self.log.open("rb") as f:
             f.seek(self._log_start)
             tail = deque((line.decode(errors="replace").rstrip() for line in f), maxlen=500)
         return [line[:LINE_WIDTH] for line in tail if line]
 
 
-def _without_machinery(lines: list[str]) -> list[str]:
-    """What a role itself wrote, up to the line that says which rank failed first: others write of its death."""
+def _role_lines(lines: list[str]) -> list[str]:
+    """Return the lines that the role wrote, up to the one that names the first failed rank."""
     lines = [line for line in lines if memory_use.parse_line(line) is None]
     end = next((i + 1 for i, line in enumerate(lines) if line.startswith(RANK_FAILED)), len(lines))
     return lines[:end]

@@ -1,11 +1,12 @@
 """Starts the trainer's ranks of one node: `python -m launch.ranks --ranks N --address A -m MODULE ARGUMENT ...`.
 
-With `--first F --world W --meet HOST:PORT` they are ranks F, F + 1, ... of W on several nodes, and meet at rank 0's
-node. Ranks of one node meet in a file of a folder that nobody else can read (rlsys/core/rendezvous.py). Each start
-of the role has a new folder, so no rank reads what another start has left.
+With `--first F --world W --meet HOST:PORT` they are ranks F, F + 1, ... of W on several nodes, with the
+rendezvous at rank 0's node. The rendezvous of ranks of one node is a file in a private folder
+(rlsys/core/rendezvous.py); each start of the role has a new folder, so no rank reads data of an earlier
+start.
 
-When a rank fails, the others get SIGTERM, and after some seconds SIGKILL: they wait for it in a collective. The exit
-code is that of the rank that failed first, 128 + n after signal n. SIGTERM is passed on.
+When a rank fails, the others, which wait for it in a collective, get SIGTERM, and after some seconds SIGKILL.
+The exit code is that of the rank that failed first, 128 + n after signal n. SIGTERM is forwarded.
 """
 
 from __future__ import annotations
@@ -24,29 +25,34 @@ from rlsys.core.sockets import STORE_VARIABLE, role_folder
 from rlsys.obs.role import format_error
 
 ENDING_SECONDS = 10
-"""What the others may take after a rank has failed."""
+"""Time for the other ranks to end after a rank has failed."""
 FAILED = "launch.ranks: rank"
-"""How a line in the log begins that says which rank failed first; what follows is of no use."""
+"""Prefix of the log line that names the first failed rank; later lines are consequences."""
 
 
 class Ranks:
-    """The ranks of this node, from start to end."""
+    """Owns the ranks of this node."""
 
     def __init__(self, commands: list[tuple[list[str], dict[str, str]]], first: int) -> None:
-        """`commands`: of each rank, with its environment; `first`: number of the first one."""
+        """Start the ranks.
+
+        Args:
+            commands: command line and environment of each rank.
+            first: number of the first rank.
+        """
         self._first = first
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._told_to_end = False
-        signal.signal(signal.SIGTERM, self._pass_on)
+        self._ending = False
+        signal.signal(signal.SIGTERM, self._forward)
         for command, environment in commands:
             process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
             self._running[process.pid] = process
         self._pids = list(self._running)
-        if self._told_to_end:  # while they were being started
+        if self._ending:  # a signal arrived during the start
             self._send(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Wait until all have ended; the exit code of the first that failed, else 0."""
+        """Wait until all ranks have ended; return the exit code of the first that failed, else 0."""
         failure = 0
         while self._running:
             pid, status = os.wait()
@@ -61,16 +67,16 @@ class Ranks:
                     file=sys.stderr,
                     flush=True,
                 )
-                self._end_rest()
+                self._end_others()
         return failure
 
-    def _end_rest(self) -> None:
+    def _end_others(self) -> None:
         signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
         signal.alarm(ENDING_SECONDS)
         self._send(signal.SIGTERM)
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self._told_to_end = True
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self._ending = True
         self._send(signal.Signals(number))
 
     def _send(self, number: signal.Signals) -> None:
@@ -80,7 +86,7 @@ class Ranks:
 
 
 def commands_of(args: argparse.Namespace) -> list[tuple[list[str], dict[str, str]]]:
-    """Command and environment of each rank of this node."""
+    """Return command line and environment of each rank of this node."""
     world = args.world or args.ranks
     common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(args.ranks)}
     if args.meet is None:
@@ -88,24 +94,26 @@ def commands_of(args: argparse.Namespace) -> list[tuple[list[str], dict[str, str
     else:
         host, _, port = args.meet.rpartition(":")
         common |= {"MASTER_ADDR": host, "MASTER_PORT": port}
-    # Of a torchrun that this runs under: its store is not the store of these ranks.
-    own = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    # Drop the variables of a surrounding torchrun, whose store is not that of these ranks.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     command = [sys.executable, "-m", *args.command]
     return [
-        (command, {**own, **common, "RANK": str(args.first + i), "LOCAL_RANK": str(i)})
+        (command, {**inherited, **common, "RANK": str(args.first + i), "LOCAL_RANK": str(i)})
         for i in range(args.ranks)
     ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Start a node's ranks; end them together.")
-    parser.add_argument("--ranks", type=int, required=True, help="how many on this node")
-    parser.add_argument("--first", type=int, default=0, help="number of the first of them")
-    parser.add_argument("--world", type=int, help="ranks of all nodes; this node's when not given")
-    parser.add_argument("--address", required=True, help="of this node; process groups use its interface")
-    parser.add_argument("--meet", metavar="HOST:PORT", help="rank 0's node, and a free port of it")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks on this node")
+    parser.add_argument("--first", type=int, default=0, help="number of the first rank")
+    parser.add_argument("--world", type=int, help="number of ranks on all nodes (default: --ranks)")
     parser.add_argument(
-        "-m", dest="command", nargs=argparse.REMAINDER, required=True, help="module and arguments"
+        "--address", required=True, help="address of this node; process groups use its network interface"
+    )
+    parser.add_argument("--meet", metavar="HOST:PORT", help="rendezvous: rank 0's node and a free port on it")
+    parser.add_argument(
+        "-m", dest="command", nargs=argparse.REMAINDER, required=True, help="module to run and its arguments"
     )
     args = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""Is it our engine that answers at its address? Whoever else got that port is told apart before he sees a key."""
+"""Readiness of engines: verifies the server at an engine's address before it is sent a key."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ from rlsys.obs.direct import opener
 PROBE_TIMEOUT = 1.0
 
 
-class PortTaken(RunError):
-    """Another server has the address that an engine of this run was to have."""
+class PortInUse(RunError):
+    """Another server listens on the address of an engine of this run."""
 
 
-def engine_answers(url: str, whose: Identity) -> bool:
-    """Whether the engine is up. Raises PortTaken when another server answers there, RunError when the engine opens to
-    everybody.
+def engine_is_up(url: str, identity: Identity) -> bool:
+    """Return whether the engine is up.
 
-    An engine of this run refuses who has no key. Only a server that does so is shown one, and it opens nothing but
-    that engine.
+    An engine of this run refuses requests without a key. Only a server that does so is sent a key, which is
+    valid for that engine only.
+
+    Raises:
+        PortInUse: another server answers.
+        RunError: the engine needs no key.
     """
-    if _get(f"{url}/health") != (200, None) or (stranger := _get(f"{url}/model_info")) is None:
+    if _get(f"{url}/health") != (200, None) or (anonymous_answer := _get(f"{url}/model_info")) is None:
         return False
-    status, label = stranger
-    if label is not None and whose.what(label) is not None:
-        raise RunError(f"{url}: this engine opens without a key; see engine.extra_args")
+    status, label = anonymous_answer
+    if label is not None and identity.parse_label(label) is not None:
+        raise RunError(f"{url}: this engine accepts requests without a key; check engine.extra_args")
     if status != 401:
-        raise PortTaken(
+        raise PortInUse(
             f"{url} belongs to another server: it answers {status} and {label or 'no weight version'}"
         )
-    if (answer := _get(f"{url}/model_info", whose.headers("/model_info"))) is None:
+    if (answer := _get(f"{url}/model_info", identity.headers("/model_info"))) is None:
         return False
     status, label = answer
-    if label is None or whose.what(label) is None:
-        raise PortTaken(f"{url} belongs to another server: it answers {status} to this run's key")
+    if label is None or identity.parse_label(label) is None:
+        raise PortInUse(f"{url} belongs to another server: it answers {status} to this run's key")
     return True
 
 
 def listens(url: str) -> bool:
-    """Whether anybody does there."""
+    """Return whether a server listens there."""
     parts = urlsplit(url)
     try:
         socket.create_connection((parts.hostname, parts.port), PROBE_TIMEOUT).close()
@@ -55,7 +58,7 @@ def listens(url: str) -> bool:
 
 
 def _get(url: str, headers: dict[str, str] | None = None) -> tuple[int, str | None] | None:
-    """Status, and the weight version in the answer if there is one; None when nobody answers."""
+    """Return the status, and the weight version in the answer if there is one; None without an answer."""
     try:
         request = urllib.request.Request(url, headers=headers or {})
         with opener.open(request, timeout=PROBE_TIMEOUT) as answer:
@@ -65,9 +68,9 @@ def _get(url: str, headers: dict[str, str] | None = None) -> tuple[int, str | No
     except (OSError, http.client.HTTPException):
         return None
     try:
-        found = json.loads(body)
+        content = json.loads(body)
     except ValueError:
         return status, None
-    return status, str(found["weight_version"]) if isinstance(
-        found, dict
-    ) and "weight_version" in found else None
+    return status, str(content["weight_version"]) if isinstance(
+        content, dict
+    ) and "weight_version" in content else None

@@ -1,8 +1,8 @@
-"""The folder of a run: one owner at a time (a lock), one config for its whole life.
+"""Run folder: one owner at a time (a lock), one config for its lifetime.
 
-The lock is a flock that the supervisor takes and its keepers inherit: it is free again only when every
-process of the run has ended, also after a kill -9 of the supervisor. It keeps a second launch waiting where it works;
-what keeps an old launch from writing where it does not, or after a pause, is the epoch of rlsys.core.owner.
+The lock is a flock that the supervisor takes and its keepers inherit: it is released only when every process
+of the run has ended, also after a kill -9 of the supervisor. It makes a second launch wait where flock works;
+where it does not, or after a pause, the epoch of rlsys.core.owner keeps an old launch from writing.
 """
 
 from __future__ import annotations
@@ -27,32 +27,37 @@ from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
 DEAD_HOST_SECONDS = 120.0
-"""A file server keeps the locks of a machine that is gone for its lease, 90 s for NFS."""
+"""A file server keeps the locks of a dead machine for its lease, 90 s for NFS."""
 _LOCK = ".lock"
 CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """A locked run folder. Processes that belong to the run inherit `lock_fd`."""
+    """A locked run folder. Processes of the run inherit `lock_fd`."""
 
     path: Path
     lock_fd: int
     resumed: bool
     owner: Owner
     starts: Counter[str] = field(default_factory=Counter)
-    """Starts of each role in this launch; a supervisor that replaces another counts on."""
+    """Number of starts of each role in this launch; continued by a supervisor that replaces another."""
 
     def log(self, name: str) -> Path:
+        """Return the path of a log."""
         return self.path / "logs" / name
 
 
 @contextlib.contextmanager
-def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]:
+def open_run_dir(config: Config, report: Callable[[str], None]) -> Iterator[RunDir]:
     """Create or reopen the folder, for this user or for its group too, and write its config.
 
-    Raises UserError when it holds a run of another config, something else, or a run that is in use.
-    `say` is told when the processes of a dead supervisor are waited for.
+    Args:
+        config: config of the run.
+        report: receives a message if processes of a dead supervisor must end first.
+
+    Raises:
+        UserError: the folder contains a run of another config, or something else, or its run is in use.
     """
     path = config.run.dir
     try:
@@ -65,10 +70,10 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
         fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with disk_errors(path, UserError):
-            _lock(fd, config, say)
+            _lock(fd, config, report)
             resumed = _check_contents(config)
             (path / "logs").mkdir(exist_ok=True)
-            write_whole(path / CONFIG_FILE, dump_config(config))
+            write_atomically(path / CONFIG_FILE, dump_config(config))
         sockets = make_folder()
         try:
             yield RunDir(path, fd, resumed, claim(path, sockets))
@@ -78,20 +83,21 @@ def open_run_dir(config: Config, say: Callable[[str], None]) -> Iterator[RunDir]
         os.close(fd)
 
 
-def _lock(fd: int, config: Config, say: Callable[[str], None]) -> None:
-    begin, said = time.monotonic(), False
+def _lock(fd: int, config: Config, report: Callable[[str], None]) -> None:
+    """Take the lock, after waiting for the processes of a dead supervisor."""
+    begin, reported = time.monotonic(), False
     while not _try_lock(fd):
         pid, _, host = os.pread(fd, 300, 0).decode().strip().partition(" ")
-        elsewhere = host not in ("", socket.gethostname())
-        patience = DEAD_HOST_SECONDS if elsewhere else 2 * config.launch.grace_seconds
-        alive = not elsewhere and pid.isdigit() and psutil.pid_exists(int(pid))
-        if alive or time.monotonic() - begin > patience:
+        is_remote = host not in ("", socket.gethostname())
+        timeout_s = DEAD_HOST_SECONDS if is_remote else 2 * config.launch.grace_seconds
+        alive = not is_remote and pid.isdigit() and psutil.pid_exists(int(pid))
+        if alive or time.monotonic() - begin > timeout_s:
             raise UserError(
-                f"run.dir = {config.run.dir}: in use by process {pid or 'unknown'}{f' of {host}' * elsewhere}"
+                f"run.dir = {config.run.dir}: in use by process {pid or 'unknown'}{f' of {host}' * is_remote}"
             )
-        if not said:
-            say("waiting for the processes of an earlier, killed run to end")
-            said = True
+        if not reported:
+            report("waiting for the processes of an earlier, killed run to end")
+            reported = True
         time.sleep(0.2)
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
@@ -106,46 +112,54 @@ def _try_lock(fd: int) -> bool:
 
 
 def _check_contents(config: Config) -> bool:
-    """Whether there is a run of this config to go on with; one that never began binds nobody to its config."""
+    """Return whether there is a run of this config to resume. A run that never started does not fix its config."""
     path = config.run.dir
     if not (path / CONFIG_FILE).exists():
-        ours = (_LOCK, "logs", _part(path / CONFIG_FILE).name)  # of a start that the disk refused
-        foreign = sorted(p.name for p in path.iterdir() if p.name not in ours)
+        own_files = (
+            _LOCK,
+            "logs",
+            _part(path / CONFIG_FILE).name,
+        )  # left by a start that failed with a disk error
+        foreign = sorted(p.name for p in path.iterdir() if p.name not in own_files)
         if foreign:
             raise UserError(
                 f"run.dir = {path}: holds {foreign[0]} but no {CONFIG_FILE}; choose another folder"
             )
         return False
-    if not _begun(path):
+    if not _has_started(path):
         return False
-    if changed := differences(load_config(path / CONFIG_FILE), config):
-        raise UserError(f"run.dir = {path}: holds a run of another config ({changed}); choose another folder")
+    if conflict := differences(load_config(path / CONFIG_FILE), config):
+        raise UserError(
+            f"run.dir = {path}: holds a run of another config ({conflict}); choose another folder"
+        )
     return True
 
 
-def _begun(path: Path) -> bool:
-    """The trainer writes its first line before the first token is generated."""
+def _has_started(path: Path) -> bool:
+    """Return whether the run has started: the trainer writes its first line before the first token is generated."""
     metrics = path / METRICS_FILE
     return (metrics.exists() and metrics.stat().st_size > 0) or (path / "checkpoints").exists()
 
 
-def differences(there: Config, here: Config) -> str:
-    """The fields that keep `here` from going on with the run of `there`, with both values."""
-    changed = _changed(identity_fields(there), identity_fields(here), "")
-    return ", ".join(f"{name} = {old!r} there, {new!r} here" for name, old, new in changed)
+def differences(old_config: Config, new_config: Config) -> str:
+    """Describe the fields that prevent `new_config` from resuming the run of `old_config`, with both values."""
+    fields = _changed_fields(identity_fields(old_config), identity_fields(new_config), "")
+    return ", ".join(f"{name} = {old!r} there, {new!r} here" for name, old, new in fields)
 
 
-def _changed(there: dict[str, Any], here: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    for key in sorted(there.keys() | here.keys()):
-        old, new, name = there.get(key), here.get(key), f"{prefix}{key}"
+def _changed_fields(
+    old_fields: dict[str, Any], new_fields: dict[str, Any], prefix: str
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted(old_fields.keys() | new_fields.keys()):
+        old, new, name = old_fields.get(key), new_fields.get(key), f"{prefix}{key}"
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from _changed(old, new, f"{name}.")
+            yield from _changed_fields(old, new, f"{name}.")
         elif old != new:
             yield name, old, new
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace `path` in one step: a crash leaves the old text or the new."""
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` atomically: after a crash it has the old or the new text."""
     part = _part(path)
     with part.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""What ends a run from outside: signals, and machines that are gone."""
+"""Stops from outside: signals, and lost machines."""
 
 from __future__ import annotations
 
@@ -8,60 +8,63 @@ from collections.abc import Iterator
 from types import FrameType
 
 from rlsys.core.errors import RlsysError, RunError
-from rlsys.obs.role import unless_ignored
+from rlsys.obs.role import without_ignored
 
 
-class Stopped(RlsysError):
-    """Stopped from outside, cleanly; the same command goes on."""
+class StoppedBySignal(RlsysError):
+    """A clean stop by a signal; the same command resumes the run."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; the same command goes on with this run")
+        super().__init__(f"stopped by {signal.Signals(number).name}; the same command resumes the run")
         self.number = number
         self.exit_code = 128 + number
 
 
 class NodeLost(RunError):
-    """Machines of the run are gone, and everything on them; the run can go on with others."""
+    """Machines of the run are lost, with all of their processes; the run can continue on others."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = f"node {names[0]} is" if len(names) == 1 else f"nodes {', '.join(names)} are"
-        super().__init__(f"{self.names} gone; the same command goes on when there are enough nodes")
+        super().__init__(f"{self.names} lost; the same command resumes the run when there are enough nodes")
 
 
 class StopSignals:
-    """Counts Ctrl-C, SIGTERM, SIGHUP and SIGUSR1; the first asks for a clean stop, the second for one at once. One
-    that this process was started to ignore is not counted."""
+    """Counts Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first one requests a clean stop, the second an immediate one.
+
+    Signals that this process inherited as ignored are not counted.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.number = 0
-        self._breaks_off = False
+        self._interrupts = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignals]:
-        numbers = unless_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        before = {n: signal.signal(n, self._hear) for n in numbers}
+        """Handle the signals until the context ends."""
+        numbers = without_ignored(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        handlers = {n: signal.signal(n, self._on_signal) for n in numbers}
         try:
             yield self
         finally:
-            for n, handler in before.items():
+            for n, handler in handlers.items():
                 signal.signal(n, handler)
 
     @contextlib.contextmanager
-    def breaking_off(self) -> Iterator[None]:
-        """Around what cannot look at `count`: a signal ends it where it is, and Stopped is raised."""
-        self._breaks_off = True
+    def interruptible(self) -> Iterator[None]:
+        """Let a signal interrupt code that cannot check `count`, and raise StoppedBySignal."""
+        self._interrupts = True
         try:
             if self.count:
                 raise KeyboardInterrupt
             yield
         except KeyboardInterrupt:
-            raise Stopped(self.number) from None
+            raise StoppedBySignal(self.number) from None
         finally:
-            self._breaks_off = False
+            self._interrupts = False
 
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         self.number = number
-        if self._breaks_off:
-            raise KeyboardInterrupt  # which no tolerance of a plug-in's errors catches
+        if self._interrupts:
+            raise KeyboardInterrupt  # not caught where a plug-in's errors are tolerated

@@ -1,4 +1,4 @@
-"""`rlsys submit`: a run as a Slurm job. The script is short, stays with the logs, and can be edited and resent."""
+"""`rlsys submit`: a run as a Slurm job. The script is kept with the logs, and can be edited and resubmitted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlsys.config import Config
 from rlsys.core.errors import UserError
 
 SCRIPT, JOB = Path("logs/submit.sbatch"), Path("logs/job")
-"""In the run folder: what was sent, and the id that Slurm gave it."""
+"""Files of the run folder: the script that was submitted, and the job's id."""
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", re.IGNORECASE)
 _PARTITION = re.compile(r"[^\s,]+(,[^\s,]+)*")
 _MARGIN = 10
-"""Seconds that Slurm may be late with a signal."""
+"""Seconds by which Slurm may deliver a signal late."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,14 @@ class JobOptions:
     time: str | None = None
     partition: str | None = None
     extra: tuple[str, ...] = ()
-    """Further options of sbatch, as `--qos=high`."""
+    """Further options of sbatch, such as `--qos=high`."""
 
     def __post_init__(self) -> None:
-        """Raises UserError for what sbatch would refuse, or take for another thing."""
+        """Check the options.
+
+        Raises:
+            UserError: sbatch would reject an option, or misinterpret it.
+        """
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise UserError(f"--time {self.time!r}: expected minutes, M:S, H:M:S or D-H[:M[:S]], as 8:00:00")
         if self.partition is not None and not _PARTITION.fullmatch(self.partition):
@@ -45,10 +49,12 @@ class JobOptions:
 
 
 def job_script(config: Config, config_file: Path, overrides: list[str], options: JobOptions) -> str:
-    """Whole nodes; requeued when the job is preempted or loses a node, and near the time limit by itself. Where the
-    run can do without a node, the job outlives its loss, and the supervisor decides (--no-kill)."""
+    """Write the job script: whole nodes, requeued when the job is preempted, loses a node, or nears its time limit.
+
+    If the run can continue without a node, the job survives its loss, and the supervisor decides (--no-kill).
+    """
     launch = config.launch
-    given = {
+    options_by_name = {
         "job-name": f"rlsys-{config.run.dir.name}",
         "nodes": str(launch.nodes + launch.spare_nodes),
         "ntasks-per-node": "1",
@@ -60,13 +66,15 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
         "signal": f"B:USR1@{math.ceil(launch.preemption_seconds) + _MARGIN}",
     }
     # sbatch splits its lines at spaces outside of quotes, as a shell does.
-    lines = [shlex.quote(f"--{name}={value}") for name, value in given.items() if value is not None]
+    lines = [shlex.quote(f"--{name}={value}") for name, value in options_by_name.items() if value is not None]
     lines += ["--exclusive", "--requeue"]
     if launch.spare_nodes or launch.min_engines is not None:
         lines.append("--no-kill")
     lines += options.extra
-    if broken := [line for line in lines if not line.isprintable()]:
-        raise UserError(f"{broken[0]!r}: an option of sbatch cannot have line breaks or control characters")
+    if invalid := [line for line in lines if not line.isprintable()]:
+        raise UserError(
+            f"{invalid[0]!r}: an option of sbatch must not contain line breaks or control characters"
+        )
     command = [sys.executable, "-m", "rlsys.cli.main", "train", str(config_file), *overrides]
     command += ["launch.backend=slurm", f"launch.nodes={launch.nodes}"]
     return "\n".join(
@@ -82,7 +90,7 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
 
 
 def submit(config: Config, script: str) -> str:
-    """Write the script into the run's logs and hand it to Slurm; the job's id."""
+    """Write the script into the run's logs, submit it to Slurm, and return the job's id."""
     path = config.run.dir / SCRIPT
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

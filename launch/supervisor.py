@@ -1,17 +1,17 @@
-"""Starts the roles of a plan, watches them, ends them: trainer first, then rollout, then engines.
+"""Supervisor: starts the roles of a plan, watches them, and ends them: trainer first, then rollout, then engines.
 
-    engine    dies: restarted on its port; the router brings it up to date
+    engine    dies: restarted on its port; the router updates its weights
     rollout   dies: restarted from its store, and the trainer with it
     trainer   exits with 0: the run is done; dies: all its nodes are restarted from the last checkpoint
-    port      of an engine that another server has got: everything is ended, and started again on other ports
-    node      is gone: the run goes on without the engines that were there, if launch.min_engines others are left;
-              otherwise everything is ended, and started again on other nodes
+    port      of an engine is in use by another server: all roles end, and start again on other ports
+    node      is lost: the run continues without its engines, if launch.min_engines others are left; otherwise all
+              roles end, and start again on other nodes
 
-A role that never worked, or that says itself why it cannot go on, is not restarted. Each restart waits longer than
-the one before. After launch.max_restarts of them without a train step (a server: without other work) the run
-stops; where the role is an engine, and launch.min_engines others are left, the run goes on without it, and tries it
-again after a minute, then after two, up to a quarter of an hour. Only the supervisor restarts anything: ranks,
-engines and a scheduler's actors do not.
+A role that never worked, or that reports why it cannot continue, is not restarted. The wait before a restart
+doubles. After launch.max_restarts restarts without a train step (for a server: without other work) the run
+stops; if the role is an engine, and launch.min_engines others are left, the run continues without it, and
+restarts it after a minute, then two, up to 15 minutes. Only the supervisor restarts processes: ranks, engines
+and a scheduler's actors do not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from launch.backends import Backend
-from launch.console import Display, Voice
+from launch.console import Console, Display
 from launch.plan import LaunchPlan, Role
 from launch.probe import NO_ANSWER, NOT_YET, OK, SECONDS, probe
-from launch.process import RoleFailed, RoleProcess, RoleTold
-from launch.readiness import PortTaken, engine_answers, listens
-from launch.retries import GivenUp
+from launch.process import RoleFailed, RoleProcess, RoleStatus
+from launch.readiness import PortInUse, engine_is_up, listens
+from launch.restart_backoff import RestartBackoff
 from launch.rundir import RunDir
-from launch.silence import Silence
-from launch.stops import NodeLost, Stopped, StopSignals
+from launch.stall_detector import StallDetector
+from launch.stops import NodeLost, StoppedBySignal, StopSignals
 from rlsys.config import Config
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.identity import config_path, engine_identity, write_config
@@ -45,16 +45,16 @@ POLL_SECONDS = 0.2
 STATUS_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 _STOP_MARGIN = 5.0
-_PROBES = 64
-"""At once, of roles that start: one that does not answer holds up no other."""
-_ENDING_SHARE = 1 / 3
-"""Of the time that a preemption leaves, kept for ending the processes."""
+_MAX_PROBES = 64
+"""Maximum number of concurrent probes of starting roles: one that does not answer delays no other."""
+_ENDING_FRACTION = 1 / 3
+"""Fraction of the preemption time that is reserved for ending the processes."""
 _KINDS = ("engine", "rollout", "trainer")
-"""Each depends on those before it."""
+"""In order of dependency: each depends on those before it."""
 
 
 class Supervisor:
-    """Owns the processes of one run. Not for use from several threads."""
+    """Owns the processes of one run. Not thread-safe."""
 
     def __init__(
         self,
@@ -66,8 +66,11 @@ class Supervisor:
         stop: StopSignals,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check`: raises what forbids the run. It lasts seconds, and so do engines until they serve: it runs when
-        they have started, before anything else has."""
+        """Prepare the supervision.
+
+        `check`: raises an error that prevents the run. It takes seconds, as engines do to start: it runs
+        after the engines have been started, and before the other roles.
+        """
         self._check = check
         self._config = config
         self._plan = plan
@@ -77,36 +80,41 @@ class Supervisor:
         self._stop = stop
         self._processes: dict[str, RoleProcess] = {}
         self._restarts: Counter[str] = Counter()
-        """Of each unit, since the last train step, or the last other work that was done."""
-        self._given_up = GivenUp()
-        self._probes = ThreadPoolExecutor(_PROBES, "probe")
-        self._asked: dict[RoleProcess, Future[tuple[int, bytes]]] = {}
-        """Roles that start, and what they answer."""
+        """Restarts of each unit since the last train step, or other work."""
+        self._backoff = RestartBackoff()
+        self._probes = ThreadPoolExecutor(_MAX_PROBES, "probe")
+        self._pending_probes: dict[RoleProcess, Future[tuple[int, bytes]]] = {}
+        """Starting role -> the result of its probe."""
         self._starts = run_dir.starts
-        self._hurried = False
+        self._preempted = False
         self._next_status = 0.0
-        self._roles: dict[str, RoleTold] = {}
+        self._roles: dict[str, RoleStatus] = {}
         self._tail = MetricsTail(run_dir.path)
         self._status: dict[str, Any] | None = None
-        self._voice = Voice(display, lambda: run_dir.log("supervisor.log"))
-        self._say = self._voice.say
-        self._silence = Silence(run_dir.path, config.launch.silence_seconds, self._say)
+        self._console = Console(display, lambda: run_dir.log("supervisor.log"))
+        self._report = self._console.report
+        self._stall_detector = StallDetector(run_dir.path, config.launch.silence_seconds, self._report)
 
     def run(self) -> None:
-        """Until the trainer is done; all roles end with it. Raises Stopped, or a failed role's error."""
+        """Run until the trainer is done, then end all roles.
+
+        Raises:
+            StoppedBySignal: a signal or the scheduler stopped the run.
+            RlsysError: the error of a failed role.
+        """
         done: dict[str, Any] = {}
         for entry in self._tail.read():
             self._display.entry(entry, live=False)
             done = entry if entry["kind"] == "run" else done
         if done.get("event") == "end" and done["step"] >= self._config.trainer.steps:
-            self._say(f"all {done['step']} steps are done already; a larger trainer.steps goes on")
+            self._report(f"all {done['step']} steps are done already; increase trainer.steps to continue")
             return
         try:
-            self._say("starting " + ", ".join(role.name for role in self._plan.roles))
+            self._report("starting " + ", ".join(role.name for role in self._plan.roles))
             for role in self._plan.roles:
                 if role.kind == "engine":
                     self._start(role)
-            with self._stop.breaking_off():
+            with self._stop.interruptible():
                 self._check()
             for role in self._plan.roles:
                 if role.kind != "engine":
@@ -114,8 +122,8 @@ class Supervisor:
             while any(p.exit_code != 0 for p in self._processes.values() if p.role.kind == "trainer"):
                 if number := self._stop_signal():
                     if number in (signal.SIGTERM, signal.SIGUSR1):
-                        self._leave()
-                    raise Stopped(number)
+                        self._preempt()
+                    raise StoppedBySignal(number)
                 self._watch()
                 self._observe()
                 time.sleep(POLL_SECONDS)
@@ -131,27 +139,27 @@ class Supervisor:
             write_config(config_path(self._run_dir.path, role.unit), engine_identity(owner, role.engine))
         env = self._plan.environment(role) | owner.environment(self._starts[role.name])
         log = self._run_dir.log(role.log_name)
-        if (before := self._processes.get(role.name)) is not None:
-            self._asked.pop(before, None)
+        if (previous := self._processes.get(role.name)) is not None:
+            self._pending_probes.pop(previous, None)
         self._processes[role.name] = RoleProcess(self._backend, role, env, log)
 
     def _stop_signal(self) -> int:
-        """What asks for a stop; 0: nothing does."""
+        """Return the signal that requests a stop; 0 for none."""
         if self._stop.count:
             return self._stop.number
         return signal.SIGTERM if self._backend.preempted() else 0
 
     def _watch(self) -> None:
-        for process in self._processes.values():  # first: one that answered and died has worked
-            if not process.ready and (process.exit_code is None or process in self._asked):
+        for process in self._processes.values():  # first: a role that answered and then died has worked
+            if not process.ready and (process.exit_code is None or process in self._pending_probes):
                 self._check_ready(process)
         if any(self._died(p) for p in self._processes.values()):
             self._on_death()
-        self._try_again()
+        self._retry_engines()
 
     def _died(self, process: RoleProcess) -> bool:
-        """Engines and the rollout process end when they are told to, never by themselves."""
-        if process.role.unit in self._given_up:
+        """Return whether the process ended unexpectedly: engines and the rollout process end on orders only."""
+        if process.role.unit in self._backoff:
             return False
         code = process.exit_code
         return code is not None and (code != 0 or process.role.kind != "trainer")
@@ -159,82 +167,92 @@ class Supervisor:
     # -- restarts -----------------------------------------------------------------------------------------------
 
     def _on_death(self) -> None:
-        """Restart what died and what cannot go on without it, or raise the error of what is to blame."""
-        dead = self._settled()
-        if self._stop_signal():  # a scheduler that signals every process: they end because the run does
+        """Restart the dead roles and those that depend on them, or raise the error of the role at fault."""
+        dead = self._dead_roles()
+        if self._stop_signal():  # a scheduler signals every process: they end because the run ends
             return
-        if lost := self._lost_nodes():
-            self._go_on_without_nodes(lost)
+        if lost_nodes := self._lost_nodes():
+            self._drop_nodes(lost_nodes)
             return
         for process in dead:
             role = process.role
             if role.engine and role.ready_url and not process.ready and listens(role.engine):
-                raise PortTaken(f"{role.name}: another server listens at {role.engine}")
+                raise PortInUse(f"{role.name}: another server listens at {role.engine}")
         first = min(dead, key=lambda p: _KINDS.index(p.role.kind))
-        unit, before = first.role.unit, self._restarts[first.role.unit]
-        again = f" again, after {before} restart{'s' * (before > 1)}" if before else ""
-        error = first.failure(f"{first.ended()}{again}")
-        says_why = isinstance(error, UserError) or (isinstance(error, RoleFailed) and error.own_words)
-        never_worked = not first.ready and not before
-        if says_why or never_worked or before >= self._config.launch.max_restarts:
-            self._go_on_without(first.role, error)
+        unit, restarts = first.role.unit, self._restarts[first.role.unit]
+        suffix = f" again, after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
+        error = first.failure(f"{first.exit_phrase()}{suffix}")
+        says_why = isinstance(error, UserError) or (isinstance(error, RoleFailed) and error.self_reported)
+        never_worked = not first.ready and not restarts
+        if says_why or never_worked or restarts >= self._config.launch.max_restarts:
+            self._drop_engine(first.role, error)
             return
         self._restarts[unit] += 1
         units = {p.role.unit for p in dead}
-        if "rollout" in units:  # the trainer's place in the step is lost with it
+        if "rollout" in units:  # the trainer's position in the step is lost with it
             units.add("trainer")
-        wait = 2.0**before - 1
-        also = f", with {', '.join(sorted(units - {unit}))}" if units - {unit} else ""
-        self._say(f"{first.role.name} died ({first.ending()}); restart {before + 1}{also}")
+        wait = 2.0**restarts - 1
+        suffix_units = f", with {', '.join(sorted(units - {unit}))}" if units - {unit} else ""
+        self._report(f"{first.role.name} died ({first.exit_reason()}); restart {restarts + 1}{suffix_units}")
         self._restart(units, wait)
 
     def _lost_nodes(self) -> list[int]:
-        """Nodes that are gone, and on which something ran until now."""
+        """Return the lost nodes on which roles were running."""
         try:
-            lost = self._backend.lost_nodes()
-        except RunError as e:  # the scheduler may be away for a while: deaths are then the roles' own
-            self._say(f"which nodes are left is not known: {e}")
+            lost_nodes = self._backend.lost_nodes()
+        except RunError as e:  # the scheduler may be unreachable: treat deaths as the roles' own
+            self._report(f"cannot determine the lost nodes: {e}")
             return []
-        in_use = {p.role.node for p in self._processes.values() if p.role.unit not in self._given_up}
-        return [node for node in lost if node in in_use]
+        in_use = {p.role.node for p in self._processes.values() if p.role.unit not in self._backoff}
+        return [node for node in lost_nodes if node in in_use]
 
-    def _go_on_without_nodes(self, lost: list[int]) -> None:
-        """Give up the engines that were there; raises NodeLost when the run cannot spare them, or what else was."""
-        error = NodeLost([self._plan.nodes[node].name for node in lost])
-        there = {p.role.unit: p.role for p in self._processes.values() if p.role.node in lost}
-        for unit, role in there.items():
-            if unit not in self._given_up:
-                self._go_on_without(role, error)
+    def _drop_nodes(self, lost_nodes: list[int]) -> None:
+        """Stop the engines on lost nodes.
 
-    def _go_on_without(self, role: Role, error: RlsysError) -> None:
-        """Give up an engine that the run can spare; else raises the error."""
-        engines = {r.unit for r in self._plan.pool()}
-        writers = {r.unit for r in self._plan.pool() if not r.explores} - {role.unit}
-        left = sum(unit not in self._given_up for unit in writers)
-        fewest = self._config.launch.min_engines
-        if fewest is None or role.unit not in engines or left < fewest:
+        Raises:
+            NodeLost: the run needs these engines, or other roles were there.
+        """
+        error = NodeLost([self._plan.nodes[node].name for node in lost_nodes])
+        roles_by_unit = {p.role.unit: p.role for p in self._processes.values() if p.role.node in lost_nodes}
+        for unit, role in roles_by_unit.items():
+            if unit not in self._backoff:
+                self._drop_engine(role, error)
+
+    def _drop_engine(self, role: Role, error: RlsysError) -> None:
+        """Stop an engine that the run can do without, until its next retry; otherwise raise the error."""
+        engines = {r.unit for r in self._plan.router_engines()}
+        writers = {r.unit for r in self._plan.router_engines() if not r.explores} - {role.unit}
+        remaining = sum(unit not in self._backoff for unit in writers)
+        min_engines = self._config.launch.min_engines
+        if min_engines is None or role.unit not in engines or remaining < min_engines:
             raise error
-        wait = self._given_up.add(role.unit)
-        self._say(
-            f"going on without {role.unit}, with {left} engines (launch.min_engines = {fewest}), for {wait:.0f} s: "
-            f"{error}"
+        wait = self._backoff.add(role.unit)
+        self._report(
+            f"continuing without {role.unit}, with {remaining} engines (launch.min_engines = {min_engines}), "
+            f"for {wait:.0f} s: {error}"
         )
-        self._end([p for p in self._processes.values() if p.role.unit == role.unit], now=True)
+        self._end([p for p in self._processes.values() if p.role.unit == role.unit], immediate=True)
 
-    def _try_again(self) -> None:
-        """Engines whose time has come, where their nodes are. The rollout process takes one in when it answers."""
-        due = self._given_up.due()
-        lost = self._lost_nodes() if due else []
+    def _retry_engines(self) -> None:
+        """Restart the engines whose time has come, if their nodes exist.
+
+        The rollout process adds them when they answer.
+        """
+        due = self._backoff.due()
+        lost_nodes = self._lost_nodes() if due else []
         for unit in due:
-            if any(role.node in lost for role in self._plan.unit(unit)):
-                self._given_up.add(unit)
+            if any(role.node in lost_nodes for role in self._plan.unit(unit)):
+                self._backoff.add(unit)
                 continue
-            self._say(f"trying {unit} again")
+            self._report(f"restarting {unit}")
             self._restart({unit}, 0)
 
-    def _settled(self) -> list[RoleProcess]:
-        """Who is dead. Roles fall like dominoes, and a dying one is often noticed by the others first: give them a
-        moment, unless engines alone are concerned, which nobody dies of."""
+    def _dead_roles(self) -> list[RoleProcess]:
+        """Return the dead roles, after waiting for the roles that die with them.
+
+        A death often shows in other roles first. There is no wait if only engines died, on which no role
+        depends directly.
+        """
         deadline = time.monotonic() + _SETTLE_SECONDS
         processes = self._processes.values()
         while time.monotonic() < deadline and any(p.exit_code is None for p in processes):
@@ -244,10 +262,10 @@ class Supervisor:
         return [p for p in processes if self._died(p)]
 
     def _restart(self, units: set[str], wait: float) -> None:
-        """Roles of the units start again, in the plan's order, after all of them have ended."""
+        """Restart the roles of the units, in the plan's order, after all of them have ended."""
         roles = [role for role in self._plan.roles if role.unit in units]
         for kind in reversed(_KINDS):
-            self._end([self._processes[r.name] for r in roles if r.kind == kind], now=kind == "trainer")
+            self._end([self._processes[r.name] for r in roles if r.kind == kind], immediate=kind == "trainer")
         until = time.monotonic() + wait
         while time.monotonic() < until and not self._stop_signal():
             time.sleep(POLL_SECONDS)
@@ -256,73 +274,82 @@ class Supervisor:
 
     # -- preemption ---------------------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        """The nodes will be taken away: tokens are parked and on disk first, then the trainer saves what it has if
-        that fits, and leaves by itself. Who is not done in time is ended."""
+    def _preempt(self) -> None:
+        """Prepare for a preemption within launch.preemption_seconds.
+
+        Tokens are parked and saved first, then the trainer saves a checkpoint if there is time, and exits.
+        Roles that are late are ended.
+        """
         total = self._config.launch.preemption_seconds
-        deadline = time.monotonic() + total * (1 - _ENDING_SHARE)
-        self._say(f"the run must leave within {total:g} s: parking what is in flight")
-        self._hurried = True
+        deadline = time.monotonic() + total * (1 - _ENDING_FRACTION)
+        self._report(f"the run must end within {total:g} s: parking running samples")
+        self._preempted = True
         rollout = self._processes.get("rollout")
         if rollout is None or rollout.exit_code is not None or not rollout.role.ready_url:
             return
-        path = f"/leave?seconds={total * (1 - _ENDING_SHARE):g}"
-        if self._get(path, data=b"", timeout=total * (1 - _ENDING_SHARE)) is None:
-            self._say("the rollout process did not park in time; it keeps what it has on disk")
+        path = f"/leave?seconds={total * (1 - _ENDING_FRACTION):g}"
+        if self._get(path, data=b"", timeout=total * (1 - _ENDING_FRACTION)) is None:
+            self._report("the rollout process did not park in time; tokens on disk are kept")
         trainers = [p for p in self._processes.values() if p.role.kind == "trainer"]
         while time.monotonic() < deadline and any(p.exit_code is None for p in trainers):
             self._observe()
             time.sleep(POLL_SECONDS)
-        left = all(p.exit_code == 0 for p in trainers)
-        self._say("the trainer has left by itself" if left else "the trainer did not leave in time")
+        exited = all(p.exit_code == 0 for p in trainers)
+        self._report("the trainer has exited" if exited else "the trainer did not exit in time")
 
-    # -- readiness and figures ----------------------------------------------------------------------------------
+    # -- readiness and status -----------------------------------------------------------------------------------
 
     def _check_ready(self, process: RoleProcess) -> None:
         role = process.role
         if role.ready_url is None:
-            process.ready = role.kind != "trainer"  # that one is, when it writes its first line of metrics
+            process.ready = (
+                role.kind != "trainer"
+            )  # the trainer is ready when it writes its first line of metrics
             return
-        if process not in self._asked and process.exit_code is None:
-            self._asked[process] = self._probes.submit(self._probe, role)
+        if process not in self._pending_probes and process.exit_code is None:
+            self._pending_probes[process] = self._probes.submit(self._probe, role)
         code, body = NO_ANSWER, b""
-        if process in self._asked and self._asked[process].done():
-            code, body = self._asked.pop(process).result()
+        if process in self._pending_probes and self._pending_probes[process].done():
+            code, body = self._pending_probes.pop(process).result()
         if code == OK:
             process.ready = True
-            self._given_up.works(role.unit)
-            self._say(f"{role.name} ready after {process.seconds:.0f} s")
+            self._backoff.reset(role.unit)
+            self._report(f"{role.name} ready after {process.seconds:.0f} s")
         elif code == NOT_YET and role.kind == "rollout":
-            if self._voice.opening(body.decode(errors="replace")):
-                self._silence.end()
+            if self._console.startup_progress(body.decode(errors="replace")):
+                self._stall_detector.reset()
         elif process.exit_code is not None:
             return
         elif role.start_timeout is not None and process.seconds > role.start_timeout:
             if not self._restarts[role.unit]:
                 limit = f"engine.start_timeout = {role.start_timeout:g} s"
-                words = f"did not answer within {limit}; a slow or busy host may need more"
-                self._go_on_without(role, process.failure(words))
-            elif not process.late:
-                self._say(
+                event = f"did not answer within {limit}; a slow or busy host may need more"
+                self._drop_engine(role, process.failure(event))
+            elif not process.timed_out:
+                self._report(
                     f"{role.name}: no answer within engine.start_timeout = {role.start_timeout:g} s; ended"
                 )
-                process.late = True
-                process.end(now=True)  # counts as a death: launch.max_restarts decides
+                process.timed_out = True
+                process.end(immediate=True)  # counts as a death: launch.max_restarts decides
 
     def _probe(self, role: Role) -> tuple[int, bytes]:
-        """Raises PortTaken when another server answers in the place of an engine."""
+        """Probe a role.
+
+        Raises:
+            PortInUse: another server answers at the address of an engine.
+        """
         if role.engine is not None:
-            up = engine_answers(role.engine, engine_identity(self._run_dir.owner, role.engine))
+            up = engine_is_up(role.engine, engine_identity(self._run_dir.owner, role.engine))
             return OK if up else NO_ANSWER, b""
         return probe(self._run_dir.owner, role.ready_url or "")
 
     def _get(self, path: str, data: bytes | None = None, timeout: float = SECONDS) -> bytes | None:
-        """Body of a 200 answer of the rollout process; None for any other, or none."""
+        """Return the body of a 200 answer of the rollout process; None otherwise."""
         code, body = probe(self._run_dir.owner, path, data, timeout)
         return body if code == OK else None
 
-    def roles(self) -> dict[str, RoleTold]:
-        """As of the last look; for other threads."""
+    def roles(self) -> dict[str, RoleStatus]:
+        """Return the status of the roles at the last poll; for other threads."""
         return self._roles
 
     def _observe(self) -> None:
@@ -333,25 +360,25 @@ class Supervisor:
             return
         self._next_status = time.monotonic() + STATUS_SECONDS
         self._roles = {
-            name: RoleTold(p.exit_code is None, self._starts[name]) for name, p in self._processes.items()
+            name: RoleStatus(p.exit_code is None, self._starts[name]) for name, p in self._processes.items()
         }
-        before, self._status = self._status, self._ask_status()
+        previous, self._status = self._status, self._fetch_status()
         if self._status is not None:
             self._display.status(self._status)
-        if self._status != before:
-            self._silence.end()
+        if self._status != previous:
+            self._stall_detector.reset()
         names = [node.name for node in self._plan.nodes]
-        self._silence.look(self._processes.values(), names, self._status)
+        self._stall_detector.check(self._processes.values(), names, self._status)
         rollout = self._processes.get("rollout")
-        patience = coordinator.ANSWER_SECONDS / 2
-        coordinator.answer(
+        timeout_s = coordinator.RESPONSE_SECONDS / 2
+        coordinator.answer_requests(
             self._run_dir.path,
-            lambda path: self._get(path, timeout=patience) if rollout else None,
-            self._say,
+            lambda path: self._get(path, timeout=timeout_s) if rollout else None,
+            self._report,
         )
 
-    def _ask_status(self) -> dict[str, Any] | None:
-        """The rollout process's counts; None when it does not answer."""
+    def _fetch_status(self) -> dict[str, Any] | None:
+        """Return the status of the rollout process; None if it does not answer."""
         rollout = self._processes.get("rollout")
         if not (rollout and rollout.ready and rollout.role.ready_url):
             return None
@@ -360,38 +387,40 @@ class Supervisor:
         return status
 
     def _on_entry(self, entry: dict[str, Any]) -> None:
-        self._silence.end()
+        self._stall_detector.reset()
         for process in self._processes.values():
             process.ready |= process.role.kind == "trainer"
-        if entry["kind"] in ("step", "work"):  # "work": of a server, whose clients may only sample
+        if entry["kind"] in ("step", "work"):  # "work": from a server, whose clients may only sample
             self._restarts.clear()
 
-    def _end_all(self, why: BaseException | None) -> None:
-        """The rollout process needs its engines to park what is in flight, the trainer needs both. `why`: what stops
-        the run; it is told, and not what goes wrong in the end."""
-        if any(p.exit_code is None for p in self._processes.values()):
-            self._say("stopping")
-        for kind in reversed(_KINDS):
-            # In a hurry there is nothing to wait for but the rollout process: the others hold nothing.
-            now = self._hurried and kind != "rollout"
-            try:
-                self._end([p for p in self._processes.values() if p.role.kind == kind], now=now)
-            except RunError as late:
-                if why is None:
-                    raise
-                self._say(str(late))
+    def _end_all(self, cause: BaseException | None) -> None:
+        """End all roles: the rollout process needs its engines to park samples, the trainer needs both.
 
-    def _end(self, processes: list[RoleProcess], *, now: bool) -> None:
+        `cause`: error that stops the run; it is reported rather than errors of the shutdown.
+        """
+        if any(p.exit_code is None for p in self._processes.values()):
+            self._report("stopping")
+        for kind in reversed(_KINDS):
+            # In a preemption only the rollout process needs its grace time: the others hold no data.
+            immediate = self._preempted and kind != "rollout"
+            try:
+                self._end([p for p in self._processes.values() if p.role.kind == kind], immediate=immediate)
+            except RunError as timeout:
+                if cause is None:
+                    raise
+                self._report(str(timeout))
+
+    def _end(self, processes: list[RoleProcess], *, immediate: bool) -> None:
         for process in processes:
-            process.end(now=now)
+            process.end(immediate=immediate)
         deadline = time.monotonic() + self._config.launch.grace_seconds + _STOP_MARGIN
         while any(p.exit_code is None for p in processes):
             if time.monotonic() > deadline:
                 raise RunError(f"{processes[0].role.name}: its keeper does not end; see {processes[0].log}")
-            if self._stop.count > 1 and not now:
-                now = True
+            if self._stop.count > 1 and not immediate:
+                immediate = True
                 for process in processes:
-                    process.end(now=True)
+                    process.end(immediate=True)
             time.sleep(POLL_SECONDS / 4)
         for process in processes:
             process.release()

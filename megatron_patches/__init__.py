@@ -1,7 +1,7 @@
-"""Makes megatron-core run where it does not by itself: on a CPU, and without Transformer Engine or Apex.
+"""Patches of megatron-core: for CPUs, for hosts without Transformer Engine or Apex, and for upstream defects.
 
-`apply()` before the first import of megatron.core. `python -m megatron_patches` prints what was applied, and why.
-Each patch makes sure that its target still looks as expected, and raises PatchError where it does not.
+Call `apply()` before the first import of megatron.core. `python -m megatron_patches` prints the applied
+patches with their reasons. Each patch checks that its target is as expected, and raises PatchError otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_patches import (
     checkpoint_without_output,
     cpu_import,
     cpu_rng,
-    dispatcher_forgets,
+    dispatcher_memory,
     distributed_optimizer_step,
     expert_bias_padding,
     frozen_weight_products,
@@ -34,7 +34,7 @@ from megatron_patches import (
     moe_splits,
     norm_sequence_parallel,
     offload_resume,
-    optimizer_own_parts,
+    optimizer_local_shards,
     param_sync_once,
     weight_gradients,
 )
@@ -56,30 +56,30 @@ PATCHES: tuple[Patch, ...] = (
     mla_te_names.PATCH,
     cpu_rng.PATCH,
     param_sync_once.PATCH,
-    dispatcher_forgets.PATCH,
+    dispatcher_memory.PATCH,
     offload_resume.PATCH,
-    optimizer_own_parts.PATCH,
+    optimizer_local_shards.PATCH,
     frozen_weight_products.PATCH,
 )
 
 
 def have_transformer_engine() -> bool:
-    """Whether Transformer Engine can run here: it is installed, and there is CUDA."""
+    """Return whether Transformer Engine can run here: it is installed, and CUDA is available."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def active() -> list[Patch]:
-    """The patches that this machine needs."""
-    needed = {
+    """Return the patches that this machine needs."""
+    conditions = {
         "no-cuda": not torch.cuda.is_available(),
         "no-te": not have_transformer_engine(),
         "always": True,
     }
-    return [p for p in PATCHES if needed[p.when]]
+    return [p for p in PATCHES if conditions[p.when]]
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs a module's own loader, then the patches that name it."""
+    """Runs a module's own loader, then the patches of the module."""
 
     def __init__(self, inner: importlib.abc.Loader, patches: list[Patch]) -> None:
         self._inner, self._patches = inner, patches
@@ -97,6 +97,8 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    """Finder that adds patches to the loaders of megatron's modules."""
+
     def __init__(self, patches: list[Patch]) -> None:
         self._patches = patches
         self._on_cpu = not torch.cuda.is_available()
@@ -111,21 +113,24 @@ class _Finder(importlib.abc.MetaPathFinder):
             return spec
         if self._on_cpu and cpu_import.needs_rewrite(spec.loader.path):
             spec.loader = cpu_import.CpuLoader(spec.loader.name, spec.loader.path)
-        if mine := [p for p in self._patches if p.module == name]:
-            spec.loader = _Loader(spec.loader, mine)
+        if module_patches := [p for p in self._patches if p.module == name]:
+            spec.loader = _Loader(spec.loader, module_patches)
         return spec
 
 
 def apply(without: Collection[str] = ()) -> None:
-    """Idempotent. `without`: names of patches that are left out. Raises PatchError when megatron.core was imported
-    before."""
+    """Install the patches. Idempotent.
+
+    Args:
+        without: names of patches to omit.
+
+    Raises:
+        PatchError: megatron.core was imported before.
+    """
     if any(isinstance(f, _Finder) for f in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
         raise PatchError("megatron_patches.apply() must come before the first import of megatron.core")
-    # Ten warnings a process; `rlsys doctor` says it once.
+    # Ten warnings per process; `rlsys doctor` reports it once.
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*not installed")
     sys.meta_path.insert(0, _Finder([p for p in active() if p.name not in without]))
-
-
-__all__ = ["PATCHES", "Patch", "PatchError", "active", "apply", "have_transformer_engine"]

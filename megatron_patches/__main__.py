@@ -1,4 +1,4 @@
-"""Prints which patches this machine needs, applies them to the installed megatron-core, and says why."""
+"""Print the patches that this machine needs with their reasons, and apply them to the installed megatron-core."""
 
 import importlib
 import importlib.metadata
@@ -23,8 +23,8 @@ def main() -> None:
     importlib.import_module("megatron.core.models.gpt")
     importlib.import_module("megatron.core.optimizer")
     totals: dict[str, int] = {}
-    for found in cpu_import.CpuLoader.rewritten.values():
-        for kind, count in found.items():
+    for counts in cpu_import.CpuLoader.rewritten.values():
+        for kind, count in counts.items():
             totals[kind] = totals.get(kind, 0) + count
     print(f"\ncpu_import: {len(cpu_import.CpuLoader.rewritten)} modules rewritten")
     for kind, count in sorted(totals.items()):

@@ -1,12 +1,15 @@
-"""megatron-core's CUDA literals, rewritten while its modules are imported on a machine without CUDA.
+"""Rewriting of megatron-core's CUDA literals on import, on a machine without CUDA.
 
-Symptom: some 390 places name torch.cuda, device="cuda", .cuda() or pin_memory=True, so that nothing but seeding
-runs. Upstream: 0.16.1 - 0.19.2. Never active when CUDA is available.
-How: modules of `megatron` are rewritten as syntax trees while they are imported; no file and no global torch
-name changes. torch.compile becomes no decorator at all: to import its compiler takes seconds, to use it minutes.
-Why numbers stay equal: only where a tensor lives changes, nothing is compiled on a CPU anyway
-(TORCH_COMPILE_DISABLE), and streams and events do nothing, which is right where everything happens in order.
-Delete when: megatron-core takes its device from one place that can be set to "cpu".
+Symptom: some 390 places name torch.cuda, device="cuda", .cuda() or pin_memory=True, so that little more than
+seeding runs. Upstream: 0.16.1 - 0.19.2. Never active when CUDA is available.
+
+How: modules of `megatron` are rewritten as syntax trees on import; no file and no global torch name changes.
+torch.compile is removed: importing its compiler takes seconds, and using it minutes.
+
+Why numbers stay equal: only the device of tensors changes, nothing is compiled on a CPU anyway
+(TORCH_COMPILE_DISABLE), and streams and events have no effect on sequential execution.
+
+Delete when: megatron-core takes its device from one setting that can be "cpu".
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """CUDA's stream and event in one: on a CPU everything has already happened."""
+    """CUDA stream and event: on a CPU everything has already completed."""
 
     cuda_stream = 0
 
@@ -45,7 +48,7 @@ class _Stream:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         return 0.0
 
     def __enter__(self) -> _Stream:
@@ -55,7 +58,7 @@ class _Stream:
 
 
 class _CudaOnCpu(types.ModuleType):
-    """Stands for torch.cuda inside megatron; what is not overridden is the real torch.cuda."""
+    """Replacement for torch.cuda inside megatron; attributes that are not overridden are torch.cuda's."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -64,12 +67,12 @@ class _CudaOnCpu(types.ModuleType):
 def _make_cuda_on_cpu() -> _CudaOnCpu:
     shim = _CudaOnCpu("megatron_patches.cuda_on_cpu")
     stream = _Stream()
-    nothing = lambda *a, **k: None  # noqa: E731
+    no_op = lambda *a, **k: None  # noqa: E731
     overrides: dict[str, Any] = {
         "current_device": lambda: _CPU,
-        "set_device": nothing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
+        "set_device": no_op,
+        "synchronize": no_op,
+        "empty_cache": no_op,
         "Stream": _Stream,
         "Event": _Stream,
         "current_stream": lambda *a, **k: stream,
@@ -81,7 +84,7 @@ def _make_cuda_on_cpu() -> _CudaOnCpu:
         "set_rng_state": lambda state, *a, **k: torch.set_rng_state(state),
         "is_current_stream_capturing": lambda: False,
         "nvtx": types.SimpleNamespace(
-            range_push=nothing, range_pop=nothing, range=lambda *a, **k: contextlib.nullcontext()
+            range_push=no_op, range_pop=no_op, range=lambda *a, **k: contextlib.nullcontext()
         ),
     }
     for name, value in overrides.items():
@@ -90,12 +93,12 @@ def _make_cuda_on_cpu() -> _CudaOnCpu:
 
 
 def _not_compiled(function: Any = None, **options: Any) -> Any:
-    """Stands for torch.compile inside megatron, as a decorator with options and without."""
+    """Replace torch.compile inside megatron, as a decorator with or without options."""
     return _not_compiled if function is None else function
 
 
 class _MissingTriton:
-    """Stands for triton where a module imports it at its top; decorators pass through."""
+    """Replacement for triton in modules that import it at the top; decorators return the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
@@ -107,21 +110,21 @@ class _MissingTriton:
 
 
 class Rewrite(ast.NodeTransformer):
-    """Replaces CUDA literals of one module; `found` counts what was replaced, by kind."""
+    """Replaces the CUDA literals of one module; `counts` has the number of replacements by kind."""
 
     def __init__(self) -> None:
-        self.found: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
         self._inside_try = False
         self.no_triton = importlib.util.find_spec("triton") is None
 
     def _count(self, kind: str) -> None:
-        self.found[kind] = self.found.get(kind, 0) + 1
+        self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def visit_Try(self, node: ast.Try) -> ast.AST:
         # A guarded `import triton` handles its own absence.
-        before, self._inside_try = self._inside_try, True
+        previous, self._inside_try = self._inside_try, True
         self.generic_visit(node)
-        self._inside_try = before
+        self._inside_try = previous
         return node
 
     def _stub(self, node: ast.stmt, names: Sequence[str]) -> list[ast.stmt]:
@@ -192,7 +195,7 @@ def _is(node: ast.AST, value: object) -> bool:
 class CpuLoader(importlib.machinery.SourceFileLoader):
     """Compiles a rewritten module.
 
-    Its bytecode is kept beside Python's own under another name, which no run with CUDA looks for.
+    The bytecode is cached beside Python's own under another name, which runs with CUDA do not use.
     """
 
     rewritten: ClassVar[dict[str, dict[str, int]]] = {}
@@ -202,16 +205,16 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
         cache = importlib.util.cache_from_source(self.path, optimization="oncpu")
         rewrite = Rewrite()
         stamp = importlib.util.source_hash(source + _OWN_SOURCE + bytes(rewrite.no_triton))
-        found, code = _kept(cache, stamp) or (None, None)
+        counts, code = _read_cache(cache, stamp) or (None, None)
         if code is None:
             tree = ast.fix_missing_locations(rewrite.visit(ast.parse(source, self.path)))
-            found, code = rewrite.found, compile(tree, self.path, "exec", dont_inherit=True)
-            # A folder that cannot be written to is passed over, as by Python itself.
+            counts, code = rewrite.counts, compile(tree, self.path, "exec", dont_inherit=True)
+            # As in Python itself, a folder that is not writable is ignored.
             if not sys.dont_write_bytecode:
-                made = marshal.dumps((found, code))
-                self.set_data(cache, stamp + importlib.util.source_hash(made) + made)
-        if found:
-            self.rewritten[fullname] = found
+                payload = marshal.dumps((counts, code))
+                self.set_data(cache, stamp + importlib.util.source_hash(payload) + payload)
+        if counts:
+            self.rewritten[fullname] = counts
         return code
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -223,14 +226,14 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
-def _kept(cache: str, stamp: bytes) -> tuple[dict[str, int], types.CodeType] | None:
-    """What was found and the bytecode, if it is whole, of this source and of this file's rewriting."""
+def _read_cache(cache: str, stamp: bytes) -> tuple[dict[str, int], types.CodeType] | None:
+    """Return counts and bytecode from the cache, if it is complete and matches this source and this file."""
     with contextlib.suppress(OSError):
-        kept = Path(cache).read_bytes()
-        made = kept[2 * len(stamp) :]
-        if kept[: 2 * len(stamp)] == stamp + importlib.util.source_hash(made):
-            found, code = marshal.loads(made)
-            return found, code
+        content = Path(cache).read_bytes()
+        payload = content[2 * len(stamp) :]
+        if content[: 2 * len(stamp)] == stamp + importlib.util.source_hash(payload):
+            counts, code = marshal.loads(payload)
+            return counts, code
     return None
 
 
@@ -240,4 +243,4 @@ CUDA_ON_CPU = _make_cuda_on_cpu()
 
 def needs_rewrite(path: str) -> bool:
     source = Path(path).read_bytes()
-    return any(word in source for word in (b"cuda", b"triton", b"torch.compile"))
+    return any(literal in source for literal in (b"cuda", b"triton", b"torch.compile"))

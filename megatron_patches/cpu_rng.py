@@ -19,14 +19,14 @@ def _edit(module: ModuleType) -> None:
     for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
         target("cpu_rng", module, name, "torch.cuda.default_generators")
 
-    def get(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def put(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
-    module._get_cuda_rng_state = get  # type: ignore[attr-defined]
-    module._set_cuda_rng_state = put  # type: ignore[attr-defined]
+    module._get_cuda_rng_state = get_state  # type: ignore[attr-defined]
+    module._set_cuda_rng_state = set_state  # type: ignore[attr-defined]
 
 
 PATCH = Patch(

@@ -43,7 +43,7 @@ def _edit(module: ModuleType) -> None:
     def sharded_with_steps(
         self: Any, model_state: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        begin_states(self.optimizer)
+        create_states(self.optimizer)
         return sharded(self, model_state, is_loading, *args, **kwargs)
 
     cls._set_main_param_and_optimizer_states = set_states_with_step
@@ -51,8 +51,11 @@ def _edit(module: ModuleType) -> None:
     cls.sharded_state_dict = sharded_with_steps
 
 
-def begin_states(optimizer: torch.optim.Optimizer) -> None:
-    """What Adam makes at its first step, made now: a load needs places to fill, a save before it a step to tell."""
+def create_states(optimizer: torch.optim.Optimizer) -> None:
+    """Create the states that Adam creates at its first step.
+
+    A load needs tensors to fill, and a save needs a step count.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not optimizer.state[p]:

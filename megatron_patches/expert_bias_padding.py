@@ -21,8 +21,8 @@ def _edit(module: ModuleType) -> None:
     upstream = target("expert_bias_padding", cls, "_apply_expert_bias", "local_tokens_per_expert +=")
 
     def apply(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
-        upstream(self, counted)
+        unpadded_map = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+        upstream(self, unpadded_map)
 
     cls._apply_expert_bias = apply
 

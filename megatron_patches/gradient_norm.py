@@ -21,7 +21,7 @@ _NAME = "gradient_norm"
 def l2_norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool, *args: object
 ) -> tuple[Tensor, None]:
-    """In the place of amp_C.multi_tensor_l2norm: `[1]` float32, where the tensors are."""
+    """Replace amp_C.multi_tensor_l2norm. Returns `[1]` float32 on the tensors' device."""
     norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
     return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])).reshape(1), None
 

@@ -23,9 +23,9 @@ def _edit(module: ModuleType) -> None:
     upstream = target(_NAME, module.MLP, "forward", _IN_PLACE)
     source = textwrap.dedent(inspect.getsource(upstream))
     edited = source.replace(_IN_PLACE, _IN_PLACE.replace("output +=", "output = output +"))
-    made: dict[str, Any] = {}
-    exec(compile(edited, str(module.__file__), "exec"), module.__dict__, made)
-    module.MLP.forward = made["forward"]
+    namespace: dict[str, Any] = {}
+    exec(compile(edited, str(module.__file__), "exec"), module.__dict__, namespace)
+    module.MLP.forward = namespace["forward"]
 
 
 PATCH = Patch(

@@ -37,9 +37,9 @@ def _edit(module: ModuleType) -> None:
         return state
 
     def sync_all_but_steps(self: Any) -> None:
-        counted = [[group.get("step") for group in half.param_groups] for half in self.sub_optimizers]
+        steps_before = [[group.get("step") for group in half.param_groups] for half in self.sub_optimizers]
         sync(self)
-        for half, steps in zip(self.sub_optimizers, counted, strict=True):
+        for half, steps in zip(self.sub_optimizers, steps_before, strict=True):
             for group, step in zip(half.param_groups, steps, strict=True):
                 if step is not None:
                     group["step"] = step

@@ -23,14 +23,14 @@ _LISTS = ("bucket_groups", "expert_parallel_bucket_groups")
 
 @contextmanager
 def _only(chunks: Sequence[Any], buckets: set[int]) -> Iterator[None]:
-    """While it lasts, the chunks know only the groups that hold one of `buckets` (by id)."""
-    before = [(chunk, name, getattr(chunk, name)) for chunk in chunks for name in _LISTS]
-    for chunk, name, groups in before:
+    """Restrict the chunks to the groups with one of `buckets` (by id) until the context ends."""
+    saved_groups = [(chunk, name, getattr(chunk, name)) for chunk in chunks for name in _LISTS]
+    for chunk, name, groups in saved_groups:
         setattr(chunk, name, [g for g in groups if any(id(b) in buckets for b in g.buckets)])
     try:
         yield
     finally:
-        for chunk, name, groups in before:
+        for chunk, name, groups in saved_groups:
             setattr(chunk, name, groups)
 
 
@@ -39,8 +39,8 @@ def _edit(module: ModuleType) -> None:
     step = target(_NAME, cls, "step_with_ready_grads", "model_chunk.start_param_sync()")
 
     def step_and_sync_own(self: Any) -> bool:
-        own = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
-        with _only(self.model_chunks, own):
+        own_buckets = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
+        with _only(self.model_chunks, own_buckets):
             stepped: bool = step(self)
         return stepped
 

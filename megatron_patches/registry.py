@@ -1,4 +1,4 @@
-"""What a patch is, and how it makes sure of its target. A patch edits a freshly imported module in memory."""
+"""Definition of a patch, which edits a freshly imported module in memory, and the check of its target."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import ModuleType
 from typing import Any, Literal
 
 When = Literal["no-cuda", "no-te", "always"]
-"""no-cuda: only where CUDA is missing, never beside it. no-te: wherever Transformer Engine cannot run."""
+"""no-cuda: only without CUDA. no-te: if Transformer Engine cannot run."""
 
 
 class PatchError(RuntimeError):
-    """Upstream no longer looks as a patch expects: the patch must be looked at, not skipped."""
+    """Upstream differs from what a patch expects: review the patch rather than skipping it."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """`edit(module)` runs right after `module` was first imported."""
+    """A patch. `edit(module)` runs directly after the first import of `module`."""
 
     name: str
     module: str
@@ -28,19 +28,25 @@ class Patch:
     edit: Callable[[ModuleType], None]
 
 
-def target(patch: str, owner: Any, name: str, *fragments: str, of: str = "megatron_patches") -> Any:
-    """`owner.name`, whose source must contain each of `fragments`. Raises PatchError otherwise.
+def target(patch: str, owner: Any, name: str, *fragments: str, package: str = "megatron_patches") -> Any:
+    """Return `owner.name`, whose source must contain each of `fragments`.
 
-    `of`: whose patch it is, for the message.
+    Args:
+        patch: name of the patch.
+        owner: module or class.
+        name: attribute to patch.
+        fragments: expected parts of its source.
+        package: package of the patch, for the message.
+
+    Raises:
+        PatchError: the attribute is missing or has changed.
     """
-    where = f"{getattr(owner, '__name__', owner)}.{name}"
-    found = getattr(owner, name, None)
-    if found is None:
-        raise PatchError(f"{of}.{patch}: {where} is gone; look at the patch before going on")
-    source = inspect.getsource(found)
+    path = f"{getattr(owner, '__name__', owner)}.{name}"
+    attribute = getattr(owner, name, None)
+    if attribute is None:
+        raise PatchError(f"{package}.{patch}: {path} is missing; review the patch")
+    source = inspect.getsource(attribute)
     for fragment in fragments:
         if fragment not in source:
-            raise PatchError(
-                f"{of}.{patch}: {where} no longer says {fragment!r}; look at the patch before going on"
-            )
-    return found
+            raise PatchError(f"{package}.{patch}: {path} no longer contains {fragment!r}; review the patch")
+    return attribute

@@ -1,9 +1,9 @@
-"""Weight gradients added to the accumulated ones without Apex.
+"""Accumulation of weight gradients without Apex.
 
 Symptom: RuntimeError from ColumnParallelLinear, the head's: gradient_accumulation_fusion needs Apex's
-fused_weight_gradient_mlp_cuda, though Transformer Engine's layers fuse without it. Upstream: 0.16.1.
-Why numbers stay equal: the product that autograd would compute, added where Megatron's hook would add it.
-Delete when: local layers add weight gradients without Apex.
+fused_weight_gradient_mlp_cuda, though Transformer Engine's layers fuse without it. Upstream: 0.16.1. Why
+numbers stay equal: the product that autograd would compute, added where Megatron's hook would add it. Delete
+when: local layers add weight gradients without Apex.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _NAME = "weight_gradients"
 
 
 class Products:
-    """In the place of the module fused_weight_gradient_mlp_cuda."""
+    """Replacement for the module fused_weight_gradient_mlp_cuda."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
-        """x `[T, in]`, grad `[T, out]`; main_grad `[out, in]` gets their product added."""
+        """Add the product of x `[T, in]` and grad `[T, out]` to main_grad `[out, in]`."""
         main_grad.add_(grad.t().matmul(x))
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32

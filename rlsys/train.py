@@ -18,8 +18,8 @@ from typing import cast
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config, load_config
-from rlsys.core.owner import Owner, of_process
-from rlsys.core.types import Taken
+from rlsys.core.owner import Owner, owner_of_process
+from rlsys.core.types import TrainBatch
 from rlsys.obs.role import run_role
 from rlsys.planner.layout import lay_out, push_plan
 from rlsys.rollout.client import RolloutClient
@@ -28,7 +28,7 @@ from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import Early, go_backward, score_parked, train_step
 from rlsys.trainer.token_log import write_notes
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights.delivery import Delivery, push_phases
+from rlsys.weights.weight_push import WeightPush, push_phases
 
 
 class Loop:
@@ -40,7 +40,7 @@ class Loop:
         self.objective = Objective(config.algo)
         self.trainer = Trainer(config, self.objective.asks.passes, owner)
         add_models(self.trainer, self.objective)
-        self.delivery = Delivery(self.trainer, push_plan(config, lay_out(config)))
+        self.weight_push = WeightPush(self.trainer, push_plan(config, lay_out(config)))
         self.on_main = self.trainer.on_main
         self.step = self.begun = self.trainer.load_checkpoint(self.objective)
         self.recorder = Recorder(config, self.step) if self.trainer.is_main else None
@@ -48,7 +48,7 @@ class Loop:
 
     def run(self) -> None:
         """From the newest checkpoint to the last step, or until the run has to leave its machines."""
-        self.delivery.prepare()
+        self.weight_push.prepare()
         self.on_main(lambda: self.rollout.wait_ready(self.config.start_seconds))
         self.on_main(lambda: self.rollout.restore(self.step))
         self._write("run", event="resume" if self.step else "start")
@@ -66,7 +66,7 @@ class Loop:
         self.settle(wait=True)
         self._write("run", event="end")
 
-    def take(self, early: Early | None) -> Taken | None:
+    def take(self, early: Early | None) -> TrainBatch | None:
         """The groups of the next step; an engine that came back without weights gets them first. None: leave."""
         rollout, step = self.rollout, self.step + 1
         while True:
@@ -78,7 +78,7 @@ class Loop:
                 return None
             self.push()
 
-    def train(self, taken: Taken, early: Early | None, start: float) -> None:
+    def train(self, taken: TrainBatch, early: Early | None, start: float) -> None:
         """One train step on these groups, and the push of what came of it. `start`: when the step began."""
         taken_at = time.monotonic()
         stats: dict[str, object] = {}
@@ -117,14 +117,14 @@ class Loop:
         while left:
             phases.call("room", self.trainer.make_room)  # resting engines take back their weights' memory
             ticket = phases.call("begin", self.on_main, partial(self.rollout.begin_push, mismatch_kept))
-            sent = phases.call("send", self.delivery.push, ticket)
+            sent = phases.call("send", self.weight_push.push, ticket)
             canaries = phases.call("canaries", self.trainer.canaries, ticket.canaries)
             phases.call("room", self.trainer.make_room)  # and their caches'
-            end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.left_out)
+            end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.excluded)
             found = phases.call("end", self.on_main, end)
-            left, hashing = found.pop("push_left"), hashing + sent.hashing
+            left, hashing = found.pop("push_left"), hashing + sent.hash_seconds
         found["time_checksums"] += hashing
-        return {**phases.with_total, "time_sync_hash": hashing, **self.delivery.figures, **found}
+        return {**phases.with_total, "time_sync_hash": hashing, **self.weight_push.metrics, **found}
 
     def keep(self) -> None:
         """After a step: evaluate, export and begin a checkpoint when they are due."""
@@ -149,7 +149,7 @@ class Loop:
             self.evaluating = self.step
             return None
         found = self.on_main(self.rollout.evaluate)
-        self._write("eval", **found.figures())
+        self._write("eval", **found.metrics())
         return found.accuracy
 
     def end_evaluation(self, *, wait: bool) -> None:
@@ -158,7 +158,7 @@ class Loop:
             return
         ended = self.on_main(lambda: self.rollout.end_evaluation(wait))
         if ended.result is not None and self.recorder is not None:
-            self.recorder.write("eval", self.evaluating, **ended.result.figures())
+            self.recorder.write("eval", self.evaluating, **ended.result.metrics())
         self.evaluating = None if ended.done else self.evaluating
 
     def settle(self, wait: bool) -> None:
@@ -181,10 +181,10 @@ class Loop:
 
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
-    owner, start = of_process(config.run.dir)
+    owner, start = owner_of_process(config.run.dir)
     loop = Loop(config, RolloutClient(owner.rollout_socket, owner.key, start), owner)
     loop.run()
-    loop.delivery.close()
+    loop.weight_push.close()
     loop.trainer.close(job=True)
 
 

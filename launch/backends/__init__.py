@@ -1,7 +1,7 @@
-"""Where processes run. A backend starts one keeper (launch/keeper.py) for each role, and leads orders to it.
+"""Launch backends. A backend starts one keeper (launch/keeper.py) per role, and forwards orders to it.
 
-Everything else is the same for all of them: the plan, the supervisor, restarts (no backend restarts anything),
-logs in the run folder, which every node sees.
+All backends share the plan, the supervisor, restarts (no backend restarts anything), and logs in the run
+folder, which every node can read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launch.plan import Node, Role
 from rlsys.config import Config
 
 END, END_NOW, STACKS = b"E", b"Q", b"S"
-"""Orders that a keeper obeys."""
+"""Orders to a keeper."""
 
 
 class Handle(Protocol):
@@ -24,45 +24,65 @@ class Handle(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; 128 + n after signal n. The keeper's, or what the backend makes of a lost node."""
+        """Exit code of the keeper, or the backend's code for a lost node; 128 + n after signal n; None if running."""
 
     def order(self, order: bytes) -> None:
-        """Send an order to the keeper; without effect when that is gone."""
+        """Send an order to the keeper; no effect if it has ended."""
 
     def release(self) -> None:
         """Close the lifeline: a keeper that still runs ends its role."""
 
 
 class Backend(Protocol):
-    """Not for use from several threads. `nodes[0]` is the machine that this process is on."""
+    """Interface of a backend. Not thread-safe. `nodes[0]` is the machine of this process."""
 
     nodes: list[Node]
 
     def free_ports(self, need: Mapping[int, int]) -> dict[int, list[int]]:
-        """On each node, given by its place in `nodes`, so many different ports that nobody had. They are held there
-        until `close` (launch/ports.py). All nodes are asked at once."""
+        """Reserve free ports until `close` (launch/ports.py), on all nodes concurrently.
+
+        Args:
+            need: index of a node in `nodes` -> number of ports.
+
+        Returns:
+            Index of the node -> ports.
+        """
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> Handle:
         """Start the role's keeper on its node with the environment `env`; output is appended to `log`."""
 
     def preempted(self) -> bool:
-        """Whether the scheduler wants the nodes back and did not tell this process by a signal."""
+        """Return whether the scheduler reclaims the nodes without having sent a signal to this process."""
 
     def lost_nodes(self) -> list[int]:
-        """Nodes of the run that are gone, by their places in `nodes`. RunError when the scheduler does not say."""
+        """Return the indices in `nodes` of nodes that are gone.
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
-        """With no role left: others take the places of `lost_nodes`. False when only another session could have as
-        many as before (`requeue`). UserError when none come, or the wait is `stopped`."""
+        Raises:
+            RunError: the scheduler does not answer.
+        """
+
+    def replace_nodes(self, is_stopped: Callable[[], bool]) -> bool:
+        """Replace the lost nodes by others; all roles have ended.
+
+        Args:
+            is_stopped: ends the wait.
+
+        Returns:
+            False if only another session (`requeue`) could have enough nodes.
+
+        Raises:
+            UserError: no nodes become available, or the wait was stopped.
+        """
 
     def requeue(self) -> None:
-        """After a stop that the scheduler wanted: have the same command started again later, if it can."""
+        """Have the scheduler start the same command again later, if it can, after a stop that it requested."""
 
     def close(self) -> None:
-        """Give up what this backend itself started or holds; roles have ended."""
+        """Release what this backend started or reserved; all roles have ended."""
 
 
 def keeper_command(role: Role, config: Config, *, shielded: bool) -> list[str]:
+    """Return the command line of a role's keeper."""
     command = [sys.executable, "-m", "launch.keeper", "--grace", str(config.launch.grace_seconds)]
     command += ["--cgroup", cgroup.group_name(config.run.dir, role.name)]
     if shielded:

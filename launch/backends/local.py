@@ -1,4 +1,4 @@
-"""Processes of this machine."""
+"""Backend `local`: processes of this machine."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from pathlib import Path
 from launch import cgroup
 from launch.backends import keeper_command
 from launch.plan import Node, Role
-from launch.ports import HeldPorts
+from launch.ports import PortReservation
 from rlsys.config import Config
 
 
 class PipedKeeper:
-    """A keeper at the other end of a process's standard input: the process itself, or what srun leads to.
-
-    `group`: name of a control group on this machine that is killed when that process has ended, also where guard and
-    keeper were killed together; empty: there is none here.
-    """
+    """A keeper that reads orders from its standard input: a local process, or one behind srun."""
 
     def __init__(
         self, command: list[str], env: dict[str, str], log: Path, lock_fd: int, group: str = ""
     ) -> None:
+        """Start the process.
+
+        Args:
+            command: the keeper's command line.
+            env: its environment.
+            log: file for its output.
+            lock_fd: the run's lock, which it inherits.
+            group: name of a control group of this machine that is killed when the process has ended, also if
+                guard and keeper were killed together; empty for none.
+        """
         self._group = group
         with log.open("ab") as out:
-            # The pipe is the lifeline: when this process ends, however, the keeper reads its end.
+            # The pipe is the lifeline: when this process ends in any way, the keeper reads end-of-file.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=env,
                 start_new_session=True, pass_fds=(lock_fd,),
@@ -54,18 +60,20 @@ class PipedKeeper:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """For a process that holds nothing."""
+        """Kill a process that owns nothing."""
         self._process.kill()
         self._process.wait()
         self.release()
 
 
 class LocalBackend:
+    """Starts all roles on this machine."""
+
     def __init__(self, config: Config, lock_fd: int) -> None:
         self.nodes = [Node("localhost")]
-        self._ports = HeldPorts(config.engine.host)
+        self._ports = PortReservation(config.engine.host)
         if config.engine.port:
-            self._ports.hold(config.engine.port, config.engine.count)
+            self._ports.reserve(config.engine.port, config.engine.count)
         self._config = config
         self._lock_fd = lock_fd
 
@@ -84,7 +92,7 @@ class LocalBackend:
     def lost_nodes(self) -> list[int]:
         return []
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
+    def replace_nodes(self, is_stopped: Callable[[], bool]) -> bool:
         return True
 
     def requeue(self) -> None: ...

@@ -1,8 +1,8 @@
-"""Actors of a Ray cluster, one for each role, in a placement group with one bundle for each node.
+"""Backend `ray`: one actor per role, in a placement group with one bundle per node.
 
-Joins the cluster that RAY_ADDRESS names, else starts a Ray of its own on this machine and stops just that. Actors
-are never restarted by Ray: the supervisor is the one owner of restarts. An actor holds the keeper's lifeline, so
-when Ray ends the actor, or its node goes, the role ends. A lost node is replaced by any other that Ray has or gets.
+Joins the cluster that RAY_ADDRESS names; otherwise starts a private Ray on this machine, and stops only that.
+Ray never restarts actors: the supervisor owns all restarts. An actor holds the keeper's lifeline, so a role
+ends with its actor or node. A lost node is replaced by any node that Ray has or gets.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from launch.backends import keeper_command
 from launch.plan import Node, Role
-from launch.ports import HeldPorts
+from launch.ports import PortReservation
 from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.sockets import make_folder, remove_folder
 
 JOIN_SECONDS = 60.0
-"""For the nodes of a cluster that is just starting."""
+"""Time for the nodes of a starting cluster to join."""
 SILENT_NODE_SECONDS = 60.0
-"""A machine without power does not say so; Ray itself notices after a quarter of a minute."""
-GONE = "gone"
-LOST = 255
-"""Exit code of a role whose actor is gone."""
-_OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "RAY_")
-"""Variables that an actor's own process knows better than the supervisor."""
+"""A machine without power closes no connection; Ray detects it after 15 seconds."""
+ACTOR_DEAD = "gone"
+NODE_LOST = 255
+"""Exit code of a role whose actor is dead."""
+_NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "RAY_")
+"""Prefixes of variables that are taken from the actor's process rather than from the supervisor."""
 
 
 class KeeperActor:
-    """Runs on the role's node and owns its keeper. One thread waits for the keeper's end, the other takes orders."""
+    """Owns a role's keeper on the role's node. One thread waits for the keeper's end, the other forwards orders."""
 
     def __init__(self) -> None:
         self._started = threading.Event()
-        self._ports = HeldPorts("")
+        self._ports = PortReservation("")
 
     def run(self, command: list[str], env: dict[str, str], folder: str, log: str) -> int:
-        """Start the keeper and wait for its end; its exit code, 128 + n after signal n."""
-        own = {k: v for k, v in os.environ.items() if k.startswith(_OF_THE_NODE)}
-        given = {k: v for k, v in env.items() if not k.startswith(_OF_THE_NODE)}
-        # Ray kills an actor's children with it, without a word: between it and the keeper stands a shell, so that the
-        # keeper lives to read the end of its lifeline and ends all that the role started.
+        """Start the keeper, wait for its end, and return its exit code, 128 + n after signal n."""
+        node_env = {k: v for k, v in os.environ.items() if k.startswith(_NODE_VARIABLES)}
+        role_env = {k: v for k, v in env.items() if not k.startswith(_NODE_VARIABLES)}
+        # Ray kills an actor's children with it. A shell between actor and keeper lets the keeper survive, read the
+        # end of its lifeline, and end all processes of the role.
         with open(log, "ab") as out:
             self._keeper = subprocess.Popen(
                 ["sh", "-c", '"$@"; exit $?', "sh", *command], stdin=subprocess.PIPE, stdout=out,
-                stderr=subprocess.STDOUT, env=given | own, cwd=folder, start_new_session=True,
+                stderr=subprocess.STDOUT, env=role_env | node_env, cwd=folder, start_new_session=True,
             )  # fmt: skip
         self._started.set()
         code = self._keeper.wait()
@@ -76,22 +76,26 @@ class KeeperActor:
 
 
 class ActorHandle:
-    """Nothing here has a time limit: Ray itself says when an actor is gone, however busy its machine is."""
+    """Handle of a role's actor. It has no time limits: Ray reports a dead actor, however busy its machine is."""
 
-    def __init__(self, actor: Any, end: Any, what: str) -> None:
-        self._actor, self._end, self._what = actor, end, what
+    def __init__(self, actor: Any, end: Any, description: str) -> None:
+        self._actor, self._end, self._description = actor, end, description
         self._code: int | None = None
 
     @property
     def exit_code(self) -> int | None:
-        """Raises RunError when the keeper could not even be started."""
+        """Exit code of the keeper; None while it runs.
+
+        Raises:
+            RunError: the keeper could not be started.
+        """
         if self._code is None and ray.wait([self._end], timeout=0)[0]:
             try:
                 self._code = ray.get(self._end)
             except ray.exceptions.RayActorError:
-                self._code = LOST
+                self._code = NODE_LOST
             except ray.exceptions.RayTaskError as e:
-                raise RunError(f"{self._what}: Ray cannot start it: {e.cause}") from None
+                raise RunError(f"{self._description}: Ray cannot start it: {e.cause}") from None
         return self._code
 
     def order(self, order: bytes) -> None:
@@ -102,46 +106,48 @@ class ActorHandle:
 
 
 class RayBackend:
+    """Starts roles as actors of a Ray cluster."""
+
     def __init__(self, config: Config) -> None:
         self._config = config
-        joined = os.environ.get("RAY_ADDRESS")
-        if joined is None:
-            # A token of its own: by itself Ray writes one into the home folder, and from then on every `ray start`
-            # of this user begins a cluster that its other nodes cannot join.
+        address = os.environ.get("RAY_ADDRESS")
+        if address is None:
+            # A separate token: by default Ray writes one into the home folder, and from then on every `ray start`
+            # of this user starts a cluster that its other nodes cannot join.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            # And its workers would run at nice 15, behind everything else on the machine, the supervisor too.
+            # By default its workers run at nice 15, behind all other processes of the machine.
             os.environ.setdefault("RAY_worker_niceness", "0")
-        self._folder = make_folder() if joined is None else None
+        self._folder = make_folder() if address is None else None
         ray.init(
-            address=joined or "local", include_dashboard=False if joined is None else None,
-            # Its Unix sockets ask for no key, and Ray opens this folder to everybody: only the one above is closed.
+            address=address or "local", include_dashboard=False if address is None else None,
+            # Its Unix sockets need no key, and Ray makes this folder accessible to all users; its parent is private.
             _temp_dir=None if self._folder is None else str(self._folder / "ray"),
             logging_level="ERROR", log_to_driver=False,
         )  # fmt: skip
         self._actor_class = ray.remote(KeeperActor)
         try:
-            self._settle(JOIN_SECONDS)
+            self._reserve_nodes(JOIN_SECONDS)
         except UserError:
             self._shut_down()
             raise
 
-    def _settle(self, patience: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Reserve the nodes, and post a scout on each: one that is gone tells of its node's end."""
-        self._group = self._reserve(patience, stopped)
-        self._awaited: dict[int, Any] = {}
-        """Places of lost nodes, and what the scouts that wait for them were asked."""
+    def _reserve_nodes(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Reserve the nodes, and start a scout actor on each, whose death shows that the node is lost."""
+        self._group = self._reserve(timeout_s, is_stopped)
+        self._pending: dict[int, Any] = {}
+        """Index of a lost node -> pending call of the scout that waits for a node."""
         self._scouts = [self._actor(i) for i in range(self._config.launch.nodes)]
         addresses = ray.get([scout.address.remote() for scout in self._scouts])
         self.nodes = [Node(address, address) for address in addresses]
 
     def free_ports(self, need: Mapping[int, int]) -> dict[int, list[int]]:
-        asked = [self._scouts[node].free_ports.remote(n) for node, n in need.items()]
-        return dict(zip(need, ray.get(asked), strict=True))
+        calls = [self._scouts[node].free_ports.remote(n) for node, n in need.items()]
+        return dict(zip(need, ray.get(calls), strict=True))
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> ActorHandle:
         actor = self._actor(role.node)
         command = keeper_command(role, self._config, shielded=False)
-        log.touch()  # there from now on, as soon or late as Ray has a process for the actor
+        log.touch()  # exists even before Ray has a process for the actor
         end = actor.run.remote(command, env, os.getcwd(), str(log.absolute()))
         return ActorHandle(actor, end, f"{role.name} on {self.nodes[role.node].name}")
 
@@ -149,23 +155,25 @@ class RayBackend:
         return False
 
     def lost_nodes(self) -> list[int]:
-        """Those whose scout is gone, or does not answer. Another scout waits for such a node, which is back when the
-        scout finds itself at its address."""
-        asked = {i: scout.address.remote() for i, scout in enumerate(self._scouts) if i not in self._awaited}
-        ray.wait([*asked.values()], num_returns=len(asked), timeout=SILENT_NODE_SECONDS)
-        for i, answer in {**self._awaited, **asked}.items():
-            found = _answer(answer)
-            if found == self.nodes[i].address:
-                self._awaited.pop(i, None)
-            elif i in asked or found == GONE:
-                self._scouts[i] = self._actor(i)
-                self._awaited[i] = self._scouts[i].address.remote()
-        return sorted(self._awaited)
+        """Return the nodes whose scout is dead or does not answer.
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
-        """All nodes are reserved anew: any that Ray has or gets."""
+        A new scout waits for each such node, which is back when the scout finds itself at the node's address.
+        """
+        calls = {i: scout.address.remote() for i, scout in enumerate(self._scouts) if i not in self._pending}
+        ray.wait([*calls.values()], num_returns=len(calls), timeout=SILENT_NODE_SECONDS)
+        for i, answer in {**self._pending, **calls}.items():
+            address = _answer(answer)
+            if address == self.nodes[i].address:
+                self._pending.pop(i, None)
+            elif i in calls or address == ACTOR_DEAD:
+                self._scouts[i] = self._actor(i)
+                self._pending[i] = self._scouts[i].address.remote()
+        return sorted(self._pending)
+
+    def replace_nodes(self, is_stopped: Callable[[], bool]) -> bool:
+        """Reserve all nodes again: any that Ray has or gets."""
         remove_placement_group(self._group)
-        self._settle(self._config.start_seconds, stopped)
+        self._reserve_nodes(self._config.start_seconds, is_stopped)
         return True
 
     def requeue(self) -> None: ...
@@ -179,38 +187,38 @@ class RayBackend:
         if self._folder is not None:
             remove_folder(self._folder)
 
-    def _reserve(self, patience: float, stopped: Callable[[], bool]) -> Any:
-        """One bundle a node; the first on this one, because the rollout process is reached by loopback."""
+    def _reserve(self, timeout_s: float, is_stopped: Callable[[], bool]) -> Any:
+        """Reserve one bundle per node; the first on this node, because the rollout process is reached by loopback."""
         config, n = self._config, self._config.launch.nodes
         bundle = {"CPU": 1.0} | ({"GPU": float(g)} if (g := config.launch.gpus_per_node) else {})
-        here = {f"node:{ray.util.get_node_ip_address()}": 0.001}
-        deadline = time.monotonic() + patience
+        this_node = {f"node:{ray.util.get_node_ip_address()}": 0.001}
+        deadline = time.monotonic() + timeout_s
         while (alive := sum(node["Alive"] for node in ray.nodes())) < n:
-            if stopped() or time.monotonic() > deadline:
+            if is_stopped() or time.monotonic() > deadline:
                 raise UserError(f"launch.nodes = {n}, but the Ray cluster has {alive}")
             time.sleep(0.5)
-        group = placement_group([bundle | here, *[bundle] * (n - 1)], strategy="STRICT_SPREAD")
+        group = placement_group([bundle | this_node, *[bundle] * (n - 1)], strategy="STRICT_SPREAD")
         if not group.wait(config.start_seconds):
             remove_placement_group(group)
             raise UserError(
-                f"launch.nodes = {n} with {bundle} each: the Ray cluster has nothing free within "
+                f"launch.nodes = {n} with {bundle} each: the Ray cluster did not have these resources free within "
                 f"engine.start_timeout = {config.start_seconds:g} s"
             )
         return group
 
     def _actor(self, node: int) -> Any:
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
         options = self._actor_class.options(
-            num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2, scheduling_strategy=place
+            num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=2, scheduling_strategy=strategy
         )
         return options.remote()
 
 
 def _answer(answer: Any) -> str | None:
-    """A scout's address; GONE when the scout is; None when it has not answered yet."""
+    """Return a scout's address; ACTOR_DEAD if the scout is dead; None if it has not answered yet."""
     try:
         return str(ray.get(answer, timeout=0))
     except ray.exceptions.RayActorError:
-        return GONE
+        return ACTOR_DEAD
     except ray.exceptions.GetTimeoutError:
         return None

@@ -1,4 +1,4 @@
-"""Opens the backend that launch.backend names."""
+"""Selection of the backend by launch.backend."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from rlsys.config import Config
 
 
 def open_backend(config: Config, lock_fd: int) -> Backend:
-    """The backend that launch.backend names. Raises UserError when it cannot be had here."""
+    """Open the backend that launch.backend names.
+
+    Raises:
+        UserError: it is not available here.
+    """
     if config.launch.backend == "slurm":
         from launch.backends.slurm import SlurmBackend
 
         return SlurmBackend(config, lock_fd)
     if config.launch.backend == "ray":
         if "RAY_ADDRESS" not in os.environ:
-            # Read as Ray is imported: a Ray of our own, on this machine alone, listens on loopback only.
+            # Ray reads this on import: a private Ray, on this machine only, listens on loopback only.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         from launch.backends.ray_actors import RayBackend  # ray costs a second to import
 

@@ -1,13 +1,13 @@
-"""Tasks of the Slurm job that this process is the batch script of. No Ray, no daemon of ours.
+"""Backend `slurm`: steps of the Slurm job whose batch script is this process. Needs neither Ray nor a daemon.
 
-Each keeper is a step of its own (srun), shielded from the job's signals. A scheduler that takes the nodes back with a
-grace time sends SIGTERM to all steps at once and to the batch script only at the end, so one more step does nothing
-but wait for it: the sentinel. That a SIGTERM ends it is how the supervisor hears of a preemption or an scancel; when
-it ends otherwise (a step limit, no memory) it is started again. Near the time limit `--signal=B:USR1@SECONDS` reaches
-the batch script itself.
+Each keeper is a step of its own (srun), shielded from the job's signals. A scheduler that reclaims nodes with
+a grace time sends SIGTERM to all steps first, and to the batch script only at the end. So one more step, the
+sentinel, only waits for it: a SIGTERM that ends it tells the supervisor of a preemption or an scancel. If it
+ends in another way (a step limit, no memory) it is started again. Near the time limit
+`--signal=B:USR1@SECONDS` reaches the batch script itself.
 
-Without `--no-kill`, Slurm ends a job that loses a node, and requeues it. With it the job keeps its other nodes, for
-good: those beyond launch.nodes are spare ones.
+Without `--no-kill`, Slurm ends a job that loses a node, and requeues it. With it the job keeps its other
+nodes permanently: those beyond launch.nodes are spare nodes.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from pathlib import Path
 from launch.backends import keeper_command
 from launch.backends.local import PipedKeeper
 from launch.plan import Node, Role
-from launch.ports import HeldPorts
+from launch.ports import PortReservation
 from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
 
-TAKEN = 128 + signal.SIGTERM
-"""Exit code of an srun whose task the scheduler ended."""
-LOST = 255
-"""Exit code of a role whose node is gone."""
-LONGEST_WAIT = 60.0
-"""Between two starts of a sentinel that does not stay."""
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of an srun whose task the scheduler terminated."""
+NODE_LOST = 255
+"""Exit code of a role whose node is lost."""
+MAX_SENTINEL_WAIT = 60.0
+"""Maximum time between two starts of a sentinel that keeps ending."""
 CLIENT_SECONDS = 60.0
-"""Slurm's commands hang for minutes when its controller is gone."""
+"""Slurm's commands hang for minutes if its controller is unreachable."""
 
 
 @dataclass(frozen=True)
 class JobNode:
+    """A node of the job."""
+
     name: str
     het_group: int | None
-    """Component of a heterogeneous job that it belongs to; None in a plain one."""
+    """Its component of a heterogeneous job; None in other jobs."""
 
 
 class TrainerKeeper(PipedKeeper):
-    """A trainer's keeper on `node`. Its 0 says that the run is done; srun ends with 0 also when a node is gone."""
+    """A trainer's keeper on `node`. Exit code 0 means that the run is done; srun also ends with 0 on a lost node."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path, lock_fd: int, node: str) -> None:
         super().__init__(command, env, log, lock_fd)
@@ -58,59 +60,61 @@ class TrainerKeeper(PipedKeeper):
 
     @property
     def exit_code(self) -> int | None:
-        """A 0 is told when Slurm says that the node is still there."""
+        """Exit code; 0 is returned only after Slurm confirmed that the node is still in the job."""
         if self._code is None and (code := super().exit_code) is not None:
             try:
-                self._code = LOST if code == 0 and self._node not in nodes_left() else code
-            except RunError:  # asked again at the next look
+                self._code = NODE_LOST if code == 0 and self._node not in job_nodes_present() else code
+            except RunError:  # retried at the next poll
                 return None
         return self._code
 
 
 class SlurmBackend:
+    """Starts roles as steps of a Slurm job."""
+
     def __init__(self, config: Config, lock_fd: int) -> None:
         self._job = job_nodes(os.environ)
-        wanted = config.launch.nodes
-        if len(self._job) < wanted:
+        count = config.launch.nodes
+        if len(self._job) < count:
             raise UserError(
-                f"launch.nodes = {wanted}, but the Slurm job has {len(self._job)} (sbatch --nodes={wanted})"
+                f"launch.nodes = {count}, but the Slurm job has {len(self._job)} (sbatch --nodes={count})"
             )
-        here = os.environ.get("SLURMD_NODENAME")
-        if here != self._job[0].name:
+        node_name = os.environ.get("SLURMD_NODENAME")
+        if node_name != self._job[0].name:
             raise UserError(
-                f"launch.backend = slurm: this is {here or 'no node of the job'}, but the first node is "
-                f"{self._job[0].name}; start with `rlsys submit` or inside an sbatch script"
+                f"launch.backend = slurm: this process is on {node_name or 'no node of the job'}, but the first node "
+                f"is {self._job[0].name}; start with `rlsys submit` or inside an sbatch script"
             )
-        self._job, self._spare = self._job[:wanted], self._job[wanted:]
-        self.nodes = self._addressed()
+        self._job, self._spare = self._job[:count], self._job[count:]
+        self.nodes = self._node_list()
         self._config = config
         self._srun_args = config.launch.srun_args
         self._lock_fd = lock_fd
         self._sentinel: PipedKeeper | None = None
         self._post_sentinel: Callable[[], PipedKeeper]
         self._next_sentinel, self._sentinel_wait = 0.0, 1.0
-        self._ports = HeldPorts("")
+        self._ports = PortReservation("")
         self._holders: list[subprocess.Popen[str]] = []
-        """Steps on other nodes that hold ports there."""
+        """Steps that reserve ports on other nodes."""
 
     def free_ports(self, need: Mapping[int, int]) -> dict[int, list[int]]:
         steps = {node: self._hold_ports(node, n) for node, n in need.items() if node != 0}
-        found = {0: self._ports.choose(need[0])} if 0 in need else {}
+        ports = {0: self._ports.choose(need[0])} if 0 in need else {}
         deadline = time.monotonic() + CLIENT_SECONDS
         for node, step in steps.items():
             assert step.stdout is not None
-            answered, _, _ = select.select([step.stdout], [], [], max(deadline - time.monotonic(), 0))
-            found[node] = [int(port) for port in step.stdout.readline().split()] if answered else []
-            if len(found[node]) != need[node]:
+            readable, _, _ = select.select([step.stdout], [], [], max(deadline - time.monotonic(), 0))
+            ports[node] = [int(port) for port in step.stdout.readline().split()] if readable else []
+            if len(ports[node]) != need[node]:
                 step.kill()
-                _, said = step.communicate()
+                _, message = step.communicate()
                 raise RunError(
-                    f"{self.nodes[node].name}: no ports there: {said.strip()[-300:] or 'no answer'}"
+                    f"{self.nodes[node].name}: cannot reserve ports: {message.strip()[-300:] or 'no answer'}"
                 )
-        return found
+        return ports
 
     def _hold_ports(self, node: int, n: int) -> subprocess.Popen[str]:
-        """A step there that prints them, and holds them as long as it runs."""
+        """Start a step that prints free ports of a node, and reserves them while it runs."""
         command = [*self._srun(node), sys.executable, "-m", "launch.ports", str(n)]
         step = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -133,34 +137,39 @@ class SlurmBackend:
     def preempted(self) -> bool:
         if self._sentinel is None or (code := self._sentinel.exit_code) is None:
             return False
-        if code == TAKEN:
+        if code == TERMINATED:
             return True
         if time.monotonic() >= self._next_sentinel:
             self._sentinel.release()
             self._sentinel = self._post_sentinel()
             self._next_sentinel = time.monotonic() + self._sentinel_wait
-            self._sentinel_wait = min(2 * self._sentinel_wait, LONGEST_WAIT)
+            self._sentinel_wait = min(2 * self._sentinel_wait, MAX_SENTINEL_WAIT)
         return False
 
     def lost_nodes(self) -> list[int]:
-        here = set(nodes_left())
-        return [i for i, node in enumerate(self._job) if node.name not in here]
+        present = set(job_nodes_present())
+        return [i for i, node in enumerate(self._job) if node.name not in present]
 
-    def replace_nodes(self, stopped: Callable[[], bool]) -> bool:
-        """By spare ones of the same component."""
-        here = set(nodes_left())
+    def replace_nodes(self, is_stopped: Callable[[], bool]) -> bool:
+        """Replace lost nodes by spare nodes of the same component."""
+        present = set(job_nodes_present())
         for i in self.lost_nodes():
-            fit = [s for s in self._spare if s.name in here and s.het_group == self._job[i].het_group]
-            if not fit:
+            candidates = [
+                s for s in self._spare if s.name in present and s.het_group == self._job[i].het_group
+            ]
+            if not candidates:
                 return False
-            self._spare.remove(fit[0])
-            self._job[i] = fit[0]
-        self.nodes = self._addressed()
+            self._spare.remove(candidates[0])
+            self._job[i] = candidates[0]
+        self.nodes = self._node_list()
         return True
 
     def requeue(self) -> None:
-        """Slurm requeues a preempted job only if it still runs when its grace time is over. A cancelled one, or one
-        that lost a node, is not running any more: its fate is decided."""
+        """Requeue the job if it still runs.
+
+        Slurm requeues a preempted job only if it still runs when its grace time is over. A cancelled job, or
+        one that lost a node, does not run any more.
+        """
         job = os.environ["SLURM_JOB_ID"]
         if "JobState=RUNNING" in client(["scontrol", "--oneliner", "show", "job", job]):
             client(["scontrol", "requeue", job])
@@ -173,12 +182,12 @@ class SlurmBackend:
             step.kill()
             step.communicate()
 
-    def _addressed(self) -> list[Node]:
+    def _node_list(self) -> list[Node]:
         names = [node.name for node in self._job]
         return [Node(n, a) for n, a in zip(names, node_addresses(names), strict=True)]
 
     def _srun(self, node: int) -> list[str]:
-        """A step of one task that shares its node with the others."""
+        """Return the srun command of a one-task step that shares its node with the others."""
         job = self._job[node]
         args = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={job.name}"]
         args += ["--cpu-bind=none", "--unbuffered", "--kill-on-bad-exit=0", "--export=ALL"]
@@ -186,7 +195,7 @@ class SlurmBackend:
 
 
 def job_nodes(env: Mapping[str, str]) -> list[JobNode]:
-    """The nodes of the job that `env` tells of, the batch script's own first."""
+    """Return the nodes of the job in the environment `env`, the batch script's own first."""
     if "SLURM_JOB_ID" not in env:
         raise UserError(
             "launch.backend = slurm: not inside a Slurm job; use `rlsys submit` or an sbatch script"
@@ -198,42 +207,52 @@ def job_nodes(env: Mapping[str, str]) -> list[JobNode]:
     return [JobNode(name, g) for g, names in enumerate(lists) for name in expand(names)]
 
 
-def nodes_left() -> list[str]:
-    """The nodes that this process's job still has, in all its components. Raises RunError when Slurm does not say."""
-    told = client(["scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]])
-    lists = re.findall(r" NodeList=([^ (]+)", told)
+def job_nodes_present() -> list[str]:
+    """Return the nodes that this process's job still has, in all its components.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    description = client(["scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]])
+    lists = re.findall(r" NodeList=([^ (]+)", description)
     return expand(",".join(lists)) if lists else []
 
 
 def expand(node_list: str) -> list[str]:
-    """`node[1-3]` -> node1, node2, node3."""
+    """Expand a node list: `node[1-3]` -> node1, node2, node3."""
     return client(["scontrol", "show", "hostnames", node_list]).split()
 
 
 def node_addresses(names: list[str]) -> list[str]:
-    """IP addresses at which the nodes reach each other."""
-    told = [client(["scontrol", "--oneliner", "show", "node", name]) for name in names]
-    found = [re.search(r"NodeAddr=(\S+)", line) for line in told]
-    hosts = [m[1] if m else name for m, name in zip(found, names, strict=True)]
+    """Return the IP addresses at which the nodes reach each other."""
+    descriptions = [client(["scontrol", "--oneliner", "show", "node", name]) for name in names]
+    matches = [re.search(r"NodeAddr=(\S+)", line) for line in descriptions]
+    hosts = [m[1] if m else name for m, name in zip(matches, names, strict=True)]
     ips = [socket.gethostbyname(host) for host in hosts]
-    # Some systems map a machine's own name to loopback, where no other machine finds it.
+    # Some systems map a machine's own name to loopback, which other machines cannot reach.
     if len(ips) > 1 and ips[0].startswith("127.") and not ips[1].startswith("127."):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((ips[1], 9))  # sends nothing: only asks which way it would go
+            s.connect((ips[1], 9))  # sends nothing: only selects a route
             ips[0] = s.getsockname()[0]
     return ips
 
 
 def client(command: list[str]) -> str:
-    """Standard output of one of Slurm's commands. Raises RunError with its words."""
+    """Run one of Slurm's commands and return its standard output.
+
+    Raises:
+        RunError: it failed; the message contains Slurm's.
+    """
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=CLIENT_SECONDS, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
         raise UserError(f"launch.backend = slurm: no {command[0]} on PATH") from None
     except subprocess.TimeoutExpired:
         raise RunError(f"{command[0]}: no answer within {CLIENT_SECONDS:g} s") from None
-    if done.returncode:
-        raise RunError(f"{' '.join(command[:2])}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout
+    if result.returncode:
+        raise RunError(
+            f"{' '.join(command[:2])}: {result.stderr.strip() or f'exit code {result.returncode}'}"
+        )
+    return result.stdout

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from rlsys.core.errors import UserError
-from rlsys.core.imports import place, resolve
+from rlsys.core.imports import resolve, source_location
 
 FIELD, EPISODE = "rollout.generator_params.run", "episode"
 """What names the function, for messages."""
@@ -132,7 +132,9 @@ class Host:
             code = 0
         except BaseException as e:  # noqa: BLE001  (user code: whatever it raises ends this process, and is told)
             traceback.print_exc()
-            told = f"{type(e).__name__}: {' '.join(str(e).split())}"[: LONGEST_ERROR // 4] + place(e)
+            told = f"{type(e).__name__}: {' '.join(str(e).split())}"[: LONGEST_ERROR // 4] + source_location(
+                e
+            )
             os.write(errors, told.encode(errors="replace")[:LONGEST_ERROR])
         finally:
             with contextlib.suppress(OSError, ValueError):

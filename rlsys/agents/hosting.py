@@ -17,7 +17,7 @@ from typing import Any
 from rlsys.agents import host as agents_host
 from rlsys.agents.host import LENGTH
 from rlsys.core.errors import UserError
-from rlsys.core.workers import KEPT_VARIABLES
+from rlsys.core.process_pool import INHERITED_VARIABLES
 from rlsys.venv_runner import run as venv_run
 
 START_SECONDS = 120.0
@@ -92,7 +92,7 @@ async def open_host(
         if program is not None and shutil.which(program) is None:
             raise UserError(f"rollout.generator_params.{field} = {program!r} is no program")
     ours, theirs = socket.socketpair()
-    named = {*KEPT_VARIABLES, *variables}
+    named = {*INHERITED_VARIABLES, *variables}
     env = {name: value for name, value in os.environ.items() if name in named}
     if python is None and command is None:
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)

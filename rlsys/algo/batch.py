@@ -131,7 +131,7 @@ def fork_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """What the signal `forks` stands for."""
     return {
         "place": torch.tensor([s.index for s in samples]),
-        "stem": torch.tensor([-1 if s.fork is None else s.fork.place for s in samples]),
+        "stem": torch.tensor([-1 if s.fork is None else s.fork.source for s in samples]),
         "fork_at": torch.tensor([0 if s.fork is None else s.fork.at for s in samples]),
     }
 

@@ -11,7 +11,7 @@ from rlsys.algo.plugin import Plugin, evidence_of
 from rlsys.config.algo import AlgoSection, Spec
 from rlsys.config.plugins import parse_params
 from rlsys.core.errors import UserError
-from rlsys.core.imports import imported
+from rlsys.core.imports import import_attribute
 
 KINDS: dict[str, tuple[str, str]] = {
     "prompt": ("rlsys.algo.prompts:PromptChooser", "which prompt a new group gets, and how it is worded"),
@@ -238,7 +238,7 @@ def check(section: AlgoSection) -> None:
 def load(field: str, path: str) -> Any:
     """The attribute at `package.module:attribute`. Raises UserError naming `field`."""
     module_name, _, attribute = path.partition(":")
-    found = imported(field, path)
+    found = import_attribute(field, path)
     if not callable(found):
         raise UserError(f"{field} = {path!r}: {module_name} has no class or function {attribute!r}")
     return found

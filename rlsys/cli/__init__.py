@@ -1,1 +1,1 @@
-"""The command `rlsys`. The only package that imports `launch`."""
+"""Command line `rlsys`. The only package that imports `launch`."""

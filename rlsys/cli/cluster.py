@@ -1,4 +1,4 @@
-"""The commands of `rlsys` that concern a cluster or a run from outside: submit, status, logs, doctor."""
+"""Commands for a cluster, or for a run from outside: submit, status, logs, doctor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launch.diagnosis import ask
+from launch.diagnosis import request_diagnosis
 from launch.plan import Node, Ports, build_plan
 from launch.rundir import CONFIG_FILE
 from launch.status import role_logs, show_logs, status_lines
@@ -20,95 +20,124 @@ from launch.submit import SCRIPT, JobOptions, job_script, submit
 from rlsys.config import Config, load_config
 from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
-from rlsys.obs.coordinator import Silent
+from rlsys.obs.coordinator import CoordinatorUnreachable
 from rlsys.obs.doctor import Finding, examine
 from rlsys.planner.layout import lay_out
 from rlsys.planner.model_preflight import check_model
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 Check = Callable[[Config], None]
-"""Raises UserError for a config that cannot run."""
+"""Check of a config; raises UserError."""
 LiveStatus = Callable[[Path], dict[str, Any] | None]
-"""What the coordinator of a run says of itself; None when there is none. Raises Silent when it does not answer."""
+"""What the coordinator of a run says of itself; None when there is none. Raises CoordinatorUnreachable when it does
+not answer."""
 
 
 TryBuild = Callable[[], None]
-"""Raises UserError when this environment cannot build a trainer."""
+"""Check that this environment can build a trainer; raises UserError."""
 
 
 def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus, try_build: TryBuild) -> None:
+    """Add the commands."""
     sub = add(
         "submit",
         partial(submit_run, check_plugins),
-        "send a run to Slurm as a job that goes on by itself after a preemption",
+        "submit a run to Slurm as a job that resumes after a preemption",
     )
     sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config")
     sub.add_argument(
-        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="config values that override the file's",
     )
-    sub.add_argument("--nodes", type=int, metavar="N", help="the same as launch.nodes=N")
-    sub.add_argument("--time", metavar="T", help="time limit, as 8:00:00; near it the job requeues itself")
-    sub.add_argument("--partition", metavar="P", help="where to queue")
+    sub.add_argument("--nodes", type=int, metavar="N", help="number of nodes; same as launch.nodes=N")
     sub.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="one more option of sbatch"
+        "--time", metavar="T", help="time limit, such as 8:00:00; the job requeues itself before it expires"
     )
-    sub.add_argument("--dry-run", action="store_true", help="print the script, send nothing")
-    sub = add("status", partial(show_status, live_status), "show what a run is doing")
+    sub.add_argument("--partition", metavar="P", help="Slurm partition")
+    sub.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="further option of sbatch; may be repeated",
+    )
+    sub.add_argument("--dry-run", action="store_true", help="print the script, without submitting it")
+    sub = add("status", partial(show_status, live_status), "show the state of a run")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
     sub = add(
         "doctor",
         partial(consult, try_build),
-        "show what this machine has and lacks, or who waits for whom in a run",
+        "show what this machine has and lacks, or what the processes of a run wait for",
     )
     sub.add_argument("run", type=Path, metavar="RUN", nargs="?", help="run folder")
     sub = add("logs", print_logs, "show the logs of a run")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    sub.add_argument("--role", help="engine-0, rollout, trainer, supervisor ...")
-    sub.add_argument("--lines", type=int, default=20, metavar="N", help="last lines of each log")
-    sub.add_argument("--follow", action="store_true", help="go on with what is added")
+    sub.add_argument("--role", help="role such as engine-0, rollout, trainer or supervisor (default: all)")
+    sub.add_argument(
+        "--lines",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of lines from the end of each log (default: 20)",
+    )
+    sub.add_argument("--follow", action="store_true", help="print new lines as they are written")
 
 
 def submit_run(check_plugins: Check, args: argparse.Namespace) -> int:
+    """Run `rlsys submit`."""
     nodes = [f"launch.nodes={args.nodes}"] if args.nodes is not None else []
     config = pin_models(load_config(args.config, [*args.overrides, *nodes, "launch.backend=slurm"]))
     options = JobOptions(args.time, args.partition, tuple(args.sbatch))
     check_model(config)
-    must_reach(config)
+    check_reachable(config)
     check_plugins(config)
     script = job_script(config, args.config, args.overrides, options)
     print(script if args.dry_run else submit(config, script), end="" if args.dry_run else "\n")
     return 0
 
 
-def must_reach(config: Config) -> None:
-    """Raises UserError for a layout that the nodes do not hold, or an engine that the weights cannot reach."""
+def check_reachable(config: Config) -> None:
+    """Check that the nodes can hold the layout, and that weights can reach every engine.
+
+    Raises:
+        UserError: they cannot.
+    """
     count = config.engine.count
-    nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]  # named by Slurm, later
+    nodes = [
+        Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)
+    ]  # placeholders for Slurm's names
     ports = Ports([0] * count, 0, (0,) * count)
-    build_plan(config, lay_out(config), nodes, ports, lambda *_: ([], {}))  # their commands do not matter
+    build_plan(config, lay_out(config), nodes, ports, lambda *_: ([], {}))  # commands are not needed
 
 
 def show_status(live_status: LiveStatus, args: argparse.Namespace) -> int:
-    must_hold_run(args.run)
+    """Run `rlsys status`."""
+    check_run_folder(args.run)
     try:
         live = live_status(args.run)
-    except Silent as e:
+    except CoordinatorUnreachable as e:
         live = {"coordinator": str(e)}
     print("\n".join(status_lines(args.run, time.time(), live)))
     return 0
 
 
 def consult(try_build: TryBuild, args: argparse.Namespace) -> int:
+    """Run `rlsys doctor`."""
     if args.run is not None:
-        must_hold_run(args.run)
-        print(ask(args.run), end="")
+        check_run_folder(args.run)
+        print(request_diagnosis(args.run), end="")
         return 0
     findings = [*examine(), examine_trainer(try_build)]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for found in findings:
-        table.add_row(found.name, found.value if found.ok else f"[red]{found.value}[/red]", found.note)
+    for finding in findings:
+        table.add_row(
+            finding.name, finding.value if finding.ok else f"[red]{finding.value}[/red]", finding.note
+        )
     Console().print(table)
-    return 0 if all(found.ok for found in findings) else 1
+    return 0 if all(finding.ok for finding in findings) else 1
 
 
 def examine_trainer(try_build: TryBuild) -> Finding:
@@ -120,19 +149,23 @@ def examine_trainer(try_build: TryBuild) -> Finding:
 
 
 def print_logs(args: argparse.Namespace) -> int:
-    must_hold_run(args.run)
+    check_run_folder(args.run)
     for line in show_logs(role_logs(args.run, args.role), args.lines, follow=args.follow):
         print(line)
     return 0
 
 
-def must_be_run(run: Path) -> None:
+def check_exists(run: Path) -> None:
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder")
 
 
-def must_hold_run(run: Path) -> None:
-    """The folder of a run that was started, or at least submitted."""
-    must_be_run(run)
+def check_run_folder(run: Path) -> None:
+    """Check that this is the folder of a run that was started, or at least submitted.
+
+    Raises:
+        UserError: it is not.
+    """
+    check_exists(run)
     if not any((run / sign).is_file() for sign in (CONFIG_FILE, SCRIPT)):
-        raise UserError(f"{run}: not a run folder: no {CONFIG_FILE} in it")
+        raise UserError(f"{run}: not a run folder: contains no {CONFIG_FILE}")

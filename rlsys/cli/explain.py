@@ -1,4 +1,4 @@
-"""`rlsys explain`: what a config comes to, on one screen. Starts nothing, and needs no weights."""
+"""`rlsys explain`: summary of a config on one screen. Starts nothing, and needs no weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.describe import (
     describe_plan,
     describe_prompts,
 )
-from launch.diagram import Fold, draw, fold
+from launch.diagram import NodeGroup, draw, group_nodes
 from launch.environment import allocator_notes
 from launch.plan import LaunchPlan, Node, Ports, build_plan
 from rlsys.config import Config, add_config, dump_config, load_config
@@ -31,11 +31,11 @@ from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import check_spans
 from rlsys.planner.capacity import describe_capacity
-from rlsys.planner.duration import estimated, measured
+from rlsys.planner.duration import estimated_duration, measured_duration
 from rlsys.planner.layout import lay_out
-from rlsys.planner.memory import Fact, describe_memory, odd_sizes
+from rlsys.planner.memory import Fact, describe_memory, size_warnings
 from rlsys.planner.model_preflight import check_tensors, read_model
-from rlsys.planner.traffic import describe_intake
+from rlsys.planner.traffic import describe_traffic
 from rlsys.viewer.trackers.tracker import check_trackers
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -44,26 +44,27 @@ _LABEL = 20
 
 @dataclass(frozen=True)
 class Screen:
-    """What is told, by heading; `odd`: what is worth a second look."""
+    """Facts by heading. `odd`: facts that may indicate a mistake."""
 
     title: str
     parts: list[tuple[str, list[Fact]]]
-    folds: list[Fold]
+    folds: list[NodeGroup]
     gpus_per_node: int
     odd: list[str]
 
 
 def add_explain(add: Add) -> None:
-    sub = add(
-        "explain", explain, "show what a config comes to: what will run, how large, how long, what is odd"
-    )
+    sub = add("explain", explain, "summarise a config: processes, sizes, duration, and suspicious settings")
     add_config(sub)
-    sub.add_argument("--gpu-memory", type=float, default=80.0, metavar="GB", help="of one GPU; 80")
+    sub.add_argument(
+        "--gpu-memory", type=float, default=80.0, metavar="GB", help="memory of one GPU (default: 80)"
+    )
     sub.add_argument("--config", action="store_true", dest="whole", help="print the resolved config instead")
-    sub.add_argument("--commands", action="store_true", help="print every process of every node instead")
+    sub.add_argument("--commands", action="store_true", help="print the command of every process instead")
 
 
 def explain(args: argparse.Namespace) -> int:
+    """Run `rlsys explain`."""
     if not 0 < args.gpu_memory < math.inf:
         raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
     from rlsys.cli.preflight import check_start  # imports torch
@@ -78,26 +79,29 @@ def explain(args: argparse.Namespace) -> int:
     check_spans(config.run.spans)
     notes = check_start(config)
     if args.whole or args.commands:
-        told = [dump_config(config)] * args.whole + [describe_commands(config, plan)] * args.commands
-        print("\n".join(told))
+        sections = [dump_config(config)] * args.whole + [describe_commands(config, plan)] * args.commands
+        print("\n".join(sections))
         for note in notes:
             print(f"rlsys: note: {note}", file=sys.stderr)
         return 0
     screen.odd.extend(notes)
     console = Console(highlight=False)
     if console.is_terminal:
-        console.print(in_colours(screen))
+        console.print(render_rich(screen))
     else:
-        print(in_plain(screen))
+        print(render_plain(screen))
     return 0
 
 
 def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tuple[Screen, LaunchPlan]:
-    """What `explain` tells but for what `check_start` finds, and the processes. Raises UserError.
+    """Return the facts, except for those of `check_start`, and the plan.
 
     Args:
-        gpu_gb: Memory of one GPU.
-        absent: Why a model cannot be had.
+        gpu_gb: memory of one GPU.
+        absent: why a model is not available.
+
+    Raises:
+        UserError: the config cannot run.
     """
     from megatron_patches import have_transformer_engine  # imports torch
     from rlsys.algo.no_effect import describe_passes  # likewise
@@ -110,35 +114,35 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
         engine = have_transformer_engine() if have_cuda() else config.launch.gpus_per_node > 0
         sizes.append(describe_prompts(config, hf, engine))
         sizes += describe_memory(config, hf)
-        odd += odd_sizes(config, hf, gpu_gb)
-        intake, too_much = describe_intake(config, hf)
+        odd += size_warnings(config, hf, gpu_gb)
+        traffic, warnings = describe_traffic(config, hf)
         capacity = describe_capacity(config, hf, machines()["h100"])
-        sizes, odd = sizes + intake + capacity, odd + too_much
-        duration = estimated(config, hf)
+        sizes, odd = sizes + traffic + capacity, odd + warnings
+        duration = estimated_duration(config, hf)
     else:
         duration = "not known without the model's config.json"
-        why = absent or f"{config.model.path} is not here"
-        odd.append(f"NOT CHECKED: {why}: whether it fits the layout, parameters, memory")
-    plan, layout = made_up_plan(config), lay_out(config)  # of a layout that the model has been held against
+        reason = absent or f"{config.model.path} does not exist"
+        odd.append(f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory")
+    plan, layout = placeholder_plan(config), lay_out(config)  # the model has been checked against the layout
     odd += describe_idle(config, plan) + allocator_notes(config) + attention_notes(config)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
         odd.append("no GPU: launch.release_memory frees nothing")
-    others = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]
+    other_roles = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]
     return Screen(
         title=f"run {config.run.dir}",
         parts=[
             ("what", [*describe_parts(config), *passes]),
             ("size", sizes),
-            ("time", [("duration", _past(config) or duration)]),
+            ("time", [("duration", _remaining_duration(config) or duration)]),
         ],
-        folds=fold(layout, others, config.launch.nodes),
+        folds=group_nodes(layout, other_roles, config.launch.nodes),
         gpus_per_node=config.launch.gpus_per_node,
         odd=odd,
     ), plan
 
 
-def made_up_plan(config: Config) -> LaunchPlan:
-    """With the names and addresses that a scheduler would give."""
+def placeholder_plan(config: Config) -> LaunchPlan:
+    """Return the plan with placeholders for the names and addresses of nodes."""
     first, engines = config.engine.port, config.engine.count
     ports = Ports([first + i if first else 0 for i in range(engines)], 0, (0,) * engines)
     nodes = [Node("localhost")]
@@ -147,24 +151,25 @@ def made_up_plan(config: Config) -> LaunchPlan:
     return build_plan(config, lay_out(config), nodes, ports, engine_command)
 
 
-def _past(config: Config) -> str | None:
-    """Of a run that has begun."""
+def _remaining_duration(config: Config) -> str | None:
+    """Describe the remaining duration of a run that has started."""
     if not (config.run.dir / METRICS_FILE).is_file():
         return None
     metrics = read_metrics(config.run.dir)
-    left = max(0, config.trainer.steps - metrics.last_step)
-    return measured([s["time_step"] for s in metrics.steps if s.get("time_step")], left)
+    remaining_steps = max(0, config.trainer.steps - metrics.last_step)
+    return measured_duration([s["time_step"] for s in metrics.steps if s.get("time_step")], remaining_steps)
 
 
 def describe_commands(config: Config, plan: LaunchPlan) -> str:
-    told = [describe_plan(plan)]
+    """Describe the commands of all processes."""
+    lines = [describe_plan(plan)]
     if not config.engine.port:
-        told.append("(port 0: a free one is chosen at the start)")
-    return "\n".join(told)
+        lines.append("(port 0: a free port is chosen at the start)")
+    return "\n".join(lines)
 
 
-def in_plain(screen: Screen) -> str:
-    """One fact a line, never wrapped: for a pipe or a file."""
+def render_plain(screen: Screen) -> str:
+    """Render one fact per line, without wrapping: for a pipe or a file."""
     lines = [screen.title]
     for title, facts in screen.parts:
         lines += ["", title, *(f"  {label:<{_LABEL}} {text}" for label, text in facts)]
@@ -173,8 +178,8 @@ def in_plain(screen: Screen) -> str:
     return "\n".join(lines)
 
 
-def in_colours(screen: Screen) -> Group:
-    """The same for a terminal: wrapped, with colours."""
+def render_rich(screen: Screen) -> Group:
+    """Render for a terminal, with wrapping and colours."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
@@ -182,8 +187,8 @@ def in_colours(screen: Screen) -> Group:
     for title, facts in screen.parts:
         for i, (label, text) in enumerate(facts):
             table.add_row(Text("" if i else title, style="bold cyan"), label, Text(text))
-    where = Group(*draw(screen.folds, screen.gpus_per_node))
-    table.add_row(Text("where", style="bold cyan"), "nodes and GPUs", where)
+    placement = Group(*draw(screen.folds, screen.gpus_per_node))
+    table.add_row(Text("where", style="bold cyan"), "nodes and GPUs", placement)
     for i, line in enumerate(screen.odd or ["nothing"]):
         style = "yellow" if screen.odd else "green"
         table.add_row(Text("" if i else "odd", style="bold yellow"), "", Text(line, style=style))

@@ -1,4 +1,4 @@
-"""The command `rlsys`. A mistake ends in one line `rlsys: error: ...` and exit code 2; a failed run in 1."""
+"""The command `rlsys`. A user error ends with one line `rlsys: error: ...` and exit code 2; a failed run with 1."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from launch.backends.selection import open_backend
 from launch.console import Display
 from launch.environment import allocator_notes
 from launch.exporter import run_plan
-from launch.plan import LaunchPlan, build_asking_plan, build_plan, build_sft_plan, build_tenants_plan
+from launch.plan import LaunchPlan, build_client_plan, build_plan, build_sft_plan, build_tenants_plan
 from launch.ports import choose_ports
 from launch.process import RoleFailed
-from launch.readiness import PortTaken
+from launch.readiness import PortInUse
 from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
-from launch.stops import NodeLost, Stopped, StopSignals
-from rlsys.cli.cluster import add_commands, must_be_run
+from launch.stops import NodeLost, StoppedBySignal, StopSignals
+from rlsys.cli.cluster import add_commands, check_exists
 from rlsys.cli.engines import add_engines
 from rlsys.cli.explain import add_explain
 from rlsys.cli.import_script import add_import
 from rlsys.cli.meet import add_meet
 from rlsys.cli.models import add_model_commands, find_subject
 from rlsys.cli.plan import add_plan
-from rlsys.cli.project import add_own
+from rlsys.cli.project import add_project_commands
 from rlsys.cli.rehearse import add_rehearse
 from rlsys.cli.router import add_router
 from rlsys.cli.tenants import add_tenants, key_lines, read_options
-from rlsys.cli.view import add_look, followed_by_trackers
+from rlsys.cli.view import add_view_commands, feed_trackers
 from rlsys.config import Config, add_config, load_config
 from rlsys.config.precision import check_device, device_capability
 from rlsys.convert.hub import pin_models
@@ -50,7 +50,7 @@ from rlsys.core.devices import have_cuda
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
-from rlsys.importers.explain import told_of_options
+from rlsys.importers.explain import explain_options
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import check_spans
@@ -65,19 +65,19 @@ from rlsys.viewer.trackers.tracker import check_trackers
 
 
 def train(args: argparse.Namespace) -> int:
-    """Start or continue a run, and report it."""
+    """Start or resume a run, and report it."""
     from rlsys.rollout.preflight import check_names
 
     config = pin_data(pin_models(load_config(args.config, args.overrides)))
     check_gpus(config)
     check_model(config)
-    check_sinks(config)
+    check_observers(config)
     check_names(config)
     capability = device_capability()
-    # Other nodes say it themselves, and the trainer, where a GPU's capability is unknown here.
+    # Other nodes check themselves, as does the trainer if the GPU's capability is unknown here.
     if config.launch.backend == "local" and (capability is not None or not have_cuda()):
-        found = importlib.util.find_spec("transformer_engine") is not None
-        check_device(config, capability, found)
+        has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
+        check_device(config, capability, has_transformer_engine)
     layout = lay_out(config)
 
     def plan(backend: Backend) -> LaunchPlan:
@@ -90,7 +90,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def sft(args: argparse.Namespace) -> int:
-    """Learn from answers that are there (docs/sft.md); the quickstart's checkpoint was made so."""
+    """Fine-tune on existing answers (docs/sft.md); the quickstart's checkpoint was made this way."""
     config = pin_models(load_config(args.config, args.overrides))
     check_model(config)
     layout = lay_out(config)
@@ -121,24 +121,24 @@ def tenants(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Of a config's model, a folder, or a run's checkpoint: the held-out prompts, and eval.sets."""
+    """Evaluate a config's model, a folder, or a run's checkpoint on the held-out prompts and eval.sets."""
     subject = find_subject(args.target, args.checkpoint, args.overrides)
     if not subject.config.eval.prompts:
         raise UserError("eval.prompts = 0: nothing is measured; expected more than 0")
-    with subject.served() as config:
+    with subject.serving_config() as config:
         check_model(config)
         layout = lay_out(config)
 
         def plan(backend: Backend) -> LaunchPlan:
             ports = choose_ports(config, layout, backend.free_ports)
-            return build_asking_plan(
+            return build_client_plan(
                 config, layout, backend.nodes, ports, engine_command, "rlsys.evaluation.evaluation"
             )
 
-        supervise(config, plan, aside=args.json)
-    found = read_metrics(config.run.dir).evals[-1]
-    told = {"model": subject.name, **{k: v for k, v in found.items() if k not in ("kind", "step", "time")}}
-    print(json.dumps(told, indent=2) if args.json else "\n".join(evaluation_lines(told)))
+        supervise(config, plan, use_stderr=args.json)
+    entry = read_metrics(config.run.dir).evals[-1]
+    result = {"model": subject.name, **{k: v for k, v in entry.items() if k not in ("kind", "step", "time")}}
+    print(json.dumps(result, indent=2) if args.json else "\n".join(evaluation_lines(result)))
     return 0
 
 
@@ -147,103 +147,119 @@ def supervise(
     make_plan: Callable[[Backend], LaunchPlan],
     check: Callable[[], None] = lambda: None,
     *,
-    aside: bool = False,
+    use_stderr: bool = False,
 ) -> None:
-    """Run the plan's processes under the live display until they are done; lost nodes and ports are replaced.
+    """Run a plan's processes with the live display until they are done; replace lost nodes and ports.
 
-    `check`: the Supervisor's, asked at every start of the plan. `aside`: the display goes to stderr, because stdout
-    is for a program to read.
+    Args:
+        config: config of the run.
+        make_plan: builds the plan; called again with new nodes or ports.
+        check: the Supervisor's check, called at each start of the plan.
+        use_stderr: show the display on stderr, because stdout is read by a program.
     """
-    console = Console(stderr=aside)
+    console = Console(stderr=use_stderr)
     check_folder(config.run.dir)
     with (
         StopSignals().listening() as stop,
         open_run_dir(config, lambda text: console.print(f"rlsys: {text}", highlight=False)) as run_dir,
         contextlib.closing(open_backend(config, run_dir.lock_fd)) as backend,
         make_progress(config.trainer.steps, f"rlsys {config.run.dir}", console) as display,
-        followed_by_trackers(config, lambda text: console.print(f"rlsys: {text}", highlight=False)),
+        feed_trackers(config, lambda text: console.print(f"rlsys: {text}", highlight=False)),
     ):
-        losses, reached = 0, -1
+        losses, last_step = 0, -1
         while True:
             try:
                 run_plan(config, make_plan(backend), backend, run_dir, display, stop, check)
                 return
-            except NodeLost as lost:
+            except NodeLost as error:
                 step = read_metrics(run_dir.path).last_step if (run_dir.path / METRICS_FILE).is_file() else 0
-                losses, reached = (1, step) if step > reached else (losses + 1, reached)
-                if losses > config.launch.max_restarts:  # without a train step between them
+                losses, last_step = (1, step) if step > last_step else (losses + 1, last_step)
+                if losses > config.launch.max_restarts:  # without a train step in between
                     raise
-                display.phase(f"{lost.names} gone; others are to take their places")
+                display.phase(f"{error.names} lost; replacing them")
                 if not backend.replace_nodes(lambda: stop.count > 0):
-                    ask_for_another_session(config, run_dir.path, backend, display)
+                    request_requeue(config, run_dir.path, backend, display)
                     raise
-            except PortTaken as taken:
+            except PortInUse as conflict:
                 if config.engine.port:
                     raise UserError(
-                        f"engine.port = {config.engine.port}: {taken}; 0 finds free ports"
+                        f"engine.port = {config.engine.port}: {conflict}; 0 chooses free ports"
                     ) from None
                 if losses > config.launch.max_restarts:
                     raise
-                display.phase(f"{taken}; trying other ports")
-            except Stopped as stopped:
-                if stopped.number == signal.SIGUSR1 or backend.preempted():
-                    ask_for_another_session(config, run_dir.path, backend, display)
+                display.phase(f"{conflict}; retrying with other ports")
+            except StoppedBySignal as stop_error:
+                if stop_error.number == signal.SIGUSR1 or backend.preempted():
+                    request_requeue(config, run_dir.path, backend, display)
                 raise
 
 
-def ask_for_another_session(config: Config, run: Path, backend: Backend, display: Display) -> None:
-    """Have the scheduler start the same command again, unless too many sessions in a row brought nothing."""
-    most = config.launch.max_restarts
-    if may_requeue(run, progress(run), most):
+def request_requeue(config: Config, run: Path, backend: Backend, display: Display) -> None:
+    """Have the scheduler start the same command again, unless too many consecutive sessions made no progress."""
+    limit = config.launch.max_restarts
+    if may_requeue(run, progress(run), limit):
         backend.requeue()
     else:
-        display.phase(f"no requeue: {most} in a row brought nothing (launch.max_restarts)")
+        display.phase(f"no requeue: {limit} consecutive sessions made no progress (launch.max_restarts)")
 
 
 def progress(run: Path) -> int:
-    """Tokens in the ledger of a run that has stopped; without one, its train steps."""
+    """Return the number of tokens in a stopped run's ledger; without a ledger, of train steps."""
     from rlsys.ledger.reader import RunReader
 
     try:
         return sum(RunReader(run).ledger().tokens.values())
-    except UserError:  # nothing was generated: fine-tuning, or not begun
+    except UserError:  # nothing was generated: fine-tuning, or not started
         return read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
 
 
 def show_report(run_dir: Path) -> None:
+    """Write and print the report of a run."""
     console = Console()
     write_report(run_dir)
     metrics = read_metrics(run_dir)
     console.print(summary_table(run_dir, summarise(metrics)))
     for warning in metrics.warnings:
-        told = f"warning, step {warning['step']}: {sentence(warning)}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        text = f"warning, step {warning['step']}: {sentence(warning)}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {run_dir / 'report.html'}", highlight=False, soft_wrap=True)
 
 
 def check_plugins(config: Config) -> None:
-    """Raises UserError for a run that would not start; tells what is worth knowing of it."""
+    """Check that a run would start, and print notes about it.
+
+    Raises:
+        UserError: it would not start.
+    """
     from rlsys.cli.preflight import check_start  # imports torch
 
-    check_sinks(config)
+    check_observers(config)
     for line in [*check_start(config), *allocator_notes(config)]:
         print(f"rlsys: note: {line}", file=sys.stderr)
 
 
-def build_the_quickstarts_trainer() -> None:
-    """Raises UserError when the installed packages cannot build it."""
+def check_quickstart_trainer() -> None:
+    """Check that the installed packages can build the quickstart's trainer.
+
+    Raises:
+        UserError: they cannot.
+    """
     check_build(load_config(Path("quickstart"), []))
 
 
-def check_sinks(config: Config) -> None:
-    """Raises UserError for a tracker or a receiver of spans that cannot be used."""
+def check_observers(config: Config) -> None:
+    """Check the trackers and the receiver of spans.
+
+    Raises:
+        UserError: one cannot be used.
+    """
     check_trackers(config.run.trackers)
     check_spans(config.run.spans)
 
 
 def report(args: argparse.Namespace) -> int:
-    """Make the report of a run again."""
-    must_be_run(args.run)
+    """Write a run's report again."""
+    check_exists(args.run)
     if args.json:
         print(json.dumps(summarise(read_metrics(args.run)), indent=2))
     else:
@@ -252,29 +268,33 @@ def report(args: argparse.Namespace) -> int:
 
 
 def ledger(args: argparse.Namespace) -> int:
-    """Print a run's ledger and check it: RunError (exit code 1) when it does not add up."""
-    from rlsys.ledger.ledger import check
+    """Print a run's ledger, and check it.
+
+    Raises:
+        RunError: it is inconsistent (exit code 1).
+    """
+    from rlsys.ledger.ledger import check_ledger
     from rlsys.ledger.reader import RunReader
 
-    must_be_run(args.run)
-    found = RunReader(args.run).ledger()
+    check_exists(args.run)
+    counts = RunReader(args.run).ledger()
     if args.json:
-        print(json.dumps(found.figures(), indent=2))
+        print(json.dumps(counts.figures(), indent=2))
     else:
-        Console().print(ledger_table(found.figures()))
-    check(found)
+        Console().print(ledger_table(counts.figures()))
+    check_ledger(counts)
     return 0
 
 
 def live_status(run: Path) -> dict[str, Any] | None:
-    """What a run's coordinator says of itself; None when there is none."""
+    """Return the status of a run's coordinator; None if there is none."""
     from rlsys.ledger.reader import RunReader
 
     return RunReader(run).status()
 
 
 def ledger_table(figures: dict[str, int | dict[str, int]]) -> Table:
-    """Figures by state: the plain ones count groups, or what their row says."""
+    """Format counts by state: an integer counts groups, unless its row has another unit."""
     samples, tokens = figures["samples"], figures["tokens"]
     assert isinstance(samples, dict) and isinstance(tokens, dict)
     units = {"parked": "samples", "in_flight": "samples", "lost": "tokens"}
@@ -283,9 +303,9 @@ def ledger_table(figures: dict[str, int | dict[str, int]]) -> Table:
         table.add_column(name, justify="right" if name else "left")
     for name, value in figures.items():
         if isinstance(value, int):
-            own = {units.get(name, "groups"): value}
-            own |= {"samples": samples[name], "tokens": tokens[name]} if name in samples else {}
-            cells = (f"{own[u]:,}" if u in own else "" for u in ("groups", "samples", "tokens"))
+            counts = {units.get(name, "groups"): value}
+            counts |= {"samples": samples[name], "tokens": tokens[name]} if name in samples else {}
+            cells = (f"{counts[u]:,}" if u in counts else "" for u in ("groups", "samples", "tokens"))
             table.add_row(name.replace("_", " "), *cells)
     return table
 
@@ -299,7 +319,7 @@ def algo(args: argparse.Namespace) -> int:
 
 
 def check_algo(args: argparse.Namespace) -> int:
-    """Try whether a plug-in keeps what all of its kind promise."""
+    """Check that a plug-in satisfies the contract of its kind."""
     from rlsys.algo.contract import kind_of, known_kind, promises
 
     config = pin_models(load_config(args.config, args.overrides), weights=False)
@@ -310,28 +330,29 @@ def check_algo(args: argparse.Namespace) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with a mistake told in our one line, and overrides on either side of options."""
+    """ArgumentParser with one-line errors, and overrides on both sides of options."""
 
-    _mixing = False
+    _parsing_intermixed = False
 
     def __init__(self, **settings: Any) -> None:
-        # --token would be taken for --token-file, and a secret be told as a file that is not there.
+        # Otherwise --token would match --token-file, and a secret would be printed as a missing file.
         super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """By itself argparse gives the first row of words to all positionals, and calls later overrides unknown."""
-        if self._mixing or not any(action.dest == "overrides" for action in self._actions):
+        """Parse overrides on both sides of options; argparse reports the later ones as unknown."""
+        if self._parsing_intermixed or not any(action.dest == "overrides" for action in self._actions):
             return super().parse_known_args(args, namespace)
-        self._mixing = True
+        self._parsing_intermixed = True
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
-            self._mixing = False
+            self._parsing_intermixed = False
 
     def error(self, message: str) -> NoReturn:
-        head, unknown, words = message.partition("unrecognized arguments: ")
-        if unknown and not head and (told := told_of_options(words.split())) is not None:
-            message = told
+        """Print the error as one line, and exit."""
+        head, unknown, options = message.partition("unrecognized arguments: ")
+        if unknown and not head and (explanation := explain_options(options.split())) is not None:
+            message = explanation
         print(f"rlsys: error: {message}; see {self.prog} --help", file=sys.stderr)
         sys.exit(UserError.exit_code)
 
@@ -348,7 +369,11 @@ GROUPS = {
 
 
 def command_list(helps: Mapping[str, str]) -> str:
-    """The commands in their groups, for the help text. Raises KeyError unless each command is in one group."""
+    """Return the commands by group, for the help text.
+
+    Raises:
+        KeyError: a command is in no group.
+    """
     lines: list[str] = []
     remaining = dict(helps)
     for title, names in GROUPS.items():
@@ -362,6 +387,7 @@ def command_list(helps: Mapping[str, str]) -> str:
 
 
 def make_parser() -> Parser:
+    """Create the parser with all commands."""
     parser = Parser(
         prog="rlsys",
         usage="rlsys [-h] [--version] COMMAND ...",
@@ -379,51 +405,66 @@ def make_parser() -> Parser:
         return sub
 
     for name, run, help in (
-        ("train", train, "start a run, or go on with it"),
-        ("sft", sft, "learn from chats, compared answers or traces"),
+        ("train", train, "start or resume a run"),
+        ("sft", sft, "fine-tune on chats, preference pairs or traces"),
     ):
         sub = add(name, run, help)
         add_config(sub)
     for name, run, help in (
-        ("report", report, "make report.html and plots of a run, and print its figures"),
-        ("ledger", ledger, "count a run's groups, samples and tokens by state, and check that they add up"),
+        ("report", report, "write report.html and plots of a run, and print its metrics"),
+        ("ledger", ledger, "count a run's groups, samples and tokens by state, and check their consistency"),
     ):
         sub = add(name, run, help)
         sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
-        sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
-    sub = add("eval", evaluate, "measure a model on the held-out prompts and on the named sets")
+        sub.add_argument("--json", action="store_true", help="print JSON only")
+    sub = add("eval", evaluate, "evaluate a model on the held-out prompts and the named sets")
     sub.add_argument("target", type=Path, metavar="CONFIG|RUN", help="YAML file, or run folder")
     sub.add_argument(
-        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the target's"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="config values that override the target's",
     )
     sub.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
-        help="model folder, a hub's owner/name[@REVISION], or checkpoint; the config's model, or the run's newest "
-        "checkpoint, when not given",
+        help="model folder, a hub's owner/name[@REVISION], or checkpoint (default: the config's model, or the run's "
+        "newest checkpoint)",
     )  # fmt: skip
-    sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
+    sub.add_argument("--json", action="store_true", help="print JSON only")
     sub = add("algo", algo, "list the algorithms that a config can name, or show one")
-    which = sub.add_subparsers(required=True, metavar="list|show|check")
-    which.add_parser("list", help="all, by kind").set_defaults(name=None)
-    which.add_parser("show", help="one in full").add_argument("name", metavar="NAME")
-    tried = which.add_parser("check", help="whether a plug-in keeps what all of its kind promise")
-    tried.set_defaults(run_command=check_algo)
-    tried.add_argument(
-        "name", metavar="NAME", help="short name, package.module:thing or path/to/file.py:thing"
+    algo_commands = sub.add_subparsers(required=True, metavar="list|show|check")
+    algo_commands.add_parser("list", help="list all algorithms by kind").set_defaults(name=None)
+    algo_commands.add_parser("show", help="show one algorithm with its parameters").add_argument(
+        "name", metavar="NAME"
     )
-    tried.add_argument(
-        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="of the run around it"
+    check_parser = algo_commands.add_parser(
+        "check", help="check that a plug-in satisfies the contract of its kind"
     )
-    tried.add_argument("--kind", help="what a plain function is: loss, advantage, correction, ...")
-    tried.add_argument(
-        "--config", type=Path, default=Path("quickstart"), help="of the run around it; quickstart"
+    check_parser.set_defaults(run_command=check_algo)
+    check_parser.add_argument(
+        "name", metavar="NAME", help="short name, package.module:name or path/to/file.py:name"
+    )
+    check_parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="config values of the run that uses the plug-in",
+    )
+    check_parser.add_argument("--kind", help="kind of a plain function: loss, advantage, correction, ...")
+    check_parser.add_argument(
+        "--config",
+        type=Path,
+        default=Path("quickstart"),
+        help="config of the run that uses the plug-in (default: quickstart)",
     )
     add_explain(add)
-    add_commands(add, check_plugins, live_status, build_the_quickstarts_trainer)
+    add_commands(add, check_plugins, live_status, check_quickstart_trainer)
     add_engines(add)
-    add_look(add)
+    add_view_commands(add)
     add_import(add)
-    add_own(add, supervise, check_plugins)
+    add_project_commands(add, supervise, check_plugins)
     add_rehearse(add)
     add_plan(add)
     add_router(add)
@@ -435,6 +476,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code."""
     args = make_parser().parse_args(argv)
     try:
         code = int(args.run_command(args))
@@ -448,8 +490,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlsys: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `rlsys ... | head`: who read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
+    except BrokenPipeError:  # `rlsys ... | head`: the reader has closed the pipe
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise the flush at exit fails again
         return 128 + signal.SIGPIPE
 
 

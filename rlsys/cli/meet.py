@@ -1,4 +1,4 @@
-"""The command line of `rlsys meet`."""
+"""Command line of `rlsys meet`."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from rlsys.agents.multi_policy import Meeting
 from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import UserError
 from rlsys.http_server.clients import direct_session
-from rlsys.obs.role import unless_ignored
+from rlsys.obs.role import without_ignored
 
 log = logging.getLogger("rlsys.meeting")
 
 CONNECTIONS = 4096
-"""Of runs and of episodes, at once: an episode of two policies has eight at most."""
+"""Maximum number of connections of runs and episodes: an episode of two policies has at most eight."""
 
 
 def add_meet(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """`add` makes a sub-command: name, function, help."""
-    sub = add("meet", meet, "play episodes of several policies, each a run of its own")
+    """Add the command. `add` creates a sub-command from name, function and help."""
+    sub = add("meet", meet, "run episodes of several policies, each trained by its own run")
     sub.add_argument(
         "episode", metavar="FUNCTION", help="path/to/file.py:function or package.module:function"
     )
     sub.add_argument(
-        "--policy", action="append", required=True, metavar="NAME", help="one of those that meet; repeated"
+        "--policy", action="append", required=True, metavar="NAME", help="name of a policy; repeat for each"
     )
-    sub.add_argument("--port", type=int, required=True, help="on loopback; 0 takes a free one")
+    sub.add_argument("--port", type=int, required=True, help="port on loopback; 0 chooses a free one")
     sub.add_argument(
         "--wait", type=float, default=300.0, metavar="SECONDS",
-        help="how long a sample waits for its partners, and a partner for one whose run has died (300)",
+        help="time that a sample waits for its partners, and for a partner whose run has died (default: 300)",
     )  # fmt: skip
     sub.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME",
-        help="environment variable that FUNCTION may read",
+        help="environment variable to pass to FUNCTION; may be repeated",
     )
 
 
 def meet(args: argparse.Namespace) -> int:
-    """Until SIGTERM or Ctrl-C."""
+    """Serve episodes until SIGTERM or Ctrl-C."""
     if len(set(args.policy)) != len(args.policy) or len(args.policy) < 2:
         raise UserError(f"--policy {' '.join(args.policy)}: expected two or more different names")
     for name in args.policy:
@@ -67,42 +67,46 @@ def meet(args: argparse.Namespace) -> int:
 async def _serve(
     episode: str, policies: Sequence[str], port: int, wait: float, variables: Sequence[str]
 ) -> None:
-    """Raises UserError for a port that is taken, or a function that does not exist."""
+    """Serve episodes until a signal arrives.
+
+    Raises:
+        UserError: the port is in use, or the function does not exist.
+    """
     raise_descriptors(CONNECTIONS, "rlsys meet")
     stop = asyncio.Event()
-    for number in unless_ignored(signal.SIGTERM, signal.SIGINT):
+    for number in without_ignored(signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     connector, times = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with direct_session(connector=connector, timeout=times) as session:
         meeting = Meeting(policies, wait, session)
         keeper = asyncio.create_task(_keep_host(meeting, episode, variables))
-        stopped = asyncio.create_task(stop.wait())
+        stop_task = asyncio.create_task(stop.wait())
         try:
             await _first(keeper, asyncio.create_task(meeting.hosted()))
             async with meeting.listening(port) as base:
                 for name in policies:
                     print(f"rlsys: {name}: rollout.generator_params.url = {base}/{name}", flush=True)
-                await _first(keeper, stopped)
+                await _first(keeper, stop_task)
                 meeting.close()
-                keeper.cancel()  # before its episodes see their addresses go
+                keeper.cancel()  # before its episodes notice that their addresses are gone
                 await asyncio.wait({keeper})
         finally:
             keeper.cancel()
             await asyncio.wait({keeper})
 
 
-async def _first(keeper: asyncio.Task[None], other: asyncio.Task[Any]) -> None:
-    """Until one of them ends. Raises what ended the keeper."""
-    await asyncio.wait({keeper, other}, return_when=asyncio.FIRST_COMPLETED)
+async def _first(keeper: asyncio.Task[None], other_task: asyncio.Task[Any]) -> None:
+    """Wait until one of the tasks ends. Raises the keeper's error."""
+    await asyncio.wait({keeper, other_task}, return_when=asyncio.FIRST_COMPLETED)
     if keeper.done():
-        other.cancel()
+        other_task.cancel()
         keeper.result()
 
 
 async def _keep_host(meeting: Meeting, episode: str, variables: Sequence[str]) -> None:
-    """A process that episodes are forked from, and another one after its death. For ever."""
+    """Keep a process running from which episodes are forked; restart it when it dies."""
     while True:
         async with open_host(episode, None, None, variables, meets=True) as host:
             meeting.put_host(host)
             await host.lost.wait()
-            log.warning("the process of the episodes has died; it is started anew")
+            log.warning("the process of the episodes has died; restarting it")

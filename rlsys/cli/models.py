@@ -1,4 +1,4 @@
-"""The commands of `rlsys` about models at rest: convert, and what eval measures. Heavy imports come when needed."""
+"""Commands for models on disk: convert, and the model selection of eval. Heavy imports are deferred."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _SIZES = {
     "tp": "tensor parallel size",
     "pp": "pipeline parallel size",
     "ep": "expert parallel size",
-    "etp": "tensor parallel size of the experts; --tp when not given",
+    "etp": "tensor parallel size of the experts (default: --tp)",
 }
 
 
 def add_model_commands(add: Add) -> None:
-    convert = add("convert", convert_to_megatron, "turn a model's folder into a Megatron checkpoint, or back")
+    """Add the commands."""
+    convert = add("convert", convert_to_megatron, "convert a model folder to a Megatron checkpoint, or back")
     kinds = convert.add_subparsers(required=True, metavar="hf-to-megatron|megatron-to-hf|verify")
-    kind = kinds.add_parser("hf-to-megatron", help="a checkpoint with one file for each rank of a layout")
+    kind = kinds.add_parser("hf-to-megatron", help="write a Megatron checkpoint from a Hugging Face folder")
     kind.set_defaults(run_command=convert_to_megatron)
     kind.add_argument(
         "--hf",
@@ -39,31 +40,32 @@ def add_model_commands(add: Add) -> None:
         metavar="DIR",
         help=f"Hugging Face folder, or {_OF_A_HUB}",
     )
-    kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
-    for name, what in _SIZES.items():
-        kind.add_argument(f"--{name}", type=int, metavar="N", help=what)
-    kind = kinds.add_parser("megatron-to-hf", help="a Hugging Face folder that serves by itself")
+    kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
+    for name, help_text in _SIZES.items():
+        kind.add_argument(f"--{name}", type=int, metavar="N", help=help_text)
+    kind = kinds.add_parser("megatron-to-hf", help="write a complete Hugging Face folder from a checkpoint")
     kind.set_defaults(run_command=convert_to_hf)
     kind.add_argument(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="DIR",
-        help="checkpoint, or run folder (its newest one)",
+        help="checkpoint, or run folder (newest checkpoint)",
     )
-    kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
-    kind = kinds.add_parser("verify", help="compare two models bit for bit, of either kind")
+    kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
+    kind = kinds.add_parser("verify", help="compare two models of either format bit for bit")
     kind.set_defaults(run_command=compare)
     for name in ("a", "b"):
         kind.add_argument(
             name,
             type=Path,
             metavar=name.upper(),
-            help=f"Hugging Face folder, checkpoint, run, or {_OF_A_HUB}",
+            help=f"Hugging Face folder, checkpoint, run folder, or {_OF_A_HUB}",
         )
 
 
 def convert_to_megatron(args: argparse.Namespace) -> int:
+    """Run `rlsys convert hf-to-megatron`."""
     from rlsys.trainer.checkpoints.conversion import hf_to_megatron
 
     layout = {name: value for name in _SIZES if (value := getattr(args, name)) is not None}
@@ -72,11 +74,12 @@ def convert_to_megatron(args: argparse.Namespace) -> int:
         done = hf_to_megatron(folder, args.out, layout, advance)
     print(f"{args.out}: {done.tensors} tensors, {done.elements:,} parameters")
     if done.carried:
-        print(f"carried along unchanged: {done.carried} tensors that are not trained")
+        print(f"copied unchanged: {done.carried} tensors that are not trained")
     return 0
 
 
 def convert_to_hf(args: argparse.Namespace) -> int:
+    """Run `rlsys convert megatron-to-hf`."""
     from rlsys.trainer.checkpoints.conversion import megatron_to_hf
 
     with _bar(f"{args.checkpoint} -> {args.out}") as advance:
@@ -86,7 +89,11 @@ def convert_to_hf(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """RunError (exit code 1) when the models differ."""
+    """Run `rlsys convert verify`.
+
+    Raises:
+        RunError: the models differ (exit code 1).
+    """
     from rlsys.trainer.checkpoints.conversion import verify
 
     a, b = (find_folder(path, name) for name, path in (("A", args.a), ("B", args.b)))
@@ -98,9 +105,12 @@ def compare(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Subject:
-    """What `rlsys eval` is to measure. `config`: the target's. `model`: a model folder, or a checkpoint.
+    """The subject of `rlsys eval`.
 
-    `folder`: the evaluation's own, new one, with its logs and its figures.
+    Attributes:
+        config: config of the target.
+        model: a model folder or a checkpoint.
+        folder: new folder of the evaluation, for logs and metrics.
     """
 
     config: Config
@@ -109,18 +119,19 @@ class Subject:
 
     @property
     def name(self) -> str:
+        """Name for people."""
         return str(self.model)
 
     @contextmanager
-    def served(self) -> Iterator[Config]:
-        """The config of the evaluation. A checkpoint is converted for it, and the copy deleted afterwards."""
-        made, model = self.folder.with_name(self.folder.name + "-model"), self.model
+    def serving_config(self) -> Iterator[Config]:
+        """Yield the config of the evaluation. A checkpoint is converted, and the copy deleted at the end."""
+        converted, model = self.folder.with_name(self.folder.name + "-model"), self.model
         if not any(model.glob("*.safetensors")):
             from rlsys.trainer.checkpoints.conversion import megatron_to_hf
 
-            with _bar(f"{model} -> {made}") as advance:
-                megatron_to_hf(model, made, advance)
-            model = made
+            with _bar(f"{model} -> {converted}") as advance:
+                megatron_to_hf(model, converted, advance)
+            model = converted
         try:
             yield self.config.model_copy(
                 update={
@@ -129,14 +140,18 @@ class Subject:
                 }
             )
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(converted, ignore_errors=True)
 
 
 def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]) -> Subject:
-    """Raises UserError when there is no such config, run or model."""
+    """Return the subject of an evaluation.
+
+    Raises:
+        UserError: there is no such config, run or model.
+    """
     run = target if target.is_dir() else None
     if run is not None and not (run / METRICS_FILE).is_file():
-        raise UserError(_no_run(run))
+        raise UserError(_not_a_run_error(run))
     config = load_config(target / "config.yaml" if run else target, overrides)
     config = pin_models(config, weights=checkpoint is None)
     if checkpoint is not None:
@@ -154,15 +169,15 @@ def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]
     return Subject(config, model, root / f"{model.name}-{number}")
 
 
-def _no_run(folder: Path) -> str:
-    """What to say of a folder that is no run: which command it may be for."""
+def _not_a_run_error(folder: Path) -> str:
+    """Return the error for a folder that is no run, with the command that it may be for."""
     if (folder / "manifest.json").is_file() and (folder.parent.parent / "config.yaml").is_file():
-        return f"{folder}: a checkpoint; rlsys eval {folder.parent.parent} --checkpoint {folder}"
+        return f"{folder}: a checkpoint; use rlsys eval {folder.parent.parent} --checkpoint {folder}"
     if (folder / "config.json").is_file():
-        return f"{folder}: a model, which has no prompts of its own; rlsys eval CONFIG --checkpoint {folder}"
+        return f"{folder}: a model folder, which has no prompts; use rlsys eval CONFIG --checkpoint {folder}"
     if (folder / "config.yaml").is_file():
-        return f"{folder}: not a run, or one that has not begun; did you mean {folder / 'config.yaml'}?"
-    return f"{folder}: not a run, or one that has not begun: no {METRICS_FILE} in it"
+        return f"{folder}: not a run, or one that has not started; did you mean {folder / 'config.yaml'}?"
+    return f"{folder}: not a run, or one that has not started: contains no {METRICS_FILE}"
 
 
 @contextmanager

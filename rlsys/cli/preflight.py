@@ -1,8 +1,9 @@
-"""Before `rlsys train` or `submit`, and by `explain`: a config that passes here starts.
+"""Preflight of `rlsys train`, `submit` and `explain`: a config that passes starts.
 
-Names, parameters and what has no meaning together first; then each plug-in is made and run once, those of the
-rollout process on the run's own first prompts, those of the trainer on a made-up step. Last, the trainer's layers are
-built with the installed packages. Imports torch; needs no GPU, no engine and no network, and writes nothing.
+It checks names, parameters and combinations first; then it creates and runs each plug-in once: those of the
+rollout process on the run's first prompts, those of the trainer on a synthetic step. Last, it builds the
+trainer's layers with the installed packages. Imports torch; needs no GPU, no engine and no network, and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -12,24 +13,27 @@ from rlsys.algo.trial import try_objective
 from rlsys.config import Config
 from rlsys.obs.packages import mismatches
 from rlsys.rehearse import trial
+from rlsys.rollout.dry_run import dry_run
 from rlsys.rollout.preflight import check_names
-from rlsys.rollout.trial import try_rollout
 
 
 def check_start(config: Config) -> list[str]:
-    """What is worth knowing of a run that can start, one line each. Raises UserError, one line.
+    """Check that a run can start, and return notes about it, one per line.
 
-    A folder without a tokenizer is no mistake here (rlsys.planner.model_preflight.check_model says that it cannot be
-    trained): a line says what was not checked.
+    A folder without a tokenizer is no error here (rlsys.planner.model_preflight.check_model reports that it
+    cannot be trained): a note lists what was not checked.
+
+    Raises:
+        UserError: the run cannot start.
     """
     check_names(config)
     check(config)
-    tried = try_rollout(config)
-    try_objective(config, tried.rewards)
+    trial_result = dry_run(config)
+    try_objective(config, trial_result.rewards)
     trial.check_build(config)
-    found = [*notes(config), *tried.notes, *map(str, mismatches().values())]
-    if tried.rewards is None:
-        found.append(
+    lines = [*notes(config), *trial_result.notes, *map(str, mismatches().values())]
+    if trial_result.rewards is None:
+        lines.append(
             f"NOT CHECKED: {config.model.path} has no tokenizer.json: the first prompt, its generator and its reward"
         )
-    return found
+    return lines

@@ -1,4 +1,4 @@
-"""Commands for one's own run: `rlsys new` writes a folder that trains, `rlsys try` shows what a run would see."""
+"""Commands for a new project: `rlsys new` writes a folder that trains, `rlsys try` shows what a run would see."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.rule import Rule
 
 from launch.backends import Backend
-from launch.plan import LaunchPlan, build_asking_plan
+from launch.plan import LaunchPlan, build_client_plan
 from launch.ports import choose_ports
 from rlsys.cli.project_template import data_section, write_config, write_starter
 from rlsys.config import Config, add_config, load_config
@@ -32,20 +32,21 @@ Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.Argumen
 
 
 class Supervise(Protocol):
-    """rlsys.cli.main.supervise."""
+    """Type of rlsys.cli.main.supervise."""
 
     def __call__(
-        self, config: Config, make_plan: Callable[[Backend], LaunchPlan], *, aside: bool = False
+        self, config: Config, make_plan: Callable[[Backend], LaunchPlan], *, use_stderr: bool = False
     ) -> None: ...
 
 
-SHOWN = 800
-"""Characters of a text that are printed, at most."""
+MAX_CHARACTERS = 800
+"""Maximum characters of a text to print."""
 
 
-def add_own(add: Add, supervise: Supervise, check_plugins: Callable[[Config], None]) -> None:
-    sub = add("new", new, "write a small folder of your own that trains at once: config, data, reward, test")
-    sub.add_argument("folder", type=Path, metavar="NAME", help="new folder")
+def add_project_commands(add: Add, supervise: Supervise, check_plugins: Callable[[Config], None]) -> None:
+    """Add the commands."""
+    sub = add("new", new, "create a small project that can be trained at once: config, data, reward, test")
+    sub.add_argument("folder", type=Path, metavar="NAME", help="folder to create")
     sub.add_argument(
         "--model",
         type=Path,
@@ -67,10 +68,10 @@ def add_own(add: Add, supervise: Supervise, check_plugins: Callable[[Config], No
     sub = add(
         "try",
         lambda args: try_out(args, supervise, check_plugins),
-        "ask the model a run's first prompts, score the answers and show them",
+        "generate and score responses to a run's first prompts, and show them",
     )
     add_config(sub)
-    sub.add_argument("--json", action="store_true", help="print what was found as JSON only")
+    sub.add_argument("--json", action="store_true", help="print JSON only")
 
 
 def new(args: argparse.Namespace) -> int:
@@ -103,36 +104,34 @@ def new_for_model(args: argparse.Namespace) -> int:
 
 
 def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Callable[[Config], None]) -> int:
-    """Starts an engine or what the config has of them, asks, and takes everything down again."""
+    """Run `rlsys try`: start the config's engines, generate and score responses, and stop the engines."""
     config = pin_models(load_config(args.config, args.overrides))
     check_model(config)
     check_plugins(config)
-    folder = folder_beside(config.run.dir)
+    folder = create_try_folder(config.run.dir)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
     layout = lay_out(config)
 
     def plan(backend: Backend) -> LaunchPlan:
         ports = choose_ports(config, layout, backend.free_ports)
-        return build_asking_plan(
+        return build_client_plan(
             config, layout, backend.nodes, ports, engine_command, "rlsys.evaluation.tryout"
         )
 
-    supervise(config, plan, aside=args.json)
+    supervise(config, plan, use_stderr=args.json)
     try:
-        found: list[dict[str, Any]] = json.loads((folder / FILE_NAME).read_text())
+        entries: list[dict[str, Any]] = json.loads((folder / FILE_NAME).read_text())
     except FileNotFoundError:
-        raise RunError(
-            f"{folder}: the engines were asked, but nothing was written; see {folder / 'logs'}"
-        ) from None
+        raise RunError(f"{folder}: no result was written; see {folder / 'logs'}") from None
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(entries, indent=1))
     else:
-        show(found, Console())
+        show(entries, Console())
     return 0
 
 
-def folder_beside(run_dir: Path) -> Path:
-    """A new folder RUN-try-N: a run's own holds nothing but the run, and what is there already is somebody's."""
+def create_try_folder(run_dir: Path) -> Path:
+    """Create a new folder RUN-try-N beside the run's folder, which belongs to the run only."""
     for number in itertools.count(1):
         folder = run_dir.with_name(f"{run_dir.name}-try-{number}")
         with disk_errors(folder, UserError), contextlib.suppress(FileExistsError):
@@ -141,48 +140,51 @@ def folder_beside(run_dir: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def show(found: list[dict[str, Any]], console: Console) -> None:
-    """Prompts as the model gets them, its answers, their rewards; then what would keep a run from learning."""
-    for entry in found:
+def show(entries: list[dict[str, Any]], console: Console) -> None:
+    """Print prompts as the model gets them, responses and rewards; then what may prevent learning."""
+    for entry in entries:
         console.print(Rule(f"prompt, {entry['tokens']} tokens", align="left"))
-        console.print(escape(_shortened(entry["prompt"])), highlight=False)
+        console.print(escape(_shorten(entry["prompt"])), highlight=False)
         for sample in entry["samples"]:
             reward = sample["reward"]
-            told = f"reward {_number(reward)}" if reward is not None else f"NO REWARD: {sample['reason']}"
+            text = f"reward {_number(reward)}" if reward is not None else f"NO REWARD: {sample['reason']}"
             console.print(
-                f"[bold]{escape(told)}[/bold], {sample['tokens']} tokens, {sample['status']}", highlight=False
+                f"[bold]{escape(text)}[/bold], {sample['tokens']} tokens, {sample['status']}", highlight=False
             )
             if "prompt" in sample:
-                console.print(escape(f"to {_shortened(sample['prompt'])}"), highlight=False)
-            console.print(escape(_shortened(sample["text"])), style="cyan", highlight=False)
+                console.print(escape(f"to {_shorten(sample['prompt'])}"), highlight=False)
+            console.print(escape(_shorten(sample["text"])), style="cyan", highlight=False)
     console.print(Rule(align="left"))
-    for line in advice(found):
+    for line in advice(entries):
         console.print(escape(line), highlight=False)
 
 
-def advice(found: list[dict[str, Any]]) -> Iterator[str]:
-    """One line for the rewards, and one for each thing that a run would stumble over."""
-    samples = [s for entry in found for s in entry["samples"]]
-    scored = [_sum(s["reward"]) for s in samples if s["reward"] is not None]
-    if not scored:
+def advice(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line about the rewards, and one for each problem."""
+    samples = [s for entry in entries for s in entry["samples"]]
+    rewards = [_sum(s["reward"]) for s in samples if s["reward"] is not None]
+    if not rewards:
         yield "No sample has a reward: a run would censor all of them and stop."
         return
-    mixed = [len({_sum(s["reward"]) for s in e["samples"] if s["reward"] is not None}) > 1 for e in found]
-    yield f"mean reward {sum(scored) / len(scored):.3f} of {len(scored)} samples"
-    if missing := len(samples) - len(scored):
+    has_signal = [
+        len({_sum(s["reward"]) for s in e["samples"] if s["reward"] is not None}) > 1 for e in entries
+    ]
+    yield f"mean reward {sum(rewards) / len(rewards):.3f} of {len(rewards)} samples"
+    if missing := len(samples) - len(rewards):
         yield f"{missing} of {len(samples)} samples have no reward: a run censors these."
-    if not any(mixed):
+    if not any(has_signal):
         yield (
-            "All samples of each prompt have the same reward, and only differences teach. If that stays so with more "
-            "prompts, the task is too hard, too easy, or the reward does not read what the model writes."
+            "All samples of each prompt have the same reward, which gives no learning signal. If that holds for more "
+            "prompts, the task is too hard or too easy, or the reward does not parse the responses."
         )
-    if any(mixed) and not any(s["right"] for s in samples):
+    if any(has_signal) and not any(s["right"] for s in samples):
         yield (
-            f"No sample counts as right in an evaluation: that takes a reward of 1 or more, of named parts the first "
-            f"(docs/own-task.md); the highest reward here is {max(scored):.3g}."
+            f"No sample counts as correct in an evaluation, which requires a reward (or first named part) of "
+            "at least "
+            f"1 (docs/own-task.md); the highest reward here is {max(rewards):.3g}."
         )
-    if cut := sum(s["status"] == "truncated" for s in samples):
-        yield f"{cut} of {len(samples)} samples were cut off at rollout.max_response_tokens."
+    if truncated := sum(s["status"] == "truncated" for s in samples):
+        yield f"{truncated} of {len(samples)} samples were truncated at rollout.max_response_tokens."
 
 
 def _sum(reward: float | dict[str, float]) -> float:
@@ -195,6 +197,10 @@ def _number(reward: float | dict[str, float]) -> str:
     return f"{reward:.3g}"
 
 
-def _shortened(text: str) -> str:
-    left = len(text) - SHOWN
-    return text if left <= 0 else f"{text[: SHOWN // 2]} ... {left} characters ... {text[-SHOWN // 2 :]}"
+def _shorten(text: str) -> str:
+    omitted = len(text) - MAX_CHARACTERS
+    return (
+        text
+        if omitted <= 0
+        else f"{text[: MAX_CHARACTERS // 2]} ... {omitted} characters ... {text[-MAX_CHARACTERS // 2 :]}"
+    )

@@ -1,4 +1,4 @@
-"""What `rlsys new NAME` writes: a config, data, a reward and its test, which train at once on the shipped model."""
+"""Files of `rlsys new NAME`: a config, data, a reward and its test, which can be trained with the shipped model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LINES = 200
 _CONFIG = """\
 # rlsys try {config}      shows prompts, answers and rewards before anything is trained
 # rlsys train {config}
-base: quickstart            # a shipped config; all that is not said here is said there
+base: quickstart            # a shipped config, which has the defaults of this one
 run:
   dir: {run}
-# model: {{path: FOLDER}}     # a Hugging Face folder; the shipped model knows sums of digits and hardly anything else
+# model: {{path: FOLDER}}     # a Hugging Face folder; the shipped model knows hardly more than sums of digits
 data:
   source: jsonl
   params: {{path: {data}}}
@@ -29,16 +29,16 @@ trainer:
 eval:
   prompts: 16
 """
-_REWARD = r'''"""The reward of this run: a number for each response: 1 for the right answer, 0 for others."""
+_REWARD = r'''"""Reward of this run: 1 for a response with the correct answer, else 0."""
 
 import re
 
 
 def reward(config):
-    def score(prompt, text):  # prompt.entry: the row of the data; text: all that the model wrote, a str;
-        # text.finished: whether the model ended it by itself
-        found = re.search(r"<answer>\s*(.*?)\s*</answer>", text)
-        return float(found is not None and found[1] == str(prompt.entry["answer"]))
+    def score(prompt, text):  # prompt.entry: the row of the data; text: the response, a str;
+        # text.finished: whether the model ended it itself
+        answer = re.search(r"<answer>\s*(.*?)\s*</answer>", text)
+        return float(answer is not None and answer[1] == str(prompt.entry["answer"]))
 
     return score
 '''
@@ -52,7 +52,7 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.core.imports import resolve
 
 HERE = Path(__file__).parent
-START = HERE / {start}  # where rlsys starts: the paths in the config are seen from there
+START = HERE / {start}  # paths in the config are relative to this folder
 
 
 def test_the_right_answer_is_rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +115,10 @@ def write_config(folder: Path, sections: Sections, data: dict[str, Any]) -> Path
 
 
 def write_starter(folder: Path) -> list[Path]:
-    """The files written. Raises UserError when the folder is there, or cannot be made, or has a name that a config
-    cannot hold.
+    """Write the files, and return their paths.
+
+    Raises:
+        UserError: the folder exists, cannot be created, or has a name that a config cannot contain.
     """
     name = folder.as_posix()
     if ":" in name or not name.isprintable():
@@ -126,13 +128,13 @@ def write_starter(folder: Path) -> list[Path]:
     texts = {
         "config.yaml": _CONFIG.format(
             config=shlex.quote(f"{name}/config.yaml"),
-            run=_quoted(f"runs/{folder.name}"),
-            data=_quoted(f"{name}/data.jsonl"),
-            reward=_quoted(f"{name}/reward.py:reward"),
+            run=_yaml_string(f"runs/{folder.name}"),
+            data=_yaml_string(f"{name}/data.jsonl"),
+            reward=_yaml_string(f"{name}/reward.py:reward"),
         ),
         "data.jsonl": _sums(),
         "reward.py": _REWARD,
-        "test_reward.py": _TEST.format(start=_quoted(os.path.relpath(Path.cwd(), folder))),
+        "test_reward.py": _TEST.format(start=_yaml_string(os.path.relpath(Path.cwd(), folder))),
     }
     with disk_errors(folder, UserError):
         try:
@@ -144,13 +146,13 @@ def write_starter(folder: Path) -> list[Path]:
     return [folder / file for file in texts]
 
 
-def _quoted(text: str) -> str:
-    """As YAML reads it: a JSON string is one."""
+def _yaml_string(text: str) -> str:
+    """Return text as YAML: a JSON string is YAML."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _sums() -> str:
-    """Sums in the one form that the shipped model knows, `4-1-7=`, with their answers; always the same."""
+    """Return sums in the format of the shipped model, `4-1-7=`, with their answers; always the same."""
     rng, rows = random.Random(0), dict[str, str]()
     while len(rows) < LINES:
         terms = [rng.randint(1, 9) * rng.choice((1, -1)) for _ in range(rng.randint(3, 6))]

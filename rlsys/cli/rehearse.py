@@ -1,4 +1,4 @@
-"""The command `rlsys rehearse`. Each rank is rehearsed in a process of its own; without torch in this one."""
+"""`rlsys rehearse`: runs each rehearsed rank in a subprocess; this process does not import torch."""
 
 from __future__ import annotations
 
@@ -27,76 +27,87 @@ from rlsys.rehearse.kinds import Request, kinds_of_rank, name_of_kind, one_rank,
 from rlsys.rehearse.report import describe, problems
 
 _ENV = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""On a host with GPUs, too: tensors without values need none."""
-_KEPT = 12
-"""Lines that are shown of a failure."""
+"""Also on a host with GPUs: tensors without values need none."""
+_MAX_LINES = 12
+"""Maximum number of lines to print of a failure."""
 
 
 class RankFailed(Exception):
-    """The rehearsed code raised; `lines` end with the error."""
+    """The rehearsed code failed; `lines` end with the error."""
 
     def __init__(self, lines: list[str], during: str) -> None:
-        super().__init__(lines[-1] if lines else "it was killed")
+        super().__init__(lines[-1] if lines else "killed")
         self.lines, self.during = lines, during
 
 
 def add_rehearse(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """`add` makes a sub-command: name, function, help."""
+    """Add the command. `add` creates a sub-command from name, function and help."""
     sub = add(
         "rehearse",
         rehearse,
-        "run one update of true size of any rank on this CPU, without weights or values: memory, FLOPs, collectives",
+        "run one full-size update of any rank on this CPU, without weights or values: memory, FLOPs, collectives",
     )
     add_config(sub)
-    which = sub.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=int, metavar="N", help="this rank only")
-    which.add_argument(
+    group = sub.add_mutually_exclusive_group()
+    group.add_argument("--rank", type=int, metavar="N", help="rehearse this rank only")
+    group.add_argument(
         "--all-kinds", action="store_true",
-        help="a rank of every pipeline stage; by default of the first, the fullest middle and the last one",
+        help="rehearse a rank of every pipeline stage (default: the first, the largest middle and the last one)",
     )  # fmt: skip
     sub.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="of one GPU; 80 where launch.gpus_per_node is given"
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of one GPU (default: 80 if launch.gpus_per_node is set)",
     )
     sub.add_argument(
         "--skew", type=float, default=1.0, metavar="X",
-        help="how many times its even share of tokens the busiest expert gets; 1",
+        help="load of the busiest expert relative to the mean (default: 1)",
     )  # fmt: skip
-    sub.add_argument("--json", action="store_true", help="print the figures as JSON only")
+    sub.add_argument("--json", action="store_true", help="print JSON only")
 
 
 def rehearse(args: argparse.Namespace) -> int:
-    """Raises RunError (exit code 1) when a rank would fail."""
+    """Run `rlsys rehearse`.
+
+    Raises:
+        RunError: a rank would fail (exit code 1).
+    """
     config = pin_models(load_config(args.config, args.overrides), weights=False)
     overrides = [*args.overrides, *model_overrides(config)]
-    hf = _checked(args, config)
+    hf = _check(args, config)
     on_gpus = config.launch.gpus_per_node > 0
     gpu_gb = args.gpu_memory if args.gpu_memory is not None else 80.0 if on_gpus else None
     ranks = (
         one_rank(config, args.rank) if args.rank is not None else kinds_of_rank(config, hf, args.all_kinds)
     )
-    found, failures = [], []
+    figures, failures = [], []
     for rank in ranks:
         kind = name_of_kind(stage_of(config, rank), config.parallel.pp)
         print(f"rlsys: rank {rank} of {config.parallel.world_size}, {kind}", file=sys.stderr, flush=True)
         try:
-            found.append(run_rank(args.config, overrides, Request(rank, args.skew)))
+            figures.append(run_rank(args.config, overrides, Request(rank, args.skew)))
         except RankFailed as e:
             print(*(f"    {line}" for line in e.lines), sep="\n", file=sys.stderr)
             failures.append(f"{kind} (rank {rank}) fails in {e.during}: {e}")
     shares = config.launch.placement == "colocated" and not config.launch.release_memory
-    beside = budget(config, model_size(hf)).engine if on_gpus and shares else 0.0
-    failures += problems(found, gpu_gb, beside)
+    engine_bytes = budget(config, model_size(hf)).engine if on_gpus and shares else 0.0
+    failures += problems(figures, gpu_gb, engine_bytes)
     if args.json:
-        print(json.dumps({"ranks": [f.as_json() for f in found], "failures": failures}, indent=2))
-    elif found:
-        print(describe(config, found, beside))
+        print(json.dumps({"ranks": [f.as_json() for f in figures], "failures": failures}, indent=2))
+    elif figures:
+        print(describe(config, figures, engine_bytes))
     if failures:
         raise RunError("; ".join(failures))
     return 0
 
 
-def _checked(args: argparse.Namespace, config: Config) -> HFConfig:
-    """What the model's folder says. Raises UserError for options or a layout that make no sense."""
+def _check(args: argparse.Namespace, config: Config) -> HFConfig:
+    """Check options and layout, and return the model.
+
+    Raises:
+        UserError: they are invalid.
+    """
     if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
         raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
     if not 1 <= args.skew < math.inf:
@@ -112,15 +123,20 @@ def _checked(args: argparse.Namespace, config: Config) -> HFConfig:
 
 
 def run_rank(config: Path, overrides: list[str], request: Request) -> Figures:
-    """In a process of its own, whose progress appears on stderr. Raises UserError, or RankFailed."""
-    asked = json.dumps({"config": str(config), "overrides": overrides, "request": asdict(request)})
+    """Rehearse a rank in a subprocess, whose progress appears on stderr.
+
+    Raises:
+        UserError: the config is invalid.
+        RankFailed: the rehearsed code failed.
+    """
+    request_json = json.dumps({"config": str(config), "overrides": overrides, "request": asdict(request)})
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "rlsys.rehearse.rank"],
             stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, **_ENV},
         )  # fmt: skip
         assert process.stdin is not None and process.stderr is not None
-        process.stdin.write(asked)
+        process.stdin.write(request_json)
         process.stdin.close()
         lines, during = _follow(process.stderr)
         code = process.wait()
@@ -133,13 +149,13 @@ def run_rank(config: Path, overrides: list[str], request: Request) -> Figures:
 
 
 def _follow(stderr: IO[str]) -> tuple[list[str], str]:
-    """Show progress as it comes; the last other lines, and what was being done."""
-    kept: deque[str] = deque(maxlen=_KEPT)
-    during = "the build"
+    """Print progress lines; return the last other lines, and the current activity."""
+    last_lines: deque[str] = deque(maxlen=_MAX_LINES)
+    activity = "the build"
     for line in stderr:
         if line.startswith("rlsys: "):
             print(line, end="", file=sys.stderr, flush=True)
-            during = line.rpartition(": ")[2].strip()
+            activity = line.rpartition(": ")[2].strip()
         elif line.strip():
-            kept.append(line.rstrip())
-    return list(kept), during
+            last_lines.append(line.rstrip())
+    return list(last_lines), activity

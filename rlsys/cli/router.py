@@ -1,4 +1,4 @@
-"""The command line of `rlsys router`."""
+"""Command line of `rlsys router`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlsys.router.strategy import UNMEASURED
 
 
 def router(args: argparse.Namespace) -> int:
-    """Serve an HTTP front before running engines, until SIGTERM."""
+    """Serve an HTTP API in front of running engines, until SIGTERM."""
     for name in ("concurrency", "queue_seconds", "max_body_mb"):
         if not 0 < getattr(args, name) < math.inf:
             raise UserError(
@@ -54,42 +54,59 @@ def router(args: argparse.Namespace) -> int:
 
 
 def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """`add` makes a sub-command: name, function, help."""
+    """Add the command. `add` creates a sub-command from name, function and help."""
     limits = FrontLimits()
-    sub = add("router", router, "serve SGLang's and OpenAI's HTTP API before running engines")
-    sub.add_argument("--engine", action="append", metavar="URL", help="an SGLang server; may be repeated")
-    sub.add_argument("--port", type=int, required=True, help="0 takes a free one")
-    sub.add_argument("--host", default="127.0.0.1", help="address to bind; other than loopback needs a token")
-    sub.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token that clients must send")
+    sub = add("router", router, "serve SGLang's and OpenAI's HTTP APIs in front of running engines")
     sub.add_argument(
-        "--admin-token-file", type=Path, metavar="FILE", help="the one that opens /engines and weight updates"
+        "--engine", action="append", metavar="URL", help="URL of an SGLang server; may be repeated"
+    )
+    sub.add_argument("--port", type=int, required=True, help="port to listen on; 0 chooses a free one")
+    sub.add_argument(
+        "--host", default="127.0.0.1", help="address to bind; other addresses than loopback require a token"
+    )
+    sub.add_argument("--token-file", type=Path, metavar="FILE", help="file with the bearer token of clients")
+    sub.add_argument(
+        "--admin-token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the token for /engines and weight updates",
     )
     sub.add_argument(
         "--allow-engine",
         action="append",
         metavar="HOST",
-        help="host or network of engines that may join by POST /engines; by default the hosts of --engine",
+        help="host or network of engines that may join by POST /engines (default: the hosts of --engine)",
     )
     sub.add_argument(
         "--engine-keys",
         type=Path,
         metavar="FILE",
-        help="the engines' own --config file, with api-key, admin-api-key",
+        help="the engines' --config file, with api-key and admin-api-key",
     )
     sub.add_argument("--strategy", choices=sorted(UNMEASURED), default="prefix_affinity")
     sub.add_argument(
         "--interruption",
         choices=get_args(FleetInterruption),
         default="retract",
-        help="what engines do with requests while weights change",
+        help="treatment of running requests during a weight update",
     )
-    sub.add_argument("--vocab-size", type=int, metavar="N", help="where the model's folder cannot be read")
+    sub.add_argument(
+        "--vocab-size", type=int, metavar="N", help="vocabulary size, if the model folder is not readable"
+    )
     sub.add_argument(
         "--allow-patterns",
         action="store_true",
-        help="take stop_regex, regex, ebnf and structural tags; one of them can stop an engine for all clients",
+        help="accept stop_regex, regex, ebnf and structural tags, which can stall an engine for all clients",
     )
-    sub.add_argument("--queue-seconds", type=float, default=120.0, help="longest wait for an engine")
-    sub.add_argument("--max-body-mb", type=float, default=limits.body_bytes / 2**20, help="largest request")
-    sub.add_argument("--concurrency", type=int, default=limits.concurrency, help="samples served at once")
-    sub.add_argument("--queue", type=int, default=limits.queue, help="samples that may wait beyond that")
+    sub.add_argument(
+        "--queue-seconds", type=float, default=120.0, help="maximum wait for an engine in seconds"
+    )
+    sub.add_argument(
+        "--max-body-mb", type=float, default=limits.body_bytes / 2**20, help="maximum request size"
+    )
+    sub.add_argument(
+        "--concurrency", type=int, default=limits.concurrency, help="maximum number of concurrent samples"
+    )
+    sub.add_argument(
+        "--queue", type=int, default=limits.queue, help="maximum number of further samples that wait"
+    )

@@ -1,4 +1,4 @@
-"""The command `rlsys tenants`: its arguments, and the config that they make. No torch in this process."""
+"""`rlsys tenants`: its arguments and the resulting config. This process does not import torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rlsys.tenants.sampler import ADAPTERS_AT_ONCE
 
 @dataclass(frozen=True)
 class TenantsOptions:
+    """Options of the command."""
+
     config: Config
     host: str
     port: int
@@ -23,44 +25,48 @@ class TenantsOptions:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the server's process."""
-        words = ["--host", self.host, "--port", str(self.port)]
-        return words + [word for name in self.tenants for word in ("--tenant", name)]
+        """Arguments of the server's process."""
+        arguments = ["--host", self.host, "--port", str(self.port)]
+        return arguments + [argument for name in self.tenants for argument in ("--tenant", name)]
 
 
 def add_tenants(
     add: Callable[..., argparse.ArgumentParser], run: Callable[[argparse.Namespace], int]
 ) -> None:
-    """`add` makes a sub-command: name, function, help."""
-    sub = add("tenants", run, "train adapters of several clients on one model, by Tinker's protocol")
+    """Add the command. `add` creates a sub-command from name, function and help."""
+    sub = add("tenants", run, "train adapters of several clients on one model, with Tinker's protocol")
     add_config(sub)
     sub.add_argument(
-        "--tenant", action="append", required=True, metavar="NAME", help="who may come; may be repeated"
+        "--tenant", action="append", required=True, metavar="NAME", help="name of a tenant; repeat for each"
     )
-    sub.add_argument("--port", type=int, required=True)
-    sub.add_argument("--host", default="127.0.0.1", help="address to bind; keys go over it in plain text")
+    sub.add_argument("--port", type=int, required=True, help="port to listen on, the same at every start")
+    sub.add_argument("--host", default="127.0.0.1", help="address to bind; keys are sent unencrypted")
 
 
 def read_options(args: argparse.Namespace) -> TenantsOptions:
-    """Raises UserError for a config that cannot serve several tenants."""
+    """Return the options.
+
+    Raises:
+        UserError: the config cannot serve several tenants.
+    """
     check_names(args.tenant)
     if not 1 <= args.port <= 65535:
         raise UserError(f"--port {args.port}: expected 1 to 65535, the same at every start")
     config = pin_models(load_config(args.config, [*args.overrides, "weights.method=adapter"]))
     if config.parallel.world_size != 1:
-        raise UserError(f"parallel: {config.parallel.world_size} ranks; `rlsys tenants` has one so far")
+        raise UserError(f"parallel: {config.parallel.world_size} ranks; `rlsys tenants` supports one only")
     if config.engine.count != 1 or config.engine.reference is not None:
-        raise UserError(f"engine.count = {config.engine.count}: `rlsys tenants` has one engine so far")
+        raise UserError(f"engine.count = {config.engine.count}: `rlsys tenants` supports one engine only")
     if config.trainer.balance_loss:
         raise UserError("trainer.balance_loss: a tenant's loss is its own alone; use 0")
-    more = ["--max-loras-per-batch", str(ADAPTERS_AT_ONCE)]
-    engine = config.engine.model_copy(update={"extra_args": [*more, *config.engine.extra_args]})
+    adapter_args = ["--max-loras-per-batch", str(ADAPTERS_AT_ONCE)]
+    engine = config.engine.model_copy(update={"extra_args": [*adapter_args, *config.engine.extra_args]})
     config = config.model_copy(update={"engine": engine})
     return TenantsOptions(config, args.host, args.port, args.tenant)
 
 
 def key_lines(run_dir: Path, options: TenantsOptions) -> list[str]:
-    """What tenants have to know. Makes keys that are not there yet."""
+    """Return what tenants need to connect; create missing keys."""
     lines = [f"TINKER_BASE_URL=http://{options.host}:{options.port}"]
     for name in options.tenants:
         key_of(run_dir, name)

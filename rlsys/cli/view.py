@@ -1,4 +1,4 @@
-"""Commands to look at runs: `rlsys samples` in the terminal, `rlsys dash` in a browser, `rlsys track` elsewhere."""
+"""Commands to view runs: `rlsys samples` in the terminal, `rlsys dash` in a browser, `rlsys track` in trackers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from rlsys.cli.cluster import must_hold_run
+from rlsys.cli.cluster import check_run_folder
 from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.core.types import Status
-from rlsys.ledger.samples import Order, SampleQuery, Seen, check_query
-from rlsys.obs.role import unless_ignored
+from rlsys.ledger.samples import Order, SampleQuery, SampleView, check_query
+from rlsys.obs.role import without_ignored
 from rlsys.viewer.answers import KINDS, AnswerRows
 from rlsys.viewer.reading import Part, RunTexts, arrays_of, parts_of, sequences_of, turns_of
 from rlsys.viewer.server import serve
@@ -35,44 +35,58 @@ from rlsys.viewer.trackers.tracker import PACKAGES
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
 TRACKER_SECONDS = 60.0
-"""How long a run that has ended waits for its trackers to take what is left."""
+"""Time after the end of a run for its trackers to receive the remaining lines."""
 _STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red")
-"""Of the weight versions of one sample, in their order."""
+"""Colours of the weight versions of one sample, in order."""
 
 
-def add_look(add: Add) -> None:
-    sub = add("samples", show_samples, "show what the model wrote in a run, and what it got for it")
+def add_view_commands(add: Add) -> None:
+    """Add the commands."""
+    sub = add("samples", show_samples, "show responses of a run with their rewards")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
     sub.add_argument(
-        "--step", type=int, metavar="N", help="of this train step; the last one, when nothing is said"
+        "--step", type=int, metavar="N", help="show samples of this train step (default: the last one)"
     )
-    sub.add_argument("--group", type=int, metavar="ID", help="of this group")
-    sub.add_argument("--sample", type=int, metavar="ID", help="this one")
-    which = sub.add_mutually_exclusive_group()
-    which.add_argument("--worst", action="store_true", help="lowest rewards first")
-    which.add_argument("--best", action="store_true", help="highest rewards first")
-    which.add_argument("--longest", action="store_true", help="most tokens first")
-    sub.add_argument("--resumed", action="store_true", help="only those that went on after an interruption")
-    sub.add_argument("--status", metavar="S", help="only parked, finished, truncated or censored ones")
-    sub.add_argument("--grep", metavar="REGEX", help="only those whose response has this")
-    sub.add_argument("--n", type=int, default=8, metavar="N", help="show at most so many; 8")
-    sub.add_argument("--json", action="store_true", help="print them as JSON, one a line")
+    sub.add_argument("--group", type=int, metavar="ID", help="show samples of this group")
+    sub.add_argument("--sample", type=int, metavar="ID", help="show this sample")
+    group = sub.add_mutually_exclusive_group()
+    group.add_argument("--worst", action="store_true", help="sort by reward, lowest first")
+    group.add_argument("--best", action="store_true", help="sort by reward, highest first")
+    group.add_argument("--longest", action="store_true", help="sort by length, longest first")
+    sub.add_argument(
+        "--resumed", action="store_true", help="show only samples that were resumed after an interruption"
+    )
+    sub.add_argument(
+        "--status",
+        metavar="S",
+        help="show only samples with this status: parked, finished, truncated or censored",
+    )
+    sub.add_argument("--grep", metavar="REGEX", help="show only samples whose response matches")
+    sub.add_argument("--n", type=int, default=8, metavar="N", help="maximum number of samples (default: 8)")
+    sub.add_argument("--json", action="store_true", help="print one JSON object per line")
     sub.add_argument(
         "--rows",
         choices=KINDS,
-        help="print rows for `rlsys sft` instead, of all samples whose tokens are kept",
+        help="print training rows for `rlsys sft` instead, from all samples with stored tokens",
     )
-    sub = add("dash", show_dashboard, "serve a page about runs, for a browser: curves, engines, samples")
+    sub = add("dash", show_dashboard, "serve a web page about runs: curves, engines, samples")
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
-    sub.add_argument("--port", type=int, default=0, metavar="P", help="of 127.0.0.1; 0 finds a free one")
-    sub = add("track", track, "give a run's trackers what they lack of it (run.trackers)")
+    sub.add_argument(
+        "--port", type=int, default=0, metavar="P", help="port on 127.0.0.1; 0 chooses a free one"
+    )
+    sub = add("track", track, "send missing metrics of a run to its trackers (run.trackers)")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    sub.add_argument("--to", choices=sorted(PACKAGES), action="append", help="other ones than the config's")
+    sub.add_argument(
+        "--to",
+        choices=sorted(PACKAGES),
+        action="append",
+        help="tracker to use instead of the config's; may be repeated",
+    )
 
 
 def show_samples(args: argparse.Namespace) -> int:
-    """Decoded by the run's tokenizer; of a run that lives or has ended."""
-    must_hold_run(args.run)
+    """Run `rlsys samples`, for a running or an ended run."""
+    check_run_folder(args.run)
     pattern = _pattern(args.grep)
     if args.n < 1:
         raise UserError(f"--n {args.n}: expected 1 or more")
@@ -88,52 +102,56 @@ def show_samples(args: argparse.Namespace) -> int:
         for row in rows.of(args.rows, texts.every(query, pattern, sys.maxsize)):
             print(json.dumps(row))
         if rows.left_out:
-            print(f"{rows.left_out} samples have no kept tokens, or several turns: left out", file=sys.stderr)
+            print(
+                f"{rows.left_out} samples have no stored tokens, or several turns: omitted", file=sys.stderr
+            )
         return 0
     if query == SampleQuery() and pattern is None and (last := texts.reader.last_step()):
         query = SampleQuery(step=last)
-    shown, console = 0, Console()
+    count, console = 0, Console()
     prompt_of = -1
-    for seen in texts.every(query, pattern, args.n):
-        shown += 1
+    for stored_sample in texts.every(query, pattern, args.n):
+        count += 1
         if args.json:
-            print(json.dumps(texts.described(seen) | arrays_of(seen)))
+            print(json.dumps(texts.described(stored_sample) | arrays_of(stored_sample)))
             continue
-        if seen.sample.group_id != prompt_of:  # the prompt of a whole group is shown once
-            prompt_of = seen.sample.group_id
-            console.print(Rule(f"group {seen.sample.group_id}, {seen.fate}", align="left"))
-            console.print(Text(_harmless(texts.prompt(seen)), style="dim"))
-        _print_sample(console, texts, seen)
-    if not shown and not args.json:
-        console.print("no sample fulfils all of this" if texts.reader.last_step() else "no samples yet")
+        if stored_sample.sample.group_id != prompt_of:  # the prompt of a whole group is shown once
+            prompt_of = stored_sample.sample.group_id
+            console.print(
+                Rule(f"group {stored_sample.sample.group_id}, {stored_sample.outcome}", align="left")
+            )
+            console.print(Text(_printable(texts.prompt(stored_sample)), style="dim"))
+        _print_sample(console, texts, stored_sample)
+    if not count and not args.json:
+        console.print("no sample matches" if texts.reader.last_step() else "no samples yet")
     return 0
 
 
 def show_dashboard(args: argparse.Namespace) -> int:
-    """Until Ctrl-C. Reads only."""
+    """Run `rlsys dash` until Ctrl-C. Reads only."""
     for run in args.runs:
-        must_hold_run(run)
+        check_run_folder(run)
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port {args.port}: expected 0 to 65535")
 
-    def say(link: str) -> None:
+    def print_link(link: str) -> None:
         port = urlsplit(link).port
         print(link, flush=True)
         print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}", flush=True)
 
     async def until_stopped() -> None:
         stop = asyncio.Event()
-        for number in unless_ignored(signal.SIGINT, signal.SIGTERM):
+        for number in without_ignored(signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await serve(args.runs, args.port, say, stop)
+        await serve(args.runs, args.port, print_link, stop)
 
     asyncio.run(until_stopped())
     return 0
 
 
 def track(args: argparse.Namespace) -> int:
-    """Every line of metrics that they do not have yet; nothing twice."""
-    must_hold_run(args.run)
+    """Run `rlsys track`: send every line of metrics that a tracker does not have yet."""
+    check_run_folder(args.run)
     names = args.to or load_config(args.run / CONFIG_FILE).run.trackers
     if not names:
         raise UserError(
@@ -145,8 +163,8 @@ def track(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def followed_by_trackers(config: Config, say: Callable[[str], None]) -> Iterator[None]:
-    """While a run goes on, a process beside it feeds its trackers. What goes wrong there ends no run."""
+def feed_trackers(config: Config, report: Callable[[str], None]) -> Iterator[None]:
+    """Feed trackers in a separate process while a run is running. Its errors do not stop the run."""
     run = config.run.dir
     if not config.run.trackers:
         yield
@@ -162,14 +180,16 @@ def followed_by_trackers(config: Config, say: Callable[[str], None]) -> Iterator
         yield
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # it writes what is left
+        process.stdin.close()  # it writes the remaining lines
         try:
             code = process.wait(TRACKER_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
         if code:
-            say(f"not all is with the trackers, see {path}; `rlsys track {run}` writes what they lack")
+            report(
+                f"trackers did not receive all metrics, see {path}; `rlsys track {run}` sends the missing ones"
+            )
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
@@ -179,64 +199,68 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise UserError(f"--grep {text}: not a regular expression: {e}") from None
 
 
-def _print_sample(console: Console, texts: RunTexts, seen: Seen) -> None:
-    sample = seen.sample
-    advantage = next((a for a in arrays_of(seen)["advantages"] if a is not None), None)
+def _print_sample(console: Console, texts: RunTexts, stored_sample: SampleView) -> None:
+    sample = stored_sample.sample
+    advantage = next((a for a in arrays_of(stored_sample)["advantages"] if a is not None), None)
     facts = [
         f"sample {sample.sample_id}",
-        f"reward {sample.reward:.4g}" if sample.reward is not None else f"no reward: {_why_none(seen)}",
+        f"reward {sample.reward:.4g}"
+        if sample.reward is not None
+        else f"no reward: {_why_none(stored_sample)}",
         *(f"{name} {value:.4g}" for name, value in (sample.named_rewards or {}).items()),
         *([f"answer {sample.answer}"] if sample.answer is not None else []),
         *([f"advantage {advantage:+.3g}"] if advantage is not None else []),
-        f"{seen.tokens} tokens",
+        f"{stored_sample.tokens} tokens",
         *(
-            [f"branches off place {fork.place} at token {fork.at}"]
+            [f"fork of sample {fork.source} of its group at token {fork.at}"]
             if (fork := sample.fork) is not None
             else []
         ),
-        *([f"{turns} turns"] if (turns := turns_of(seen)) > 1 else []),
+        *([f"{turns} turns"] if (turns := turns_of(stored_sample)) > 1 else []),
         *([sample.status.value] if sample.reward is not None else []),
     ]
     console.print(Text(facts[0] + "  ", style="bold").append("  ".join(facts[1:]), style="bold"))
-    parts = parts_of(seen)
+    parts = parts_of(stored_sample)
     versions = sorted({part.version for part in parts})
     style = {version: _STYLES[i % len(_STYLES)] for i, version in enumerate(versions)}
-    if seen.kept:
+    if stored_sample.has_tokens:
         pieces = texts.tokenizer.pieces(sample.response_ids)
         text = Text()
         for part in parts:
             if part.interrupted:
                 text.append(" ⏸ ", style="reverse")
-            words = _harmless("".join(pieces[part.start : part.end]))
-            text.append(words, style="dim" if part.tool else style[part.version])
+            text_part = _printable("".join(pieces[part.start : part.end]))
+            text.append(text_part, style="dim" if part.tool else style[part.version])
         console.print(text, highlight=False)
     else:
-        console.print(Text("its tokens are no longer kept (rollout.keep_groups)", style="dim"))
-    for other in sequences_of(seen, texts.tokenizer.decode) if seen.kept else []:
-        of = (
+        console.print(Text("its tokens are no longer stored (rollout.keep_groups)", style="dim"))
+    for sequence in sequences_of(stored_sample, texts.tokenizer.decode) if stored_sample.has_tokens else []:
+        origin = (
             " on the side"
-            if other["aside"]
+            if sequence["aside"]
             else ""
-            if other["parent"] is None
-            else f" from {other['parent']}"
+            if sequence["parent"] is None
+            else f" from {sequence['parent']}"
         )
-        console.print(Text(f"sequence {other['sequence']}{of}: {_harmless(other['prompt'])}", style="dim"))
-        console.print(Text(_harmless(other["response"])), highlight=False)
+        console.print(
+            Text(f"sequence {sequence['sequence']}{origin}: {_printable(sequence['prompt'])}", style="dim")
+        )
+        console.print(Text(_printable(sequence["response"])), highlight=False)
     if len(parts) > 1:
-        words = ", ".join(f"{_author(p)} {p.start}-{p.end - 1}" for p in parts)
-        console.print(Text(f"tokens by weight version (train steps in it): {words}", style="dim"))
+        text_part = ", ".join(f"{_author(p)} {p.start}-{p.end - 1}" for p in parts)
+        console.print(Text(f"tokens by weight version (train steps in it): {text_part}", style="dim"))
 
 
-def _harmless(text: str) -> str:
-    """What a model writes must not move a terminal's cursor."""
+def _printable(text: str) -> str:
+    """Replace control characters: a model's output must not move the terminal's cursor."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _why_none(seen: Seen) -> str:
-    status = seen.sample.status
+def _why_none(stored_sample: SampleView) -> str:
+    status = stored_sample.sample.status
     if status in (Status.FINISHED, Status.TRUNCATED):
         return f"{status.value}, not scored yet"
-    return seen.sample.censor_reason or ("not finished" if status is Status.PARKED else status.value)
+    return stored_sample.sample.censor_reason or ("not finished" if status is Status.PARKED else status.value)
 
 
 def _author(part: Part) -> str:

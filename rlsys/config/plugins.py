@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from rlsys.config import explain_error
 from rlsys.core.errors import RlsysError, UserError
-from rlsys.core.imports import place
+from rlsys.core.imports import source_location
 
 Params = TypeVar("Params", bound=BaseModel)
 
@@ -44,7 +44,7 @@ def tried(field: str) -> Iterator[None]:
     except RlsysError:
         raise
     except Exception as e:  # anybody's code: all that it can raise is told in one line
-        raise UserError(f"{field}: {type(e).__name__}: {' '.join(str(e).split())}{place(e)}") from e
+        raise UserError(f"{field}: {type(e).__name__}: {' '.join(str(e).split())}{source_location(e)}") from e
 
 
 def parse_params(field: str, model: type[Params], params: Mapping[str, Any]) -> Params:

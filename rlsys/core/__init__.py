@@ -1,3 +1,4 @@
-"""What every process knows: domain types, errors, ownership, identity, sockets. No package of rlsys is imported
-here.
+"""Domain types, errors, ownership, identity and sockets: shared by every process.
+
+No other package of rlsys is imported here.
 """

@@ -1,4 +1,4 @@
-"""Arrays of tokens that grow. Standard library only: every process imports this file."""
+"""Growable arrays of token ids and log-probs. Standard library only: every process imports this file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ else:  # Python 3.11 has no array[int]
 
 
 def token_ids(ids: Iterable[int] = ()) -> TokenIds:
-    """An array that grows, 4 bytes a token. A list takes 36, and Python's collector visits each of its items every
-    time. Raises OverflowError for an id of more than 32 bits."""
+    """Return a growable array of token ids, 4 bytes each.
+
+    A list takes 36 bytes an item, and Python's garbage collector visits each of them in every full
+    collection.
+
+    Raises:
+        OverflowError: an id does not fit into a signed 32-bit integer.
+    """
     return array("i", ids)
 
 
 def log_probs(values: Iterable[float] = ()) -> LogProbs:
-    """The same of log-probs, 8 bytes each."""
+    """Return a growable array of log-probs, 8 bytes each."""
     return array("d", values)

@@ -1,4 +1,4 @@
-"""A folder of one's own for what is derived from files and can be made again."""
+"""Private cache folders for data that is derived from files and can be recomputed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from rlsys.core.errors import UserError, disk_errors
 
 
 def cache_folder(name: str) -> Path:
-    """`rlsys/NAME` in XDG_CACHE_HOME, or in `~/.cache`; in TMPDIR for a user whose home folder cannot be written.
-    Raises UserError for a folder that others may write."""
+    """Return the cache folder `rlsys/NAME`; create it if needed.
+
+    It lies in XDG_CACHE_HOME, or in `~/.cache`, or in TMPDIR where the home folder is not writable.
+
+    Raises:
+        UserError: another user can write to the folder, or the disk refuses.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "rlsys" / name
     try:
@@ -25,6 +30,6 @@ def cache_folder(name: str) -> Path:
             status = owned.stat()
             if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise UserError(
-                    f"{owned}: others may write there; expected a folder of one's own (XDG_CACHE_HOME)"
+                    f"{owned}: writable by other users; expected a private folder (set XDG_CACHE_HOME)"
                 )
     return folder

@@ -1,4 +1,4 @@
-"""File descriptors of this process: every request in flight holds one, and the usual soft limit is 1,024."""
+"""File descriptors of this process: every request in flight needs one, and the usual soft limit is 1,024."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ import resource
 from rlsys.core.errors import UserError
 
 RESERVE = 256
-"""For what is open beside requests: files, pipes of reward processes, control connections, clients."""
+"""Descriptors for other purposes: files, pipes of reward processes, control connections, clients."""
 
 
 def raise_soft_limit() -> int:
-    """Raise the soft limit to the hard one.
+    """Raise the soft limit to the hard limit.
 
-    Returns: the hard limit, or RLIM_INFINITY.
+    Returns:
+        The hard limit, or RLIM_INFINITY.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
-def raise_descriptors(requests: int, asked_by: str) -> None:
-    """Raise the soft limit to the hard one. Raises UserError when not even that is enough for `requests` at once.
+def raise_descriptors(requests: int, fields: str) -> None:
+    """Raise the soft limit to the hard limit.
 
-    `asked_by`: the fields that ask for so many.
+    Args:
+        requests: maximum number of concurrent requests.
+        fields: config fields that determine it, for the message.
+
+    Raises:
+        UserError: the hard limit is too small.
     """
     hard = raise_soft_limit()
-    needed = requests + RESERVE
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        less = f", or ask for at most {hard - RESERVE}" if hard > RESERVE else ""
+    total = requests + RESERVE
+    if hard != resource.RLIM_INFINITY and hard < total:
+        remedy = f", or reduce these fields to at most {hard - RESERVE}" if hard > RESERVE else ""
         raise UserError(
-            f"{asked_by}: up to {requests} requests in flight need {needed} file descriptors; the hard limit is "
-            f"{hard} (ulimit -Hn): raise it{less}"
+            f"{fields}: up to {requests} requests in flight need {total} file descriptors; the hard limit is "
+            f"{hard} (ulimit -Hn): raise it{remedy}"
         )
 
 

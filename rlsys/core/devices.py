@@ -1,8 +1,7 @@
-"""Whether this host computes on GPUs, and on which: one answer for the launcher and all that it starts, without
-importing torch.
+"""Detection of this host's GPUs without importing torch: one answer for the launcher and all of its processes.
 
-The launcher decides, and hides the GPUs from the roles of a run on the CPU (launch/environment.py), so that torch
-answers alike in each of them. The set-up (launch/bootstrap.py) asks here, too: standard library only.
+The launcher decides, and hides the GPUs from the roles of a CPU run (launch/environment.py), so that torch
+gives the same answer in each of them. launch/bootstrap.py imports this file, too: standard library only.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices() -> list[str] | None:
-    """The devices that CUDA_VISIBLE_DEVICES lists; None if it is not set, which means all of the host's.
+    """Return the devices that CUDA_VISIBLE_DEVICES lists; None, for all devices, if it is not set.
 
-    CUDA stops at the first index that it does not know, so that nothing after `-1` counts.
+    CUDA stops at the first index that it does not know, so entries after `-1` are ignored.
     """
-    listed = os.environ.get(VARIABLE)
-    if listed is None:
+    variable = os.environ.get(VARIABLE)
+    if variable is None:
         return None
     devices: list[str] = []
-    for device in listed.split(","):
+    for device in variable.split(","):
         if device.strip() in ("", "-1"):
             break
         devices.append(device.strip())
@@ -32,14 +31,16 @@ def visible_devices() -> list[str] | None:
 
 
 def have_cuda() -> bool:
-    """True if the host has an NVIDIA driver and CUDA_VISIBLE_DEVICES does not hide all of its GPUs."""
+    """Return whether the host has an NVIDIA driver and CUDA_VISIBLE_DEVICES does not hide all of its GPUs."""
     # A container may have the devices without the tool.
     return visible_devices() != [] and (shutil.which("nvidia-smi") is not None or bool(_device_files()))
 
 
 def gpu_names() -> list[str]:
-    """Model and memory of each of the host's GPUs, as far as the driver says; empty without one that answers, and
-    where CUDA_VISIBLE_DEVICES hides all."""
+    """Return model and memory of each GPU of the host, as the driver reports them.
+
+    The list is empty if no driver answers, or if CUDA_VISIBLE_DEVICES hides all GPUs.
+    """
     if not have_cuda():
         return []
     if (tool := shutil.which("nvidia-smi")) is not None:

@@ -1,4 +1,4 @@
-"""What can go wrong, by who can mend it. The command line turns each into one line and an exit code."""
+"""Error classes, by who can correct the error. The command line prints each as one line, with an exit code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 class RlsysError(Exception):
-    """Base of every error we raise on purpose. Its text is one line, whatever names of strangers are in it: line
-    breaks become blanks, and controls are written as escapes."""
+    """Base class of all errors that rlsys raises on purpose.
+
+    The text is one line: line breaks in names from outside become blanks, and control characters are escaped.
+    """
 
     exit_code = 1
 
@@ -24,27 +26,26 @@ class RlsysError(Exception):
 
 
 class UserError(RlsysError):
-    """The user can mend it: a wrong value, a missing file, a port in use. Exit code 2."""
+    """An error that the user can correct: a wrong value, a missing file, a port in use. Exit code 2."""
 
     exit_code = 2
 
 
 class RowError(UserError):
-    """A row of the data that is no prompt; the message names its file and line. In a run its samples are censored."""
+    """A data row that is not a valid prompt; the message names file and line. In a run its samples are censored."""
 
 
 class GeneratorError(UserError):
-    """What a generator of the user's does would train other tokens than engines made. In a run the sample is
-    censored."""
+    """A user's generator would train on tokens that no engine generated. In a run the sample is censored."""
 
 
 class RunError(RlsysError):
-    """The run cannot go on: an engine died twice, a push failed attestation. Exit code 1, nothing lost."""
+    """The run cannot continue: an engine died twice, or attestation failed. Exit code 1; no data is lost."""
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path, kind: type[RlsysError] = RunError) -> Iterator[None]:
-    """What a disk refuses (full, gone, read-only, no descriptor left) becomes one line that names `path`."""
+    """Convert OSError (disk full, read-only, no file descriptor left) into one line of `kind` that names `path`."""
     try:
         yield
     except OSError as e:

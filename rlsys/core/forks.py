@@ -1,8 +1,8 @@
-"""Trees of responses: a sample that begins with another one's tokens, and one that loses its last ones.
+"""Forks of responses: a sample that starts with another sample's tokens, and one that is cut back.
 
-A fork has the first tokens of another sample of the same prompt, with their log-probs, versions and supports: they
-are its own tokens as if it had been sampled so far by itself, and are trained in it. It may go on with a token that
-the sampler did not draw (`Forced`), and then with what engines make for it. Standard library only.
+A fork starts with the first tokens of another sample of the same prompt, with their log-probs, weight
+versions and supports. They count as its own tokens and are trained in it. It may continue with a token that
+the sampler did not draw (`Forced`), then with what engines generate for it. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlsys.core.spans import Fork, RouteSpan, VersionSpan, before
+from rlsys.core.spans import Fork, RouteSpan, VersionSpan, truncate_spans
 from rlsys.core.types import Sample
 
 
 class Forced(NamedTuple):
-    """A token in the place of the one that was drawn, with its log-prob under the same weights."""
+    """A token that replaces the sampled one, with its log-prob under the same weights."""
 
     token: int
     mu: float
@@ -24,11 +24,21 @@ class Forced(NamedTuple):
 def fork(
     source: Sample, at: int, into: Sample, forced: Forced | None = None, inserted: Sequence[int] = ()
 ) -> None:
-    """`into`, which has no token yet, begins with the first `at` response tokens of `source`, and `forced` behind
-    them; or behind them ids are `inserted` that are never trained, of the version of the token in their place.
+    """Start `into` with the first `at` response tokens of `source`.
 
-    Routes that an engine has put into a file of its own stay the source's: these tokens train without replay here.
-    Raises ValueError for samples of different prompts or groups, or a place that is not there.
+    Routes that an engine wrote to a file of its own are not copied: these tokens are trained without routing
+    replay.
+
+    Args:
+        source: the sample to fork from.
+        at: the number of tokens to copy.
+        into: a sample of the same group without tokens.
+        forced: a token to append, in place of the sampled one.
+        inserted: ids to append that are never trained, with the weight version of the token in their
+            position.
+
+    Raises:
+        ValueError: the samples have different prompts or groups, or `at` is out of range.
     """
     if into.tokens or into.sample_id == source.sample_id or into.group_id != source.group_id:
         raise ValueError(f"sample {into.sample_id} cannot begin as sample {source.sample_id}")
@@ -42,12 +52,12 @@ def fork(
         )
     into.response_ids.extend(source.response_ids[:at])
     into.mu.extend(source.mu[:at])
-    into.spans, into.observed = before(source.spans, at), before(source.observed, at)
+    into.spans, into.observed = truncate_spans(source.spans, at), truncate_spans(source.observed, at)
     into.behaviour = source.behaviour[:at]
     into.support = source.support[: _rows_end(source.support, at)] if source.support else bytearray()
     if at or forced is not None:
         positions = len(source.prompt_ids) + at - (forced is None)
-        into.routes = [r for r in _routes_before(source.routes, positions) if r.place is None]
+        into.routes = [r for r in _routes_before(source.routes, positions) if r.location is None]
     if forced is not None:
         into.response_ids.append(forced.token)
         into.mu.append(forced.mu)
@@ -61,27 +71,27 @@ def fork(
         into.spans = into.spans or [VersionSpan(version, 0, 0)]
         into.observe(inserted)
     into.mu_sum = sum(into.mu)
-    into.fork, into.given, into.engine = Fork(source.index, at), into.sampled_tokens, source.engine
+    into.fork, into.inherited_tokens, into.engine = Fork(source.index, at), into.sampled_tokens, source.engine
 
 
-def cut(sample: Sample, at: int) -> None:
-    """Drop the response tokens from `at` on; those that were made for it are counted in `discarded`."""
-    received = sample.received_tokens
+def truncate_sample(sample: Sample, at: int) -> None:
+    """Drop the response tokens from `at` on; count those that engines generated for this sample in `discarded`."""
+    received_before = sample.received_tokens
     del sample.response_ids[at:], sample.mu[at:], sample.behaviour[at:]
-    sample.spans, sample.observed = before(sample.spans, at), before(sample.observed, at)
+    sample.spans, sample.observed = truncate_spans(sample.spans, at), truncate_spans(sample.observed, at)
     if sample.support:
         del sample.support[_rows_end(sample.support, at) :]
     sample.routes = _routes_before(sample.routes, len(sample.prompt_ids) + at - 1) if at else []
-    sample.opinions, sample.taught = b"", False
+    sample.teacher_logprobs, sample.taught = b"", False
     sample.mu_sum = sum(sample.mu)
-    sample.given = min(sample.given, sample.sampled_tokens)
-    sample.discarded += received - sample.received_tokens
+    sample.inherited_tokens = min(sample.inherited_tokens, sample.sampled_tokens)
+    sample.discarded += received_before - sample.received_tokens
     if sample.fork is not None and at <= sample.fork.at:
         sample.fork = sample.fork._replace(at=at) if at else None
 
 
 def _rows_end(support: bytearray, rows: int) -> int:
-    """Where so many rows end (rlsys/segments/support.py)."""
+    """Return the offset behind the first `rows` rows (rlsys/segments/support.py)."""
     end = 0
     for _ in range(rows):
         end = support.index(0, end) + 1
@@ -89,12 +99,12 @@ def _rows_end(support: bytearray, rows: int) -> int:
 
 
 def _routes_before(routes: list[RouteSpan], position: int) -> list[RouteSpan]:
-    """Up to a position. A span in a file cannot be cut, and goes."""
-    kept = []
+    """Return the routes up to a position. A span in a file cannot be cut, and is dropped whole."""
+    spans = []
     for span in routes:
         if span.end <= position:
-            kept.append(span)
-        elif span.start < position and span.place is None:
+            spans.append(span)
+        elif span.start < position and span.location is None:
             width = len(span.experts) // (span.end - span.start)
-            kept.append(RouteSpan(span.start, position, span.experts[: width * (position - span.start)]))
-    return kept
+            spans.append(RouteSpan(span.start, position, span.experts[: width * (position - span.start)]))
+    return spans

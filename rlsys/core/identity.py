@@ -1,11 +1,12 @@
-"""Whose an engine is: the keys that open it, and the word by which it names its weights.
+"""Identity of an engine: its API keys and the label of its weights.
 
-    label   OWNER:EPOCH:WHAT   the launch that started it, that launch's number, and its weight version (or a word for
-                               weights that nobody may use)
+    label   OWNER:EPOCH:VERSION   the launch that started the engine, the launch's number, and the weight version (or
+                                  a word for weights that are not to be used)
 
-Keys and owner follow from the launch's own key and the engine's address. So every process of the launch knows them,
-no two engines share one, and what somebody learns who listens in an engine's place opens nothing else. An engine
-gets them as SGLang's `--config`, a file that only its user can read: never on a command line.
+Keys and owner are derived from the launch's key and the engine's address. Every process of the launch can
+derive them, no two engines share a key, and a process that listens in an engine's place learns no key that
+opens another engine. An engine gets them in a file for SGLang's `--config` that only its user can read, never
+on a command line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import yaml
 from rlsys.core.errors import UserError, disk_errors
 from rlsys.core.owner import FOLDER, Owner
 
-_NORMAL = (
+_API_KEY_PATHS = (
     "/generate",
     "/tokenize",
     "/model_info",
@@ -31,62 +32,74 @@ _NORMAL = (
     "/get_server_info",
     "/v1/",
 )
-"""What SGLang opens with the api key, where it has an admin key too; the rest takes the admin key (utils/auth.py)."""
+"""Paths for which SGLang expects the API key; all others need the admin key (SGLang's utils/auth.py)."""
 _FIELDS = {"api-key": "api_key", "admin-api-key": "admin_key"}
 
 
 @dataclass(frozen=True)
 class Identity:
-    """`owner`: OWNER:EPOCH of its labels; empty for an engine that no run owns, whose labels are plain versions.
-    Empty keys are not sent.
+    """API keys and label prefix of an engine. An empty key is not sent.
+
+    Attributes:
+        owner: OWNER:EPOCH of its labels; empty for an engine that no run owns, whose labels are plain
+            versions.
+        api_key: key for requests.
+        admin_key: key for administration, such as weight updates.
     """
 
     owner: str = ""
     api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
 
-    def label(self, what: int | str) -> str:
-        """What the engine calls such weights."""
-        return f"{self.owner}:{what}" if self.owner else str(what)
+    def label(self, version: int | str) -> str:
+        """Return the label of these weights on the engine."""
+        return f"{self.owner}:{version}" if self.owner else str(version)
 
-    def what(self, label: str) -> str | None:
-        """The part of a label that is not its owner; None for weights of somebody else."""
+    def parse_label(self, label: str) -> str | None:
+        """Return the weight version in a label; None if another owner set the label."""
         if not self.owner:
             return label
-        owner, _, what = label.rpartition(":")
-        return what if owner == self.owner else None
+        owner, _, version = label.rpartition(":")
+        return version if owner == self.owner else None
 
     def headers(self, path: str) -> dict[str, str]:
-        key = self.api_key if path.startswith(_NORMAL) else self.admin_key
+        key = self.api_key if path.startswith(_API_KEY_PATHS) else self.admin_key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-NOBODY = Identity()
+ANONYMOUS = Identity()
 
 
 def engine_identity(owner: Owner, url: str) -> Identity:
-    """Of the engine of this launch that answers at `url`."""
+    """Return the identity of the engine of this launch that serves at `url`."""
 
-    def derived(what: str) -> str:
-        return hmac.new(owner.key.encode(), f"{what} {url}".encode(), hashlib.sha256).hexdigest()
+    def derive_key(purpose: str) -> str:
+        return hmac.new(owner.key.encode(), f"{purpose} {url}".encode(), hashlib.sha256).hexdigest()
 
     tag = hmac.new(owner.key.encode(), b"owner", hashlib.sha256).hexdigest()[:12]
-    return Identity(f"{tag}:{owner.epoch}", derived("api"), derived("admin"))
+    return Identity(f"{tag}:{owner.epoch}", derive_key("api"), derive_key("admin"))
 
 
 def config_path(run_dir: Path, unit: str) -> Path:
-    """The file that engine `unit` is given as SGLang's `--config`."""
+    """Return the file that engine `unit` gets as SGLang's `--config`."""
     return run_dir / FOLDER / f"{unit}.yaml"
 
 
-def write_config(path: Path, of: Identity) -> None:
-    """Mode 0600, replaced in one step. Its weights are version 0 until somebody pushes others.
+def write_config(path: Path, identity: Identity) -> None:
+    """Write an engine's `--config` file atomically, with mode 0600 and weight version 0.
 
-    Raises RunError when the disk refuses.
+    Raises:
+        RunError: the disk refuses.
     """
     part = path.with_suffix(".part")
     # JSON is YAML, and a key of digits alone stays text.
-    text = json.dumps({"api-key": of.api_key, "admin-api-key": of.admin_key, "weight-version": of.label(0)})
+    text = json.dumps(
+        {
+            "api-key": identity.api_key,
+            "admin-api-key": identity.admin_key,
+            "weight-version": identity.label(0),
+        }
+    )
     with disk_errors(path):
         part.unlink(missing_ok=True)
         with os.fdopen(
@@ -97,20 +110,22 @@ def write_config(path: Path, of: Identity) -> None:
 
 
 def read_keys(path: Path) -> Identity:
-    """Keys of engines that were started with this file as SGLang's `--config`. Raises UserError when it has none, or
-    others may read it.
+    """Read the keys of engines that were started with this file as SGLang's `--config`.
+
+    Raises:
+        UserError: the file has no keys, or other users can read it.
     """
     try:
         if path.stat().st_mode & 0o077:
-            raise UserError(f"{path}: others may read it; expected mode 0600")
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+            raise UserError(f"{path}: readable by other users; expected mode 0600")
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise UserError(
             f"{path}: cannot read engine keys: {getattr(e, 'strerror', None) or type(e).__name__}"
         ) from None
     keys = (
-        {ours: str(found.get(name) or "") for name, ours in _FIELDS.items()}
-        if isinstance(found, dict)
+        {attribute: str(document.get(name) or "") for name, attribute in _FIELDS.items()}
+        if isinstance(document, dict)
         else {}
     )
     if not any(keys.values()):

@@ -1,7 +1,7 @@
-"""What a config names as a function is imported: `package.module:function` (the working folder counts), or
-`path/to/file.py:function`.
+"""Import of functions that a config names: `package.module:function` or `path/to/file.py:function`.
 
-Needs the standard library only: agents are imported in the Python of their own venv.
+The working directory is on the import path. Standard library only: agents are imported in the Python of their
+own venv.
 """
 
 from __future__ import annotations
@@ -21,50 +21,66 @@ from typing import Any
 from rlsys.core.errors import UserError
 
 
-def resolve(field: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """`name` from `known`, or the function at `package.module:function`. Raises UserError naming `field`."""
-    if name in known:
-        return known[name]
+def resolve(field: str, name: str, registry: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return `name` from the registry, or the function at an import path.
+
+    Args:
+        field: config field that contains the name, for error messages.
+        name: a key of `registry`, `package.module:function` or `path/to/file.py:function`.
+        registry: built-in functions by name.
+
+    Raises:
+        UserError: unknown name, failed import, or no function there.
+    """
+    if name in registry:
+        return registry[name]
     module_name, colon, attribute = name.partition(":")
     if not colon:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, registry, n=1, cutoff=0.5)
         package, dot, last = name.rpartition(".")
         if name.endswith(".py"):
             hint = f"did you mean {name}:FUNCTION?"
         elif dot:  # as slime and verl write it
             hint = f"did you mean {package}:{last}?"
         else:
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(registry))}"
         raise UserError(
             f"{field} = {name!r}: unknown name; {hint} (or package.module:function, or path/to/file.py:function)"
         )
-    found = imported(field, name)
-    if not callable(found):
+    function = import_attribute(field, name)
+    if not callable(function):
         raise UserError(f"{field} = {name!r}: {module_name} has no function {attribute!r}")
-    return found
+    return function
 
 
-def imported(field: str, path: str) -> Any:
-    """The attribute at `package.module:attribute` or `file.py:attribute`, None where there is none. Raises UserError
-    naming `field`."""
+def import_attribute(field: str, path: str) -> Any:
+    """Return the attribute at `package.module:attribute` or `file.py:attribute`; None if it does not exist.
+
+    Raises:
+        UserError: the import failed; the message starts with `field`.
+    """
     module_name, _, attribute = path.partition(":")
     try:
-        module = _of_file(Path(module_name)) if module_name.endswith(".py") else _of_path(module_name)
+        module = (
+            _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+        )
         return getattr(module, attribute, None)
     except (ImportError, ValueError, TypeError) as e:  # the latter two: no name of a module
         raise UserError(
             f"{field} = {path!r}: cannot import {module_name}: {' '.join(str(e).split())}"
         ) from None
-    except Exception as e:  # anybody's module: all that it can raise is told in one line
-        told = " ".join(str(e).split())
-        at = "" if isinstance(e, SyntaxError) else place(e)  # it names file and line itself
+    except Exception as e:  # a user's module: any exception becomes one line
+        message = " ".join(str(e).split())
+        at = (
+            "" if isinstance(e, SyntaxError) else source_location(e)
+        )  # a SyntaxError names file and line itself
         raise UserError(
-            f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {told}{at}"
+            f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {message}{at}"
         ) from e
 
 
-def _of_path(name: str) -> ModuleType:
-    """As `python -m` does it, the working folder comes first."""
+def _import_module(name: str) -> ModuleType:
+    """Import a module with the working directory first on sys.path, as `python -m` does."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
@@ -72,12 +88,16 @@ def _of_path(name: str) -> ModuleType:
         sys.path.pop(0)
 
 
-def _of_file(path: Path) -> ModuleType:
-    """The module in a file; the same one for the same file. Raises ImportError when there is none."""
+def _import_file(path: Path) -> ModuleType:
+    """Import the module in a file, once per file.
+
+    Raises:
+        ImportError: the file does not exist.
+    """
     path = path.resolve()
     if not path.is_file():
         raise ImportError(
-            f"no such file; a path is seen from the folder where rlsys starts, here {Path.cwd()}"
+            f"no such file; paths are relative to the directory in which rlsys was started, {Path.cwd()}"
         )
     name = f"rlsys_plugin_file:{path}"
     if name not in sys.modules:
@@ -85,7 +105,7 @@ def _of_file(path: Path) -> ModuleType:
         assert spec is not None and spec.loader is not None  # of every file that ends in .py
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # what lies beside it can be imported, as beside a script
+            sys.path.append(str(path.parent))  # modules beside the file can be imported, as beside a script
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -94,22 +114,25 @@ def _of_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def place(error: BaseException) -> str:
-    """` (FILE:LINE)` of the user's own code that raised it: the innermost frame that is neither Python's, nor an
-    installed package's, nor ours. Where there is none, the innermost of all; empty without a traceback."""
+def source_location(error: BaseException) -> str:
+    """Return ` (FILE:LINE)` of the user's code that raised the error.
+
+    That is the innermost frame that belongs neither to Python, nor to an installed package, nor to rlsys;
+    without such a frame the innermost of all. Empty without a traceback.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
-    own = [f for f in frames if not f.filename.startswith((*_INSTALLED, "<"))]
-    at = own[-1] if own else frames[-1]
+    user_frames = [f for f in frames if not f.filename.startswith((*_INSTALLED, "<"))]
+    at = user_frames[-1] if user_frames else frames[-1]
     path = Path(at.filename)
-    with contextlib.suppress(ValueError, OSError):  # the latter: the working folder is gone
+    with contextlib.suppress(ValueError, OSError):  # OSError: the working directory was deleted
         path = path.relative_to(Path.cwd())
-    return f" ({path if own else path.name}:{at.lineno})"
+    return f" ({path if user_frames else path.name}:{at.lineno})"
 
 
-_OURS = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[1]
 _INSTALLED = tuple(
     f"{folder}/"
-    for folder in (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
+    for folder in (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sys.prefix)
 )

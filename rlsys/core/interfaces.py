@@ -1,6 +1,7 @@
-"""The network interface of process groups: the one with an address that the run's configuration names.
+"""Network interface of process groups: the one with the address that the run's configuration names.
 
-By themselves gloo listens at whatever the machine's name resolves to, and NCCL on the first interface that it finds.
+By default gloo listens on the address of the machine's host name, and NCCL on the first interface that it
+finds.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ _LOOPBACK = "127.0.0.1"
 
 
 def choose_interface(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have the process groups of this process, and of those that it starts, use the interface that has `address`. A
-    variable that the user has set stays.
+    """Make the process groups of this process and of its children use the interface with `address`.
 
-    Raises UserError when the address is none of this machine's.
+    Variables that the user has set are kept.
+
+    Raises:
+        UserError: no interface of this machine has the address.
     """
     if address == "0.0.0.0":  # all interfaces, by the user's own choice
         return
@@ -31,12 +34,12 @@ def choose_interface(address: str, environment: MutableMapping[str, str] = os.en
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Return whether an address is reachable from this machine only."""
     return address == "localhost" or address.startswith("127.")
 
 
 def interface_of(address: str) -> str:
-    """Name of the interface that has the address, or the address of a host name."""
+    """Return the name of the interface with an IP address, or with the address of a host name."""
     try:
         ip = socket.gethostbyname(address)
     except OSError as e:

@@ -1,4 +1,4 @@
-"""What kinds of GPU can do, read from machines.yaml beside this file, and which share of it programs reach."""
+"""Performance of GPU types, from machines.yaml beside this file, and the fractions of it that programs reach."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from pathlib import Path
 import msgspec
 import yaml
 
-TRAINED_SHARE = 0.3
-"""Of the peak, that training reaches. An assumption, for models with experts."""
-PREFILL_SHARE = 0.4
-"""Of the peak, that reading a prompt reaches. An assumption."""
-DECODE_SHARE = 0.6
-"""Of the memory's bandwidth, that decoding reaches. An assumption."""
-PASS_SECONDS = 0.003
-"""Of a forward pass, besides its work: scheduling and sampling on the host. An assumption."""
+TRAIN_EFFICIENCY = 0.3
+"""Fraction of the peak FLOPs that training reaches. An assumption, for MoE models."""
+PREFILL_EFFICIENCY = 0.4
+"""Fraction of the peak FLOPs that prefill reaches. An assumption."""
+DECODE_EFFICIENCY = 0.6
+"""Fraction of the memory bandwidth that decoding reaches. An assumption."""
+PASS_OVERHEAD_SECONDS = 0.003
+"""Overhead of a forward pass: scheduling and sampling on the host. An assumption."""
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of GPU."""
+    """One GPU type."""
 
     tflops: dict[str, float]
-    """Dense TFLOP a second, by the model's dtype."""
+    """Dense TFLOPS by dtype."""
     bandwidth: float
-    """TB a second of its memory."""
+    """Memory bandwidth in TB/s."""
     memory: float
-    """GB of it."""
+    """Memory in GB."""
     source: str
 
 
 @functools.cache
 def machines() -> dict[str, Machine]:
+    """Return the GPU types of machines.yaml by name."""
     text = Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8")
     return msgspec.convert(yaml.safe_load(text), dict[str, Machine])

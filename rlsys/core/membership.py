@@ -1,9 +1,10 @@
-"""Engines that join a run, or leave it, while it goes on: RUN/engines says which are wanted.
+"""Registry of engines that join or leave a running run: RUN/engines lists the desired ones.
 
-    RUN/engines/NAME.json   {epoch, url, tp, pool, wanted}: by whoever starts an engine for the run, or sends one away
+    RUN/engines/NAME.json   {epoch, url, tp, pool, wanted}: written by the process that starts or removes an engine
 
-The rollout process reads it (rlsys/rollout/members.py), so both hold over its restarts, and no port is needed but the
-engine's own. A file of an earlier launch counts no more: that launch's engines have keys that nobody uses now.
+The rollout process reads the folder (rlsys/rollout/members.py), so the registry survives its restarts and
+needs no port. Files of an earlier launch are ignored: that launch's engines have keys that are no longer
+used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.core.errors import disk_errors
@@ -19,49 +20,64 @@ from rlsys.core.owner import Owner
 
 FOLDER = "engines"
 WEIGHTS_VARIABLE = "RLSYS_PEER_WEIGHTS"
-"""Names the folder by which an engine passes its weights on to another one."""
+"""Environment variable: the folder through which an engine passes its weights on to another engine."""
 _URL = re.compile(r"http://[A-Za-z0-9.\[\]:-]+:[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
 class Member:
-    """`wanted` False: it is to leave. `tp`: its ranks. `pool`: of engine.pools, the one that it is to be in."""
+    """An engine that was added to a running run.
+
+    Attributes:
+        epoch: the launch's number.
+        url: address of the engine.
+        tp: its tensor-parallel size.
+        pool: its pool of engine.pools.
+        active: False for an engine that is to leave. The file calls it `wanted`.
+    """
 
     epoch: int
     url: str
     tp: int
     pool: str | None = None
-    wanted: bool = True
+    active: bool = True
 
 
-def tell(owner: Owner, url: str, tp: int, pool: str | None = None, *, wanted: bool) -> None:
-    """An engine of this launch serves at `url` and joins, or is to leave. Raises RunError when the disk refuses."""
+def write_member(owner: Owner, url: str, tp: int, pool: str | None = None, *, active: bool) -> None:
+    """Register an engine of this launch that serves at `url`, or (`active=False`) that is to leave.
+
+    Raises:
+        RunError: the disk refuses.
+    """
     path = _file(owner, url)
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(Member(owner.epoch, url, tp, pool, wanted))), encoding="utf-8")
+        member = {"epoch": owner.epoch, "url": url, "tp": tp, "pool": pool, "wanted": active}
+        part.write_text(json.dumps(member), encoding="utf-8")
         os.replace(part, path)
 
 
-def forget(owner: Owner, url: str) -> None:
-    """It has gone."""
+def remove_member(owner: Owner, url: str) -> None:
+    """Delete the entry of an engine that has left."""
     _file(owner, url).unlink(missing_ok=True)
 
 
-def members(owner: Owner) -> list[Member]:
-    """Of this launch, by URL. A file that is none of ours is passed over."""
-    found = []
+def read_members(owner: Owner) -> list[Member]:
+    """Return the engines of this launch, by URL. Invalid files are ignored."""
+    entries = []
     for path in sorted((owner.run_dir / FOLDER).glob("*.json")):
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            pool = None if said["pool"] is None else str(said["pool"])
-            member = Member(int(said["epoch"]), str(said["url"]), int(said["tp"]), pool, bool(said["wanted"]))
-        except (OSError, ValueError, KeyError, TypeError):  # deleted since, or somebody else's
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            pool = None if fields["pool"] is None else str(fields["pool"])
+            member = Member(
+                int(fields["epoch"]), str(fields["url"]), int(fields["tp"]), pool, bool(fields["wanted"])
+            )
+        except (OSError, ValueError, KeyError, TypeError):  # deleted meanwhile, or not ours
             continue
         if member.epoch == owner.epoch and member.tp > 0 and _URL.fullmatch(member.url):
-            found.append(member)
-    return found
+            entries.append(member)
+    return entries
 
 
 def _file(owner: Owner, url: str) -> Path:

@@ -1,4 +1,4 @@
-"""TODO"""
+"""msgpack encoding of the messages between processes of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ T = TypeVar("T")
 
 
 def encode(message: object) -> bytes:
-    """msgpack; floats keep all their 64 bits."""
+    """Encode a message as msgpack; floats keep all 64 bits."""
     return msgspec.msgpack.encode(message, enc_hook=_to_bytes)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Raises msgspec.DecodeError for what `encode` did not make of a `kind`."""
+    """Decode a message of type `kind`.
+
+    Raises:
+        msgspec.DecodeError: `body` is not the encoding of a `kind`.
+    """
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_from_bytes)
 
 

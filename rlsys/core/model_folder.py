@@ -1,4 +1,4 @@
-"""What a model folder says of the language model, whatever other parts the model has."""
+"""Language-model fields and files of a model folder, whatever other parts the model has."""
 
 from __future__ import annotations
 
@@ -12,33 +12,46 @@ from rlsys.core.errors import UserError
 TOKENIZER = "tokenizer.json"
 _TEXT, _VISION = "text_config", "vision_config"
 _VOCABULARIES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
-"""Files that hold a vocabulary in another form than tokenizer.json."""
+"""Vocabulary files in other formats than tokenizer.json."""
 WEIGHT_SUFFIXES = frozenset({
     ".bin", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pt", ".pth", ".safetensors",
     ".tensors",
 })  # fmt: skip
 """Suffixes of weight files."""
-_OF_WEIGHTS = frozenset({"hf_quant_config.json", "quant_config.json", "quantize_config.json"})
-"""Files that say how weights are stored."""
-_OF_A_CHECKPOINT = frozenset({"manifest.json", "metadata.json"})
-"""Files of a Megatron checkpoint that describe its own files."""
+_QUANTIZATION_FILES = frozenset({"hf_quant_config.json", "quant_config.json", "quantize_config.json"})
+"""Files that describe how weights are quantized."""
+_CHECKPOINT_FILES = frozenset({"manifest.json", "metadata.json"})
+"""Metadata files of a Megatron checkpoint."""
 
 
-def language_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of `text_config` over those of the whole model; `raw` is config.json as read from `where`.
+def language_part(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return config.json with the fields of `text_config` in place of the whole model's.
 
-    Whether embeddings are tied is the whole model's to say: transformers' class for the text part says yes where the
-    file says nothing. Raises UserError when there is no such part.
+    `tie_word_embeddings` is taken from the whole model: transformers' class for the text part defaults to
+    True where the file does not say.
+
+    Args:
+        raw: content of config.json.
+        source: its path, for error messages.
+
+    Raises:
+        UserError: there is no `text_config`.
     """
     text = raw.get(_TEXT)
     if not isinstance(text, dict):
-        raise UserError(f"{where}: {_TEXT} = {text!r:.80}: expected an object")
-    own = {name: value for name, value in text.items() if name != "tie_word_embeddings" and value is not None}
-    return dict(raw) | own
+        raise UserError(f"{source}: {_TEXT} = {text!r:.80}: expected an object")
+    text_fields = {
+        name: value for name, value in text.items() if name != "tie_word_embeddings" and value is not None
+    }
+    return dict(raw) | text_fields
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """Of any model, also one that nobody here can train. Raises OSError or ValueError when it cannot be read."""
+    """Return the language-model fields of config.json, also of a model family that is not supported.
+
+    Raises:
+        OSError, ValueError: the file cannot be read.
+    """
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
@@ -46,36 +59,40 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Files that go along with a model's weights, relative to `folder` and sorted: all but weight files, what
-    describes weight files, and hidden files. Of subfolders those without a weight file in them.
+    """Return the files that accompany a model's weights, relative to `folder` and sorted.
+
+    These are all files but weight files, files that describe them, hidden files, and subfolders with weight
+    files.
     """
     names = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
     names = [n for n in names if not any(part.startswith(".") for part in n.parts)]
     weights = [n for n in names if n.suffix in WEIGHT_SUFFIXES]
-    others = {n.parts[0] for n in weights if len(n.parts) > 1}
-    left_out = _OF_WEIGHTS | (_OF_A_CHECKPOINT if (folder / ".metadata").is_file() else frozenset())
+    weight_folders = {n.parts[0] for n in weights if len(n.parts) > 1}
+    excluded = _QUANTIZATION_FILES | (_CHECKPOINT_FILES if (folder / ".metadata").is_file() else frozenset())
     return sorted(
         n
         for n in names
         if n.suffix not in WEIGHT_SUFFIXES
         and not n.name.endswith(".index.json")
-        and n.name not in left_out
-        and (len(n.parts) == 1 or n.parts[0] not in others)
+        and n.name not in excluded
+        and (len(n.parts) == 1 or n.parts[0] not in weight_folders)
     )
 
 
 def vocabulary_files(folder: Path) -> list[Path]:
-    """The files with a tokenizer's vocabulary; none in a folder without a tokenizer."""
+    """Return the files with a tokenizer's vocabulary; empty for a folder without a tokenizer."""
     if (folder / TOKENIZER).is_file():
         return [folder / TOKENIZER]
     return sorted(file for pattern in _VOCABULARIES for file in folder.glob(pattern))
 
 
 def read_stop_ids(folder: Path) -> frozenset[int]:
-    """`eos_token_id` of config.json, of its text part, and of generation_config.json: an id or a list each. Ids that
-    the model cannot draw are left out: published files have -1 for none, or ids of a larger vocabulary.
+    """Return all `eos_token_id` of config.json, its text part and generation_config.json, each an id or a list.
 
-    Raises UserError when a file is unreadable or a value is neither.
+    Ids outside the vocabulary are dropped: published files have -1 for none, or ids of a larger vocabulary.
+
+    Raises:
+        UserError: a file is unreadable, or a value is neither.
     """
     stop_ids: set[int] = set()
     vocabulary: list[int] = []
@@ -97,12 +114,12 @@ def read_stop_ids(folder: Path) -> frozenset[int]:
     return frozenset(i for i in stop_ids if 0 <= i < max(vocabulary, default=i + 1))
 
 
-def of_language_alone(folder: Path) -> dict[str, Any]:
-    """Changes of config.json with which SGLang serves the language part of a model and builds no vision tower, so
-    that an engine holds what pushes bring and no more; none for a model without one.
+def language_model_overrides(folder: Path) -> dict[str, Any]:
+    """Return changes of config.json with which SGLang serves the language part of a model without its vision tower.
 
-    Text has the same position on all axes of the rotary embedding, which then is a plain one. SGLang's own
-    --language-model-only refuses Qwen3-VL in 0.5.23.
+    The engine then holds exactly what weight updates send. Empty for a model without a vision tower. Text has
+    the same position on all axes of the rotary embedding, which becomes a plain one. SGLang's own
+    --language-model-only fails for Qwen3-VL in 0.5.23.
     """
     file = folder / "config.json"
     raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

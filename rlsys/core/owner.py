@@ -1,12 +1,15 @@
-"""Who owns a run folder: the newest launch. Its epoch fences off all earlier ones; its key admits commands.
+"""Ownership of a run folder: the newest launch owns it.
+
+Its epoch fences off earlier launches; its key admits commands.
 
     RUN/owners/000007    one file, of the launch that owns the folder; mode 0600, JSON {epoch, key, host, pid,
                          sockets}
 
-A launch takes the next number: it creates that file exclusively, then deletes the files below it. Whoever works for a
-launch calls `check` before it changes something that outlives it; `check` opens the launch's own file, which is gone
-once another launch owns the folder. That needs no lock: creating a file exclusively and opening a file are asked of
-the file server (NFS version 3 and later, Lustre), also where flock knows one machine only.
+A launch takes the next number: it creates that file exclusively, then deletes the files below it. A process
+of a launch calls `check` before it changes something that outlives the process; `check` opens the launch's
+own file, which is gone once another launch owns the folder. That needs no lock: exclusive creation and
+opening of a file are decided by the file server (NFS version 3 and later, Lustre), also where flock works on
+one machine only.
 """
 
 from __future__ import annotations
@@ -31,14 +34,19 @@ KEY_HEADER = "X-Rlsys-Key"
 START_HEADER = "X-Rlsys-Start"
 
 
-class Deposed(RunError):
-    """A later launch owns the run folder: this process ends without another write."""
+class FencedError(RunError):
+    """A later launch owns the run folder: this process is fenced off and ends without another write."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """One launch's claim to a run folder. `key` is secret: commands carry it, logs and command lines do not.
-    `sockets`: the folder of this launch's Unix sockets, on the machine of its supervisor.
+    """One launch's ownership of a run folder.
+
+    Attributes:
+        run_dir: the run folder.
+        epoch: number of the launch.
+        key: a secret that commands carry, and logs and command lines do not.
+        sockets: folder of this launch's Unix sockets, on the machine of its supervisor.
     """
 
     run_dir: Path
@@ -48,11 +56,16 @@ class Owner:
 
     @property
     def rollout_socket(self) -> Path:
-        """Where the rollout process listens for commands, the only ones that carry the key."""
+        """Unix socket on which the rollout process accepts commands, the only requests that carry the key."""
         return self.sockets / "rollout"
 
     def check(self) -> None:
-        """Raises Deposed when a later launch has taken the folder."""
+        """Check that this launch still owns the folder.
+
+        Raises:
+            FencedError: a later launch has taken it.
+            RunError: the disk refuses.
+        """
         path = _file(self.run_dir, self.epoch)
         try:
             os.close(os.open(path, os.O_RDONLY))
@@ -60,20 +73,24 @@ class Owner:
             if e.errno not in (
                 errno.ENOENT,
                 errno.ESTALE,
-            ):  # the disk's fault, or a lack of ours: nobody took it
-                raise RunError(f"{path}: cannot tell who owns the run: {e.strerror}") from None
+            ):  # a disk error or no file descriptor: still the owner
+                raise RunError(f"{path}: cannot determine who owns the run: {e.strerror}") from None
             newest = max(_epochs(self.run_dir), default=0)
-            raise Deposed(
+            raise FencedError(
                 f"{self.run_dir}: launch {self.epoch} no longer owns this run; launch {newest} has taken it"
             ) from None
 
     def environment(self, start: int) -> dict[str, str]:
-        """What tells a role's process whom it works for. `start`: counts the starts of its unit in this launch."""
+        """Return the environment variables that identify this launch to a role's process.
+
+        Args:
+            start: number of this start of the unit in this launch.
+        """
         return {EPOCH_VARIABLE: str(self.epoch), START_VARIABLE: str(start)}
 
 
 def claim(run_dir: Path, sockets: Path = Path()) -> Owner:
-    """Take the folder for a new launch; all earlier ones are deposed when this returns."""
+    """Take the folder for a new launch; all earlier launches are fenced off when this returns."""
     with disk_errors(run_dir / FOLDER):
         return _claim(run_dir, sockets)
 
@@ -90,19 +107,19 @@ def _claim(run_dir: Path, sockets: Path) -> Owner:
             continue
         if max(_epochs(run_dir), default=epoch) == epoch:
             break
-        # Since the look others took this number and the next, and the first of their files was deleted.
+        # Between listing and creating, others took this number and the next, and deleted the first file.
         os.close(fd)
         _file(run_dir, epoch).unlink(missing_ok=True)
     host = socket.gethostname()
-    about = json.dumps(
+    record = json.dumps(
         {"epoch": epoch, "key": key, "host": host, "pid": os.getpid(), "sockets": str(sockets)}
     )
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as f:
-            f.write(about)
+            f.write(record)
             f.flush()
             os.fsync(f.fileno())
-    except OSError:  # a launch that could not take the folder leaves it to the one that has it
+    except OSError:  # could not take the folder: leave it to its owner
         with contextlib.suppress(OSError):
             _file(run_dir, epoch).unlink()
         raise
@@ -119,23 +136,25 @@ def _claim(run_dir: Path, sockets: Path) -> Owner:
 
 
 def _remove_sockets(record: Path, host: str) -> None:
-    """Of a launch that was killed on this machine."""
+    """Remove the sockets of a launch that was killed on this machine."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        left = json.loads(record.read_text(encoding="utf-8"))
-        if left["host"] == host:
-            remove_folder(Path(left["sockets"]))
+        fields = json.loads(record.read_text(encoding="utf-8"))
+        if fields["host"] == host:
+            remove_folder(Path(fields["sockets"]))
 
 
-def current(run_dir: Path) -> Owner | None:
-    """The launch that owns the folder, for readers with the right to its file; None before the first."""
+def current_owner(run_dir: Path) -> Owner | None:
+    """Return the launch that owns the folder, for readers with access to its file; None before the first launch."""
     epoch = max(_epochs(run_dir), default=0)
     return _read(run_dir, epoch) if epoch else None
 
 
-def of_process(run_dir: Path, environment: Mapping[str, str] = os.environ) -> tuple[Owner, int]:
-    """The launch that started this process, and which start of its unit this is.
+def owner_of_process(run_dir: Path, environment: Mapping[str, str] = os.environ) -> tuple[Owner, int]:
+    """Return the launch that started this process, and the number of this start of its unit.
 
-    Raises UserError when nobody said, Deposed when another launch owns the folder by now.
+    Raises:
+        UserError: the environment variables of `Owner.environment` are missing.
+        FencedError: another launch owns the folder by now.
     """
     try:
         epoch, start = int(environment[EPOCH_VARIABLE]), int(environment[START_VARIABLE])
@@ -146,14 +165,14 @@ def of_process(run_dir: Path, environment: Mapping[str, str] = os.environ) -> tu
     owner = _read(run_dir, epoch)
     if owner is None:
         Owner(run_dir, epoch, "").check()  # says which launch owns it now
-        raise RunError(f"{_file(run_dir, epoch)}: not readable as a launch's file")
+        raise RunError(f"{_file(run_dir, epoch)}: not readable as an ownership record")
     return owner, start
 
 
 def _read(run_dir: Path, epoch: int) -> Owner | None:
     try:
-        found = json.loads(_file(run_dir, epoch).read_text(encoding="utf-8"))
-        return Owner(run_dir, epoch, str(found["key"]), Path(found["sockets"]))
+        fields = json.loads(_file(run_dir, epoch).read_text(encoding="utf-8"))
+        return Owner(run_dir, epoch, str(fields["key"]), Path(fields["sockets"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -1,7 +1,7 @@
-"""Work on a range of numbers, cut into parts for processes that share this one's memory. Standard library only.
+"""Parallel map over a range of numbers, in forked processes that share this one's memory. Standard library only.
 
-The processes are forked: what `work` reads needs no copy, and only what it returns is sent. They must not use what
-threads of this process hold, as thread pools of libraries; plain Python, numpy and Arrow's arrays are safe.
+Since the processes are forked, the data that `work` reads is not copied; only its results are sent. `work`
+must not use thread pools of libraries; plain Python, numpy and Arrow arrays are safe.
 """
 
 from __future__ import annotations
@@ -19,22 +19,30 @@ from typing import Any, NoReturn, TypeVar
 
 from rlsys.core.errors import RlsysError
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 T = TypeVar("T")
 
 
-def in_parts(total: int, work: Callable[[int, int], T], least: int) -> list[T]:
-    """`work(start, stop)` of ranges that together are `range(total)`, in their order; one for each CPU, of at least
-    `least` numbers. Raises the RlsysError of the first part that raised one."""
-    count = max(1, min(len(os.sched_getaffinity(0)), MOST_PROCESSES, total // least))
+def map_ranges(total: int, work: Callable[[int, int], T], min_size: int) -> list[T]:
+    """Split `range(total)` into one contiguous part per CPU, and return `work(start, stop)` of each, in order.
+
+    Args:
+        total: end of the range.
+        work: function of `start` and `stop`.
+        min_size: minimum size of a part.
+
+    Raises:
+        RlsysError: the first one that a part raised.
+    """
+    count = max(1, min(len(os.sched_getaffinity(0)), MAX_PROCESSES, total // min_size))
     bounds = [total * i // count for i in range(count + 1)]
     started: list[tuple[int, int]] = []
     try:
         for start, stop in itertools.pairwise(bounds[1:]):
             started.append(_fork(work, start, stop))
-        found = [work(0, bounds[1])]
-        found += [_result(pipe) for _, pipe in started]
-        return found
+        results = [work(0, bounds[1])]
+        results += [_result(pipe) for _, pipe in started]
+        return results
     finally:
         for process, pipe in started:
             os.close(pipe)  # a process that still writes ends with it
@@ -42,12 +50,10 @@ def in_parts(total: int, work: Callable[[int, int], T], least: int) -> list[T]:
 
 
 def _fork(work: Callable[[int, int], T], start: int, stop: int) -> tuple[int, int]:
-    """The process, and the pipe with its result."""
+    """Fork a process; return its id and the read end of the pipe for its result."""
     reads, writes = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of threads, which the module's docstring excludes
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads: see the module's docstring
         process = os.fork()
     if process == 0:
         os.close(reads)
@@ -57,7 +63,7 @@ def _fork(work: Callable[[int, int], T], start: int, stop: int) -> tuple[int, in
 
 
 def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoReturn:
-    """Send what `work` returns or the RlsysError that it raises. Whatever else it raises is printed."""
+    """Send the result of `work`, or the RlsysError that it raises; print any other exception."""
     code = 1
     try:
         gc.disable()
@@ -68,7 +74,7 @@ def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoR
             message = True, work(start, stop)
         except RlsysError as e:
             message = False, e
-        with open(pipe, "wb") as file, contextlib.suppress(BrokenPipeError):  # the parent has stopped to read
+        with open(pipe, "wb") as file, contextlib.suppress(BrokenPipeError):  # the parent has stopped reading
             pickle.dump(message, file)
         code = 0
     except BaseException:
@@ -81,9 +87,9 @@ def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoR
 def _result(pipe: int) -> Any:
     with open(pipe, "rb", closefd=False) as file:
         try:
-            right, found = pickle.load(file)
+            succeeded, value = pickle.load(file)
         except EOFError:
             raise RuntimeError("a process for a part of the rows failed") from None
-    if right:
-        return found
-    raise found
+    if succeeded:
+        return value
+    raise value

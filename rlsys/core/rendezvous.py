@@ -1,8 +1,8 @@
-"""Where the ranks of a process group meet.
+"""Rendezvous of the ranks of a process group.
 
-On one machine it is a file in a folder of the run's user alone. On several it is torch's TCPStore, which by itself
-listens on all addresses: here it listens on the one that the run's configuration names. torchrun is not used: its
-rendezvous listens on all addresses, asks for no key, and unpickles what it is sent.
+On one machine it is a file in a private folder. On several it is torch's TCPStore, bound to the address that
+the run's configuration names rather than to all addresses. torchrun is not used: its rendezvous listens on
+all addresses, needs no key, and unpickles what it receives.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch.distributed as dist
 from rlsys.core.sockets import STORE_VARIABLE
 
 SCHEME = "rlsys"
-"""`rlsys://HOST:PORT` as torch's init_method, for programs that make their process group themselves."""
+"""`rlsys://HOST:PORT` as torch's init_method, for programs that create their process group themselves."""
 _SECONDS = timedelta(minutes=30)
 _BACKLOG = 2048
 
 
 def store_of_ranks(rank: int, world: int) -> dist.Store:
-    """The store for the ranks that `launch.ranks` started, or for one process that was started by hand."""
+    """Return the store for ranks that `launch.ranks` started, or for a single process that was started by hand."""
     if path := os.environ.get(STORE_VARIABLE):
         return dist.FileStore(path, world)
     if dist.is_torchelastic_launched():  # by hand: its agent has the store
@@ -36,9 +36,10 @@ def store_of_ranks(rank: int, world: int) -> dist.Store:
 
 
 def bound_store(host: str, port: int, world: int, rank: int, timeout: timedelta) -> dist.TCPStore:
-    """A store whose server, rank 0's, listens on `host` only.
+    """Return a TCPStore whose server, on rank 0, listens on `host` only.
 
-    Raises RuntimeError when rank 0 cannot listen there, or the others find nobody within `timeout`.
+    Raises:
+        RuntimeError: rank 0 cannot listen there, or another rank cannot connect within `timeout`.
     """
     listening = None
     if rank == 0:
@@ -53,13 +54,15 @@ def bound_store(host: str, port: int, world: int, rank: int, timeout: timedelta)
 
 
 def register_scheme() -> None:
-    """Let torch take SCHEME as an init_method."""
+    """Register SCHEME as a torch init_method."""
 
-    def meet(url: str, timeout: timedelta = _SECONDS, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        place = urlsplit(url)
-        assert place.hostname is not None and place.port is not None, url
-        members = {name: int(value) for name, value in parse_qsl(place.query)}  # torch adds both
+    def rendezvous(
+        url: str, timeout: timedelta = _SECONDS, **_: Any
+    ) -> Iterator[tuple[dist.Store, int, int]]:
+        address = urlsplit(url)
+        assert address.hostname is not None and address.port is not None, url
+        members = {name: int(value) for name, value in parse_qsl(address.query)}  # torch adds both
         rank, world = members["rank"], members["world_size"]
-        yield bound_store(place.hostname, place.port, world, rank, timeout), rank, world
+        yield bound_store(address.hostname, address.port, world, rank, timeout), rank, world
 
-    dist.register_rendezvous_handler(SCHEME, meet)
+    dist.register_rendezvous_handler(SCHEME, rendezvous)

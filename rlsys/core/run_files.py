@@ -1,4 +1,4 @@
-"""TODO"""
+"""Names of files in a run folder."""
 
 from __future__ import annotations
 

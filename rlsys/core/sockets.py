@@ -1,8 +1,8 @@
-"""Unix sockets of a run: folders of its user alone, and HTTP to a listener that is known.
+"""Unix sockets of a run: private folders, and HTTP to a listener whose user is verified.
 
-Linux keeps the path of a Unix socket to 107 bytes, so these folders lie neither under TMPDIR nor in the run's folder,
-which may be deep, or on a file system without sockets. A client learns from the kernel (SO_PEERCRED) which user
-listens before it sends a word: a path can be left over, and somebody else may have made it again.
+Linux limits the path of a Unix socket to 107 bytes, so these folders lie neither under TMPDIR nor in the run
+folder, which may be deep or on a file system without sockets. A client asks the kernel (SO_PEERCRED) which
+user listens before it sends anything: a path can be left over, and another user may have created it again.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ from pathlib import Path
 from rlsys.core.errors import UserError
 
 FOLDER_VARIABLE = "RLSYS_SOCKETS"
-"""Environment of a role's processes: the folder of their sockets, which lives as long as the role."""
+"""Environment variable of a role's processes: the folder of their sockets, which exists as long as the role."""
 STORE_VARIABLE = "RLSYS_STORE"
-"""Environment of ranks on one machine: the file in which they meet, new for each start (rlsys/core/rendezvous.py)."""
+"""Environment variable of ranks on one machine: their rendezvous file, one per start (rlsys/core/rendezvous.py)."""
 _PREFIX, _LOCK = "rlsys-", ".lock"
 _locks: list[int] = []
-"""Descriptors of the folders that this process has made."""
+"""Descriptors of the folders that this process has created."""
 _PARENTS = ("/tmp", "/var/tmp", "/dev/shm")
-_LONGEST_PARENT = 50
-"""Characters of a folder that may be taken where none of `_PARENTS` can: the names within it need the rest of 107."""
+_MAX_PARENT_LENGTH = 50
+"""Maximum length of a folder to use when no folder of `_PARENTS` works: names in it need the rest of 107 bytes."""
 
 
 def make_folder() -> Path:
-    """Make a folder for sockets, mode 0700, and remove those of processes that were killed. Raises UserError when
-    there is no place for one."""
-    own = tempfile.gettempdir()
-    refused = []
-    for parent in (*_PARENTS, *([own] if len(own) <= _LONGEST_PARENT else [])):
+    """Create a folder for sockets, mode 0700, and remove those of killed processes.
+
+    Raises:
+        UserError: no suitable folder is writable.
+    """
+    tmpdir = tempfile.gettempdir()
+    failures = []
+    for parent in (*_PARENTS, *([tmpdir] if len(tmpdir) <= _MAX_PARENT_LENGTH else [])):
         try:
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             _locks.append(_lock(folder / _LOCK, os.O_CREAT))  # for the life of this process
             _sweep(Path(parent))
             return folder
         except OSError as e:
-            refused.append(f"{parent}: {e.strerror}")
+            failures.append(f"{parent}: {e.strerror}")
     raise UserError(
-        f"no folder for Unix sockets ({'; '.join(refused)}; TMPDIR = {own}: at most {_LONGEST_PARENT} characters)"
+        f"no folder for Unix sockets ({'; '.join(failures)}; TMPDIR = {tmpdir}: max. {_MAX_PARENT_LENGTH} characters)"
     )
 
 
@@ -74,16 +77,16 @@ def _sweep(parent: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that `make_folder` made, with what is in it; another one is left alone."""
+    """Remove a folder that `make_folder` created, with its content; any other folder is left alone."""
     if folder.name.startswith(_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
 def role_folder() -> Path:
-    """The folder of this role's sockets: its keeper's, or, in a process without one, a new one for its life."""
-    if given := os.environ.get(FOLDER_VARIABLE):
-        return Path(given)
+    """Return the folder of this role's sockets: its keeper's, or without a keeper a new one for this process."""
+    if inherited := os.environ.get(FOLDER_VARIABLE):
+        return Path(inherited)
     folder = make_folder()
     os.environ[FOLDER_VARIABLE] = str(folder)  # for the processes that this one starts
     owner = os.getpid()
@@ -92,19 +95,30 @@ def role_folder() -> Path:
 
 
 class UnknownListener(OSError):
-    """A user who may not listen there listens at a Unix socket. Nothing was sent."""
+    """A user who is not allowed to listens on a Unix socket. Nothing was sent."""
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """HTTP to the Unix socket `path`."""
+    """HTTP connection to the Unix socket `path`."""
 
     def __init__(self, path: Path, timeout: float | None, users: Collection[int] = ()) -> None:
-        """`users`: ids of the users who may listen there; when empty, the user of this process."""
+        """Create the connection.
+
+        Args:
+            path: the socket.
+            timeout: seconds for each operation.
+            users: ids of the users who may listen there; empty for the user of this process.
+        """
         super().__init__("localhost", timeout=timeout)
         self._path, self._users = path, users or (os.geteuid(),)
 
     def connect(self) -> None:
-        """Raises UnknownListener, and OSError when nobody listens."""
+        """Connect, and verify the listener's user.
+
+        Raises:
+            UnknownListener: a user listens who is not allowed to.
+            OSError: no process listens.
+        """
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.settimeout(self.timeout)
@@ -118,7 +132,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def _listener(connection: socket.socket) -> int:
-    """The effective user id of the process that listens at the other end, as of its call of listen()."""
+    """Return the effective user id of the process at the other end, as of its call of listen()."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 
@@ -130,7 +144,11 @@ def exchange(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of one request over `connection`, which is closed. Raises OSError or HTTPException."""
+    """Send one request, close the connection, and return status and body.
+
+    Raises:
+        OSError, http.client.HTTPException: the request failed.
+    """
     try:
         connection.request(method, path, body, dict(headers or {}))
         answer = connection.getresponse()

@@ -1,4 +1,4 @@
-"""Parts of a response, by their places: who sampled which tokens, what was only read, where experts lie."""
+"""Spans of a response by token position: weight versions, observations, expert routes, forks."""
 
 from __future__ import annotations
 
@@ -27,63 +27,71 @@ class TokenSpan:
 S = TypeVar("S", VersionSpan, TokenSpan)
 
 
-def before(spans: Iterable[S], end: int) -> list[S]:
-    """What of them lies before token `end`."""
+def truncate_spans(spans: Iterable[S], end: int) -> list[S]:
+    """Return the parts of the spans before token `end`."""
     return [replace(s, end=min(s.end, end)) for s in spans if s.start < end]
 
 
-class TurnMark(NamedTuple):
-    """What one turn of the model is worth. `matched`: it did as the trajectory that it follows (replayed ones)."""
+class TurnReward(NamedTuple):
+    """Reward of one turn of the model.
+
+    Attributes:
+        reward: the reward.
+        matched: whether the turn did the same as the trajectory that it follows, for replayed trajectories.
+    """
 
     reward: float
     matched: bool = True
 
 
-class RoutePlace(NamedTuple):
-    """Where an engine has written routes: its segment file, and a record in it (rlsys/segments/route_records.py)."""
+class RouteLocation(NamedTuple):
+    """Location of routes that an engine wrote: a record of a segment file (rlsys/segments/route_records.py)."""
 
     segment: str
     offset: int
     length: int
     checksum: int
-    """The record's, which tells it from any other."""
+    """Checksum of the record, which identifies it."""
 
 
 @dataclass(slots=True)
 class RouteSpan:
-    """The experts that the engine chose at sequence positions [start, end) of prompt + response.
+    """Experts that the engine selected at sequence positions [start, end) of prompt + response.
 
-    Position p is the forward pass that read token p and predicted token p + 1, so a whole sequence of n tokens has
-    n - 1 of them. `experts`: unsigned little-endian integers `[end - start, layers, topk]`, of one byte where no id
-    of the span exceeds 255 and of two elsewhere: the width is len(experts) / ((end - start) * layers * topk).
-    `layers` counts all layers of the model; a dense one has zeros. Where `place` says where they lie, `experts` is
-    empty.
+    Position p is the forward pass that read token p and predicted token p + 1, so a sequence of n tokens has
+    n - 1 positions.
+
+    Attributes:
+        experts: unsigned little-endian integers `[end - start, layers, topk]`, of one byte if no id of the
+            span exceeds 255, else of two: the width is len(experts) / ((end - start) * layers * topk).
+            `layers` counts all layers of the model; a dense layer has zeros. Empty if `location` is set.
+        location: where the experts are stored, if not in `experts`.
     """
 
     start: int
     end: int
     experts: bytes
-    place: RoutePlace | None = None
+    location: RouteLocation | None = None
 
 
 @dataclass(slots=True)
-class Tops:
-    """What a turn is to tell of its tokens: the `most` most probable ids in the place of each. In memory only."""
+class TopLogprobs:
+    """Request for the `k` most probable ids at each token of a turn, and the result. In memory only."""
 
-    most: int
-    found: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
-    """By response token: (log-prob, id), the most probable first."""
+    k: int
+    by_token: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    """Response token -> (log-prob, id) pairs, the most probable first."""
 
 
 class Fork(NamedTuple):
-    """A sample's first `at` response tokens are those of the sample at this `place` of its group."""
+    """Origin of a forked sample: its first `at` response tokens are those of sample `source` of its group."""
 
-    place: int
+    source: int
     at: int
 
 
 class Piece(NamedTuple):
-    """Where some of a sample's tokens lie: a segment file of the run and bytes in it (rlsys/segments/records.py)."""
+    """Location of some of a sample's tokens: bytes of a segment file of the run (rlsys/segments/records.py)."""
 
     segment: str
     offset: int

@@ -1,4 +1,4 @@
-"""What a trainer and a rollout process tell each other about a weight push."""
+"""Messages between trainer and rollout process about a weight update."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class EngineAddress:
-    """Where a trainer sends weights. `holds`: the weight version it has been attested to hold, -1 for none.
+    """An engine to which the trainer sends weights.
 
-    `index`: its number in the run's layout, None for one that joined later. `chain`: of one that joined, the chain at
-    whose end it is, if it is in one. `key`: its admin key; empty: it asks for none. `epoch`: of this push there; the
-    engine takes nothing from a sender with another one.
+    Attributes:
+        url: its address.
+        tp: its tensor-parallel size.
+        holds: the weight version that attestation has confirmed on it; -1 for none.
+        index: its number in the run's layout; None if it joined later.
+        key: its admin key; empty if it needs none.
+        epoch: number of this update on the engine, which refuses tensors with another one.
+        chain: the relay chain at whose end it is, for an engine that joined later.
     """
 
     url: str
@@ -24,12 +29,16 @@ class EngineAddress:
 
 
 @dataclass(slots=True)
-class PushTicket:
-    """Permission to send weights: made by begin_push, ended by end_push with the same version and engines. A rolling
-    push has a ticket for every round.
+class WeightUpdate:
+    """Permission to send weights: created by begin_push, ended by end_push with the same version and engines.
 
-    `canaries`: token sequences that trainer and engines are compared on; real prompts and responses, because on
-    random tokens log-probs are so large that rounding alone exceeds a useful bound.
+    A rolling update has one for each round.
+
+    Attributes:
+        weight_version: the version to send.
+        engines: the receivers.
+        canaries: token sequences on which trainer and engines are compared: real prompts and responses,
+            because on random tokens log-probs are so large that rounding alone exceeds a useful bound.
     """
 
     weight_version: int
@@ -39,7 +48,7 @@ class PushTicket:
 
 @dataclass(slots=True)
 class Canary:
-    """A token sequence and the trainer's log-probs of its tokens 1.., for attestation (invariant 8)."""
+    """A token sequence and the trainer's log-probs of its tokens 1, 2, ..., for attestation (invariant 8)."""
 
     ids: list[int]
     logp: list[float]

@@ -1,4 +1,4 @@
-"""One safe reader of YAML for configs, overrides and files of strangers."""
+"""Safe YAML reader for configs, overrides and other people's files."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from rlsys.core.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """A key that is given twice is a mistake; YAML's own loader would silently take the last one."""
+    """Loader that rejects duplicate keys; YAML's own loader silently uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
+                if key.value in keys:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value} is given twice", key.start_mark
+                        None, None, f"duplicate key {key.value}", key.start_mark
                     )
-                seen.add(key.value)
+                keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-def parse_yaml(text: str, where: str, *, position: bool = True) -> Any:
+def parse_yaml(text: str, source: str, *, position: bool = True) -> Any:
     """Parse a YAML document.
 
     Args:
         text: the document.
-        where: what the message begins with.
-        position: add line and column to `where`.
+        source: prefix of error messages.
+        position: add line and column to `source`.
 
     Raises:
-        UserError: one line, for whatever the text may be.
+        UserError: invalid YAML of any kind; the message is one line.
     """
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
-        raise UserError(f"{where}: nested too deeply") from None
+        raise UserError(f"{source}: nested too deeply") from None
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         if mark is not None and position:
-            where = f"{where}:{mark.line + 1}:{mark.column + 1}"
+            source = f"{source}:{mark.line + 1}:{mark.column + 1}"
         problem = getattr(e, "problem", None) or " ".join(str(e).split())
-        raise UserError(f"{where}: not valid YAML: {problem}") from None
+        raise UserError(f"{source}: not valid YAML: {problem}") from None
     except ValueError as e:  # a date or a number that Python cannot hold
-        raise UserError(f"{where}: a value cannot be read: {e}") from None
+        raise UserError(f"{source}: a value cannot be read: {e}") from None

@@ -16,7 +16,7 @@ from rlsys.config.data import KeysConfig
 from rlsys.config.plugins import parse_params, tried
 from rlsys.config.section import NonNegative, Section
 from rlsys.core.errors import UserError
-from rlsys.core.imports import imported
+from rlsys.core.imports import import_attribute
 from rlsys.data.row_source import RowSource
 from rlsys.data.source import PromptSource
 from rlsys.data.tables import Arrow
@@ -38,7 +38,7 @@ def load_environment(params: dict[str, Any]) -> Any:
     """The environment that `data.params` names. Raises UserError: none there, or one of several turns."""
     p = parse_params("data.params", EnvironmentParams, params)
     path = p.load if ":" in p.load else f"{p.load.rpartition('/')[2].replace('-', '_')}:load_environment"
-    make = imported(FIELD, path)
+    make = import_attribute(FIELD, path)
     if not callable(make):
         raise UserError(f"{FIELD} = {p.load!r}: there is no function {path.rpartition(':')[2]!r}")
     with tried(f"{FIELD} = {p.load!r}"):

@@ -22,7 +22,7 @@ from rlsys.config import load_config
 from rlsys.config.data import KeysConfig
 from rlsys.core.cache import cache_folder
 from rlsys.core.errors import UserError, disk_errors
-from rlsys.core.parallel import in_parts
+from rlsys.core.parallel import map_ranges
 from rlsys.core.tokenizer_files import files_digest
 from rlsys.data import build_source
 from rlsys.data.mixture import row_sources
@@ -82,16 +82,16 @@ def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Lim
                 counts.add("unreadable", prompt.refusal)
                 continue
             if "answer" not in prompt.entry:
-                counts.add("unanswered", prompt.where)
+                counts.add("unanswered", prompt.location)
             try:
                 limits.check_prompt(prompt.ids)
             except RefusedPrompt as e:
                 kind = "too_long" if len(prompt.ids) >= limits.room else "unreadable"
-                counts.add(kind, f"{prompt.where}: {e}")
+                counts.add(kind, f"{prompt.location}: {e}")
         return counts
 
     found = RowCounts()
-    for part in in_parts(len(table), check, ROWS_A_PROCESS):
+    for part in map_ranges(len(table), check, ROWS_A_PROCESS):
         found.join(part)
     return found
 

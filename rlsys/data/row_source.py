@@ -17,7 +17,7 @@ from rlsys.config.data import KeysConfig
 from rlsys.config.plugins import parse_params
 from rlsys.config.section import FilePath, NonNegative, Section
 from rlsys.core.errors import RowError, UserError
-from rlsys.core.parallel import in_parts
+from rlsys.core.parallel import map_ranges
 from rlsys.core.seeds import stable_hash
 from rlsys.core.texts import valid_text
 from rlsys.core.types import CensorCause, Prompt
@@ -175,7 +175,7 @@ def scan_rows(table: Table, keys: KeysConfig) -> Scan:
             sources.add(str(row.get("data_source", "")))
         return Scan(np.array(hashes, np.uint64), np.array(lengths, np.uint32), frozenset(sources))
 
-    parts = in_parts(len(table), scan, ROWS_A_PROCESS)
+    parts = map_ranges(len(table), scan, ROWS_A_PROCESS)
     return Scan(
         np.concatenate([part.hashes for part in parts]),
         np.concatenate([part.lengths for part in parts]),

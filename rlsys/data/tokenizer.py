@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from rlsys.config import Config
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.model_folder import TOKENIZER, read_fields, read_stop_ids
-from rlsys.core.texts import is_valid_text, shortened
+from rlsys.core.texts import is_valid_text, shorten
 from rlsys.core.tokenizer_files import chat_templates, read_config, token_text, tokenizer_folder
 from rlsys.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 
@@ -207,7 +207,7 @@ class Tokenizer:
         try:
             return template.render(messages=list(messages), add_generation_prompt=generate, **given)
         except TEMPLATE_ERRORS as e:
-            words = shortened(str(e) or type(e).__name__, 500)
+            words = shorten(str(e) or type(e).__name__, 500)
             raise RowError(f"{self.path}: the chat template refuses the messages: {words}") from None
 
     def _template_of(self, name: str) -> ChatTemplate:

@@ -121,7 +121,7 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
     return Segment(
         ids=ids,
         mu=mu,
-        named=(min(map(min, rows)), max(map(max, rows))) if rows else None,
+        id_range=(min(map(min, rows)), max(map(max, rows))) if rows else None,
         rounded=rounded,
         spans=[VersionSpan(version_of(meta.weight_version), 0, len(ids))],
         finish=reason.type if reason else None,

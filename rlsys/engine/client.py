@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.config.rollout import Truncation
-from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.core.types import Segment
 from rlsys.engine.chunks import check_log_probs, decode_chunk, read_chunk, read_routes
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.sse import events
 from rlsys.engine.weight_calls import load_by, load_from_disk
 from rlsys.engine.wire import BAD_ANSWER, UNPLANNED, DeadEngine, EngineError, Limits, Stranger, Wire, parse
-from rlsys.segments.route_records import ASK
+from rlsys.segments.route_records import ROUTES_PARAM
 
 IDLE_SECONDS = 30.0
 _VERSION_DIGITS = 18
@@ -44,7 +44,7 @@ class EngineClient(Wire):
         *,
         tp: int = 1,
         index: int | None = None,
-        identity: Identity = NOBODY,
+        identity: Identity = ANONYMOUS,
         limits: Limits = UNPLANNED,
         adapter: str | None = None,
         pool: str | None = None,
@@ -91,7 +91,7 @@ class EngineClient(Wire):
         body = {"input_ids": ids, "rid": rid, "sampling_params": sampling, **_STREAMED, **self._adapter}
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
-            sampling["custom_params"] = {ASK: True}
+            sampling["custom_params"] = {ROUTES_PARAM: True}
         if cache_key is not None:
             body["extra_key"] = cache_key
         if tops:
@@ -255,7 +255,7 @@ class EngineClient(Wire):
 
     def _own(self, label: str) -> str:
         """A label without its owner. Raises Stranger when that is somebody else."""
-        if (what := self.identity.what(label)) is None:
+        if (what := self.identity.parse_label(label)) is None:
             raise Stranger(
                 f"{self.url} is no engine of this run: it calls its weights {label[:100]!r}", BAD_ANSWER
             )
@@ -316,7 +316,7 @@ class EngineClient(Wire):
 
     def _version_of(self, label: str) -> int:
         """Of weights that made tokens; of another run's, none that anybody has pushed."""
-        what = self.identity.what(label)
+        what = self.identity.parse_label(label)
         return _UNKNOWN if what is None else _version(what)
 
 

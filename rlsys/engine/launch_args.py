@@ -10,7 +10,7 @@ from rlsys.config import Config
 from rlsys.config.precision import engine_args
 from rlsys.core.devices import VARIABLE, have_cuda, visible_devices
 from rlsys.core.errors import UserError
-from rlsys.core.model_folder import of_language_alone
+from rlsys.core.model_folder import language_model_overrides
 from rlsys.engine.head_sizes import check_head_size
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.warm_up import NAME as WARM_UP
@@ -64,7 +64,7 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
             "--load-format",
             "dummy",
         ]  # in another format than the folder's: the first push brings the weights
-    if changes := of_language_alone(config.model.path):
+    if changes := language_model_overrides(config.model.path):
         argv += ["--json-model-override-args", json.dumps(changes)]
     if config.weights.method == "adapter" and (lora := config.trainer.lora) is not None:
         argv += ["--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", "2"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlsys.core.workers import serve
+from rlsys.core.process_pool import serve
 from rlsys.engine.cpu.platform import declare_torchvision_ops
 
 if not torch.cuda.is_available():

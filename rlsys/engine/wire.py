@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from rlsys.core.errors import RunError
-from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.engine.chunks import Refused
 from rlsys.engine.fence import HEADER
 from rlsys.http_server.clients import direct_session
@@ -80,7 +80,7 @@ class Wire:
         self,
         url: str,
         session: aiohttp.ClientSession,
-        identity: Identity = NOBODY,
+        identity: Identity = ANONYMOUS,
         limits: Limits = UNPLANNED,
     ) -> None:
         """`identity`: whose server it must be."""

@@ -1,1 +1,1 @@
-"""Evaluations: held-out prompts, named sets, pass@k, and `rlsys try`."""
+"""Evaluation: held-out prompts, named sets, pass@k, and `rlsys try`."""

@@ -1,12 +1,11 @@
-"""Evaluation: greedy responses to the held-out prompts. A response with the full reward is right.
+"""Evaluation with greedy responses to held-out prompts. A response with the full reward is correct.
 
-`respond` has engines that nobody trains answer prompts, and scores the answers.
-
-Within a run the manager does it. On its own, for `rlsys eval`:
+`respond` lets engines that serve a fixed model respond to prompts, and scores the responses. Within a run,
+the rollout manager evaluates. For `rlsys eval`:
 
     python -m rlsys.evaluation.evaluation --config EVALUATION/config.yaml --engine URL ...
 
-asks engines that serve `model.path`, and writes one line to metrics.jsonl of its folder.
+evaluates engines that serve `model.path`, and writes one line to metrics.jsonl of its folder.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from pathlib import Path
 from rlsys.config import Config, load_config
 from rlsys.core.errors import RunError
 from rlsys.core.identity import Identity, engine_identity
-from rlsys.core.owner import of_process
+from rlsys.core.owner import owner_of_process
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import Limits, make_session
-from rlsys.evaluation.eval_sets import AskedSet, one_version
+from rlsys.evaluation.eval_sets import EvalSetRunner, one_version
 from rlsys.evaluation.results import EvalResult
-from rlsys.generators.censoring import named
+from rlsys.generators.censoring import prompt_name
 from rlsys.generators.generator import Generator, build_generator
 from rlsys.generators.generator import respond as respond_to
-from rlsys.generators.turns import Speak, greedy_turns
+from rlsys.generators.turns import GenerateTurn, greedy_turns
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.rewards import Rewards
@@ -46,73 +45,93 @@ PROBE_SECONDS = 0.5
 
 log = logging.getLogger("rlsys.rollout")
 
-Probe = tuple[Sample, Prompt]
+EvalItem = tuple[Sample, Prompt]
 
 
-def probes(source: PromptSource, count: int) -> list[Probe]:
-    """The held-out prompts, each with a sample outside the ledger."""
+def eval_items(source: PromptSource, count: int) -> list[EvalItem]:
+    """Return `count` held-out prompts, each with a sample outside the ledger."""
     return [(Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0), p) for p in source.heldout(count)]
 
 
-async def answers(answer: Generator, asked: Sequence[Probe]) -> list[str | None]:
-    """Make the responses, all at once. Why one is left out, in their order; None: there it is."""
-    made = await asyncio.gather(*(respond_to(answer, s, p, named(p)) for s, p in asked))
-    for (_, prompt), censored in zip(asked, made, strict=True):
+async def generate_responses(generator: Generator, items: Sequence[EvalItem]) -> list[str | None]:
+    """Generate all responses concurrently.
+
+    Returns:
+        For each item None, or the reason why it has no response.
+    """
+    outcomes = await asyncio.gather(*(respond_to(generator, s, p, prompt_name(p)) for s, p in items))
+    for (_, prompt), censored in zip(items, outcomes, strict=True):
         if censored is not None:
             log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, censored.reason)
-    return [None if censored is None else censored.reason for censored in made]
+    return [None if censored is None else censored.reason for censored in outcomes]
 
 
-async def answer_all(asked: list[Probe], answer: Generator) -> list[Probe]:
-    """Those that have their answers. A prompt that has none, whatever went wrong with it alone, is left out. Raises
-    RunError when all are."""
-    reasons = await answers(answer, asked)
+async def answered_items(items: list[EvalItem], generator: Generator) -> list[EvalItem]:
+    """Generate responses, and return the items that have one.
+
+    Raises:
+        RunError: no item has one.
+    """
+    reasons = await generate_responses(generator, items)
     if all(reasons):
-        raise RunError(f"evaluation: no prompt could be answered; the first one: {reasons[0]}")
-    return [probe for probe, reason in zip(asked, reasons, strict=True) if reason is None]
+        raise RunError(f"evaluation: no prompt got a response; the first one: {reasons[0]}")
+    return [probe for probe, reason in zip(items, reasons, strict=True) if reason is None]
 
 
-async def score_all(answered: list[Probe], scorer: Scorer) -> list[Verdict]:
-    """In their order."""
-    return await asyncio.gather(*(scorer.verdict(p, s, named(p)) for s, p in answered))
+async def score_all(items: list[EvalItem], scorer: Scorer) -> list[Verdict]:
+    """Return the verdict on each response."""
+    return await asyncio.gather(*(scorer.verdict(p, s, prompt_name(p)) for s, p in items))
 
 
-def judge(answered: list[Probe], verdicts: list[Verdict], asked: int) -> EvalResult:
-    """Of so many prompts that were asked. What has no answer, or cannot be judged, is not among `prompts`. Raises
-    RunError when nothing can."""
+def judge(items: list[EvalItem], verdicts: list[Verdict], prompts: int) -> EvalResult:
+    """Return the metrics of an evaluation.
+
+    Args:
+        items: the items with responses.
+        verdicts: the verdict on each.
+        prompts: number of prompts, including those without a response.
+
+    Raises:
+        RunError: no response could be judged.
+    """
     judged = [v for v in verdicts if v.reward is not None]
     if not judged:
         raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
     return EvalResult(
         accuracy=sum(v.right for v in judged) / len(judged),
         prompts=len(judged),
-        mean_length=sum(s.sampled_tokens for s, _ in answered) / len(answered),
-        truncated=sum(s.status is Status.TRUNCATED for s, _ in answered),
-        weight_version=one_version([s for s, _ in answered]),
-        same_answer=commonest([v.answer for v in judged]),
-        constant=commonest([right_answer(p) for _, p in answered]),
-        left_out=asked - len(judged),
+        mean_length=sum(s.sampled_tokens for s, _ in items) / len(items),
+        truncated=sum(s.status is Status.TRUNCATED for s, _ in items),
+        weight_version=one_version([s for s, _ in items]),
+        same_answer=most_common_fraction([v.answer for v in judged]),
+        constant=most_common_fraction([reference_answer(p) for _, p in items]),
+        left_out=prompts - len(judged),
     )
 
 
-def commonest(answers: Sequence[str | None]) -> float | None:
-    """The share of the answer that stands most often in `answers`; None when less than half of them are known."""
-    known = Counter(a for a in answers if a is not None)
-    return max(known.values()) / len(answers) if 2 * known.total() >= len(answers) else None
+def most_common_fraction(answers: Sequence[str | None]) -> float | None:
+    """Return the fraction of the most common answer; None if fewer than half of the answers are known."""
+    counts = Counter(a for a in answers if a is not None)
+    return max(counts.values()) / len(answers) if 2 * counts.total() >= len(answers) else None
 
 
-def right_answer(prompt: Prompt) -> str | None:
-    """As the data has it, written as final answers are when they are compared; None for what is no text or number."""
-    found = prompt.entry.get("answer")
-    return " ".join(str(found).casefold().split()) if isinstance(found, str | int | float) else None
+def reference_answer(prompt: Prompt) -> str | None:
+    """Return the reference answer in the normal form of final answers; None if it is no text or number."""
+    answer = prompt.entry.get("answer")
+    return " ".join(str(answer).casefold().split()) if isinstance(answer, str | int | float) else None
 
 
 @asynccontextmanager
-async def open_engines(config: Config, whose: Mapping[str, Identity]) -> AsyncIterator[list[EngineClient]]:
-    """Clients of these engines, by URL, once all of them answer."""
+async def open_engines(
+    config: Config, identities: Mapping[str, Identity]
+) -> AsyncIterator[list[EngineClient]]:
+    """Yield clients of these engines, by URL, once all of them are healthy."""
     async with make_session() as session:
         tp, limits = config.engine.tp, Limits(config.answer_seconds, config.work_seconds)
-        engines = [EngineClient(url, session, tp=tp, identity=of, limits=limits) for url, of in whose.items()]
+        engines = [
+            EngineClient(url, session, tp=tp, identity=identity, limits=limits)
+            for url, identity in identities.items()
+        ]
         while not all(await asyncio.gather(*(e.healthy() for e in engines))):
             await asyncio.sleep(PROBE_SECONDS)
         yield engines
@@ -121,75 +140,88 @@ async def open_engines(config: Config, whose: Mapping[str, Identity]) -> AsyncIt
 async def respond(
     config: Config,
     tokenizer: Tokenizer,
-    whose: Mapping[str, Identity],
-    asked: list[Probe],
-    turns: Callable[[Config, Router], Speak],
+    identities: Mapping[str, Identity],
+    items: list[EvalItem],
+    turns: Callable[[Config, Router], GenerateTurn],
 ) -> list[Verdict]:
-    """What the responses are worth that engines give to `asked`, in its order; its samples hold them then.
+    """Let engines that already serve the model respond to prompts, and return the verdicts.
 
-    `whose`: engines that serve the model already, by URL; waits until all of them answer. `turns`: sampled or greedy
-    ones.
+    Args:
+        config: the config of the evaluation.
+        tokenizer: the model's tokenizer.
+        identities: the engines by URL; waits until all of them are healthy.
+        items: prompts and samples; the samples receive the responses.
+        turns: sampled or greedy generation.
+
+    Returns:
+        The verdict on each item.
     """
     rewards = Rewards(config)
     try:
-        async with open_engines(config, whose) as engines:
-            router = build_router(config, engines, tokenizer, trusted=True)
+        async with open_engines(config, identities) as engines:
+            router = build_router(config, engines, tokenizer, skip_attestation=True)
             watch = asyncio.ensure_future(router.watch())
             router.resume()
-            answer = build_generator(config, tokenizer, turns(config, router))
-            reasons = await answers(answer, asked)
+            generator = build_generator(config, tokenizer, turns(config, router))
+            reasons = await generate_responses(generator, items)
             watch.cancel()
-        answered = [probe for probe, reason in zip(asked, reasons, strict=True) if reason is None]
-        scored = iter(await score_all(answered, build_scorer(config, rewards, tokenizer)))
+        answered_part = [probe for probe, reason in zip(items, reasons, strict=True) if reason is None]
+        scored = iter(await score_all(answered_part, build_scorer(config, rewards, tokenizer)))
         return [next(scored) if reason is None else Verdict(reason=reason) for reason in reasons]
     finally:
         await rewards.close()
 
 
-async def evaluate(config: Config, whose: Mapping[str, Identity]) -> EvalResult:
-    """Of the model that these engines serve, by URL: on the held-out prompts and every named set."""
+async def evaluate(config: Config, identities: Mapping[str, Identity]) -> EvalResult:
+    """Evaluate the model that these engines serve, by URL, on the held-out prompts and every named set."""
     tokenizer = Tokenizer.of(config)
-    asked = probes(build_source(config, tokenizer), config.eval.prompts)
-    verdicts = await respond(config, tokenizer, whose, asked, greedy_turns)
-    result = judge(asked, verdicts, len(asked))
-    async with open_engines(config, whose) as engines:
-        router = build_router(config, engines, tokenizer, trusted=True)
+    items = eval_items(build_source(config, tokenizer), config.eval.prompts)
+    verdicts = await respond(config, tokenizer, identities, items, greedy_turns)
+    result = judge(items, verdicts, len(items))
+    async with open_engines(config, identities) as engines:
+        router = build_router(config, engines, tokenizer, skip_attestation=True)
         watch = asyncio.ensure_future(router.watch())
         router.resume()
         async with open_sets(config, tokenizer, router) as sets:
-            for one in sets:
-                result.sets[one.name] = await one.measure()
+            for eval_set in sets:
+                result.sets[eval_set.name] = await eval_set.measure()
         watch.cancel()
     return result
 
 
 @asynccontextmanager
-async def open_sets(config: Config, tokenizer: Tokenizer, router: Engines) -> AsyncIterator[list[AskedSet]]:
-    """The config's named sets, with processes for their rewards as long as they are open."""
-    made: list[AskedSet] = []
+async def open_sets(
+    config: Config, tokenizer: Tokenizer, router: Engines
+) -> AsyncIterator[list[EvalSetRunner]]:
+    """Yield the config's named sets; their reward processes run until the context ends."""
+    runners: list[EvalSetRunner] = []
     try:
-        for chosen in config.eval.sets:
-            made.append(AskedSet(config, chosen, tokenizer, router))
-        yield made
+        for eval_set in config.eval.sets:
+            runners.append(EvalSetRunner(config, eval_set, tokenizer, router))
+        yield runners
     finally:
-        for one in made:
-            await one.close()
+        for runner in runners:
+            await runner.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Evaluates a model on engines; started by rlsys eval.")
-    parser.add_argument("--config", type=Path, required=True, help="resolved config of the evaluation")
-    parser.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server")
+    parser = argparse.ArgumentParser(
+        description="Evaluate the model that engines serve; started by rlsys eval."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="resolved config file of the evaluation")
+    parser.add_argument(
+        "--engine", action="append", required=True, metavar="URL", help="address of an SGLang server"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def run() -> None:
         config = load_config(args.config)
-        owner, _ = of_process(config.run.dir)
+        owner, _ = owner_of_process(config.run.dir)
         metrics = MetricsWriter(config.run.dir)
-        whose = {url: engine_identity(owner, url) for url in args.engine}
-        result = asyncio.run(evaluate(config, whose))
-        metrics.write("eval", 0, **result.figures())
+        identities = {url: engine_identity(owner, url) for url in args.engine}
+        result = asyncio.run(evaluate(config, identities))
+        metrics.write("eval", 0, **result.metrics())
         metrics.close()
 
     run_role(run)

@@ -1,8 +1,8 @@
-"""A run's evaluations. The trainer waits for one, or it runs beside training on an engine of its own.
+"""Evaluations of a run: the trainer waits for one, or it runs in the background on an engine of its own.
 
-In the background (eval.background) an engine is pinned: it keeps the weights that it has, gets no push and no sample
-of training, and is stale when the evaluation has ended. So all answers come from one weight version, and training
-goes on with the other engines.
+In the background (eval.background) an engine is pinned: it keeps its weights, gets no weight update and no
+training samples, and is stale when the evaluation has ended. So all responses come from one weight version,
+and training continues on the other engines.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.data import PromptSource, Tokenizer
-from rlsys.evaluation.eval_sets import AskedSet
-from rlsys.evaluation.evaluation import answer_all, judge, probes, score_all
-from rlsys.evaluation.results import EvalResult, Evaluated
+from rlsys.evaluation.eval_sets import EvalSetRunner
+from rlsys.evaluation.evaluation import answered_items, eval_items, judge, score_all
+from rlsys.evaluation.results import EvalResult, EvalStatus
 from rlsys.generators.agent import AgentGenerator
 from rlsys.generators.generator import build_generator
 from rlsys.generators.turns import greedy_turns
@@ -30,7 +30,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class Evaluator:
-    """Owns the evaluation in the background and its pin; there is one at most. `sets`: somebody else's to close."""
+    """Owns the background evaluation and its pinned engine; there is at most one. The caller closes `sets`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Evaluator:
         source: PromptSource,
         scorer: Scorer,
         tokenizer: Tokenizer | None,
-        sets: Sequence[AskedSet],
+        sets: Sequence[EvalSetRunner],
     ) -> None:
         self.sets = sets
         self._count = config.eval.prompts
@@ -50,21 +50,24 @@ class Evaluator:
         self._task: asyncio.Task[EvalResult] | None = None
 
     async def measure(self, watched: Watched, step: int) -> EvalResult:
-        """Greedy on the held-out prompts, then the named sets; right is a full reward. What cannot be answered or
-        judged is not among `prompts`. `watched`: ends a wait in which nothing gets further. `step`: train steps that
-        the weights contain."""
-        for answer in (self._greedy, *(one.answer for one in self.sets)):
-            if isinstance(answer, AgentGenerator):
-                answer.evaluated_step = step
-        asked = probes(self._source, self._count)
-        answered = await watched(answer_all(asked, self._greedy), "evaluation")
-        result = judge(answered, await score_all(answered, self._scorer), len(asked))
-        for one in self.sets:
-            result.sets[one.name] = await watched(one.measure(), f"evaluation of {one.name}")
+        """Evaluate greedily on the held-out prompts, then on the named sets. A full reward is correct.
+
+        Args:
+            watched: wrapper that ends a wait without progress.
+            step: number of train steps in the weights.
+        """
+        for generator in (self._greedy, *(eval_set.generator for eval_set in self.sets)):
+            if isinstance(generator, AgentGenerator):
+                generator.evaluated_step = step
+        items = eval_items(self._source, self._count)
+        judged_items = await watched(answered_items(items, self._greedy), "evaluation")
+        result = judge(judged_items, await score_all(judged_items, self._scorer), len(items))
+        for eval_set in self.sets:
+            result.sets[eval_set.name] = await watched(eval_set.measure(), f"evaluation of {eval_set.name}")
         return result
 
     def begin(self, step: int) -> bool:
-        """Start one in the background. False: no engine can be spared, because no other one serves."""
+        """Start an evaluation in the background. False: no engine can be spared, because no other one serves."""
         assert self._task is None, "one at a time"
         if not self._router.pin():
             return False
@@ -72,29 +75,32 @@ class Evaluator:
         self._task.add_done_callback(lambda _: self._router.unpin())
         return True
 
-    async def ended(self, wait: bool, watched: Watched) -> Evaluated:
-        """What became of the one that was begun. Raises what broke it, but for the loss of its engine: the weights
-        are gone with that."""
-        if self._task is None:  # given up, because the run leaves
-            return Evaluated(done=True)
+    async def poll(self, wait: bool, watched: Watched) -> EvalStatus:
+        """Return the state of the background evaluation, after waiting for its end if `wait` is set.
+
+        Raises the evaluation's error, except if its engine died: the evaluated weights are then lost.
+        """
+        if self._task is None:  # cancelled, because the run ends
+            return EvalStatus(done=True)
         if wait and not self._task.done():
             await watched(asyncio.wait([self._task]), "evaluation")
         if not self._task.done():
-            return Evaluated(done=False)
+            return EvalStatus(done=False)
         task, self._task = self._task, None
         try:
-            return Evaluated(done=True, result=task.result())
+            return EvalStatus(done=True, result=task.result())
         except PinLost as e:
-            log.warning("evaluation is given up: %s", e)
-            return Evaluated(done=True)
+            log.warning("evaluation abandoned: %s", e)
+            return EvalStatus(done=True)
 
     async def stop(self) -> None:
-        """End the one in the background, if there is one: nobody will ask for it."""
+        """Cancel the background evaluation, if there is one."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
 
-async def unwatched(work: Awaitable[Any], what: str) -> Any:
+async def unwatched(work: Awaitable[Any], description: str) -> Any:
+    """Wait without a stall check."""
     return await work

@@ -1,4 +1,4 @@
-"""TODO"""
+"""Results of evaluations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Evaluated:
-    """What became of an evaluation in the background. Done without a result: its engine died, it is given up."""
+class EvalStatus:
+    """State of a background evaluation. Done without a result: it was abandoned, because its engine died."""
 
     done: bool
     result: EvalResult | None = None
@@ -15,28 +15,32 @@ class Evaluated:
 
 @dataclass(slots=True)
 class EvalResult:
+    """Metrics of one evaluation."""
+
     accuracy: float
     prompts: int
     mean_length: float
     truncated: int
     weight_version: int = 0
-    """That sampled every token of it."""
+    """The version that sampled every token."""
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Figures of the named sets."""
+    """Metrics of each named set."""
     same_answer: float | None = None
-    """Share of the prompts that got the commonest answer; None where answers are not known."""
+    """Fraction of prompts with the most common answer; None if answers are unknown."""
     constant: float | None = None
-    """Accuracy of who gives the best constant answer; None where the data has no right answers."""
+    """Accuracy of the best constant answer; None if the data has no reference answers."""
     left_out: int = 0
-    """Prompts without an answer, or without a verdict on it; they are not among `prompts`."""
+    """Prompts without a response or without a verdict; `prompts` excludes them."""
 
-    def figures(self) -> dict[str, float]:
-        """Of an `eval` line of metrics.jsonl; those of a set are called SET/FIGURE."""
-        own = {
+    def metrics(self) -> dict[str, float]:
+        """Return the fields of an `eval` line of metrics.jsonl; a metric of a set is called SET/METRIC."""
+        values = {
             "accuracy": self.accuracy, "mean_length": self.mean_length, "prompts": self.prompts,
             "truncated": self.truncated, "weight_version": self.weight_version, "left_out": self.left_out,
         }  # fmt: skip
         for name, share in (("same_answer_share", self.same_answer), ("constant_accuracy", self.constant)):
             if share is not None:
-                own[name] = share
-        return own | {f"{name}/{key}": v for name, found in self.sets.items() for key, v in found.items()}
+                values[name] = share
+        return values | {
+            f"{name}/{key}": v for name, set_metrics in self.sets.items() for key, v in set_metrics.items()
+        }

@@ -1,10 +1,10 @@
-"""A few prompts of a run, asked and scored, for a person to read. For `rlsys try`:
+"""Responses to the first prompts of a run, scored, for reading. For `rlsys try`:
 
     python -m rlsys.evaluation.tryout --config TRY/config.yaml --engine URL ...
 
-asks engines that serve `model.path` as the run would sample, and writes `try.json` into its folder. Nothing of it
-enters a ledger. It asks the source's prompts in their order, SAMPLES times each: `algo.prompt`, which may choose or
-reword prompts, and `algo.planners`, which may drop groups or change their size, do not act here.
+samples from engines that serve `model.path` as the run would, and writes `try.json` into its folder. Nothing
+enters a ledger. The prompts are the source's first ones, with SAMPLES responses each: `algo.prompt`, which
+may choose or reword prompts, and `algo.planners`, which may drop or resize groups, do not apply.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from rlsys.config import Config, load_config
 from rlsys.core.identity import Identity, engine_identity
-from rlsys.core.owner import of_process
+from rlsys.core.owner import owner_of_process
 from rlsys.core.types import Sample
 from rlsys.data import Tokenizer, build_source
 from rlsys.evaluation.evaluation import respond
@@ -29,51 +29,59 @@ from rlsys.router.router import EVALUATION
 
 FILE_NAME = "try.json"
 PROMPTS, SAMPLES = 3, 4
-"""Training prompts that are asked, and how often each."""
+"""Number of training prompts, and responses to each."""
 
 
-async def try_out(config: Config, whose: Mapping[str, Identity]) -> list[dict[str, Any]]:
-    """One entry a prompt: its text, and each sample's text, tokens, status, and reward or the reason for none, and
-    whether an evaluation would count it as right. The prompt is what the model read: an agent or an environment may
-    make its own. A sample with another one than most has it itself.
+async def try_out(config: Config, identities: Mapping[str, Identity]) -> list[dict[str, Any]]:
+    """Return one entry per prompt with its text and its samples.
+
+    A sample has text, tokens, status, reward or the reason for none, and whether an evaluation would count it
+    as correct. The prompt is what the model read, since an agent or environment may write its own; a sample
+    with another prompt than most has a field for it.
     """
     tokenizer = Tokenizer.of(config)
     source = build_source(config, tokenizer)
     prompts = [train_prompt(source, i) for i in range(PROMPTS)]
-    asked = [(Sample(EVALUATION, EVALUATION, i, p.ids, seed=i), p) for p in prompts for i in range(SAMPLES)]
-    verdicts = await respond(config, tokenizer, whose, asked, sampling_turns)
-    told = [
+    items = [(Sample(EVALUATION, EVALUATION, i, p.ids, seed=i), p) for p in prompts for i in range(SAMPLES)]
+    verdicts = await respond(config, tokenizer, identities, items, sampling_turns)
+    entries = [
         {
             "text": tokenizer.decode(s.judged_ids), "tokens": s.sampled_tokens, "status": s.status.value,
-            "reward": v.named or v.reward, "reason": v.reason, "right": v.right,
+            "reward": v.parts or v.reward, "reason": v.reason, "right": v.right,
         }
-        for (s, _), v in zip(asked, verdicts, strict=True)
+        for (s, _), v in zip(items, verdicts, strict=True)
     ]  # fmt: skip
-    read = [s.prompt_ids for s, _ in asked]
-    places = range(0, len(asked), SAMPLES)
-    return [_entry(tokenizer, read[i : i + SAMPLES], told[i : i + SAMPLES]) for i in places]
+    prompt_ids = [s.prompt_ids for s, _ in items]
+    starts = range(0, len(items), SAMPLES)
+    return [_entry(tokenizer, prompt_ids[i : i + SAMPLES], entries[i : i + SAMPLES]) for i in starts]
 
 
-def _entry(tokenizer: Tokenizer, read: list[list[int]], told: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the samples of one prompt. `read`: the prompt of each."""
-    prompt = max(read, key=read.count)
-    for ids, sample in zip(read, told, strict=True):
+def _entry(
+    tokenizer: Tokenizer, prompt_ids: list[list[int]], samples: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the entry of one prompt's samples. `prompt_ids`: the prompt of each sample."""
+    prompt = max(prompt_ids, key=prompt_ids.count)
+    for ids, sample in zip(prompt_ids, samples, strict=True):
         if ids != prompt:
             sample["prompt"] = tokenizer.decode(ids)
-    return {"prompt": tokenizer.decode(prompt), "tokens": len(prompt), "samples": told}
+    return {"prompt": tokenizer.decode(prompt), "tokens": len(prompt), "samples": samples}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Asks a run's first prompts; started by rlsys try.")
-    parser.add_argument("--config", type=Path, required=True, help="resolved config")
-    parser.add_argument("--engine", action="append", required=True, metavar="URL", help="an SGLang server")
+    parser = argparse.ArgumentParser(
+        description="Sample responses to a run's first prompts; started by rlsys try."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="resolved config file")
+    parser.add_argument(
+        "--engine", action="append", required=True, metavar="URL", help="address of an SGLang server"
+    )
     args = parser.parse_args()
 
     def run() -> None:
         config = load_config(args.config)
-        owner, _ = of_process(config.run.dir)
-        found = asyncio.run(try_out(config, {url: engine_identity(owner, url) for url in args.engine}))
-        (config.run.dir / FILE_NAME).write_text(json.dumps(found, indent=1))
+        owner, _ = owner_of_process(config.run.dir)
+        entries = asyncio.run(try_out(config, {url: engine_identity(owner, url) for url in args.engine}))
+        (config.run.dir / FILE_NAME).write_text(json.dumps(entries, indent=1))
 
     run_role(run)
 

@@ -20,7 +20,7 @@ import aiohttp
 from yarl import URL
 
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.core.model_folder import read_fields, read_stop_ids
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError
@@ -29,7 +29,7 @@ from rlsys.gateway.proxy import Proxy
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
 from rlsys.router.pool import Pool
-from rlsys.router.push import PROBE_SECONDS, states
+from rlsys.router.push import PROBE_SECONDS, describe_states
 from rlsys.router.strategy import STRATEGIES
 
 log = logging.getLogger("rlsys.router")
@@ -90,7 +90,7 @@ class Fleet:
         session: aiohttp.ClientSession,
         *,
         allowed: Sequence[str] = (),
-        identity: Identity = NOBODY,
+        identity: Identity = ANONYMOUS,
         strategy: str,
         interruption: FleetInterruption,
         queue_seconds: float,
@@ -100,7 +100,7 @@ class Fleet:
         self._session = session
         self._identity = identity
         self._allowed = tuple(allowed) or tuple({URL(url).host or "" for url in urls if is_engine_url(url)})
-        self.pool = Pool([], trusted=True)
+        self.pool = Pool([], skip_attestation=True)
         for url in urls:
             self.add(url)
         self.dispatcher = Dispatcher(self.pool, STRATEGIES[strategy])
@@ -137,7 +137,7 @@ class Fleet:
         """It gets nothing new and leaves when it is empty. Raises UserError when it is not here."""
         engine = self.pool.find(url)
         if engine is None:
-            raise UserError(f"{url[:200]} is not in the pool: {states(self.pool)}")
+            raise UserError(f"{url[:200]} is not in the pool: {describe_states(self.pool)}")
         engine.draining = True
 
     async def watch(self) -> None:
@@ -230,7 +230,7 @@ class Fleet:
             hold = self._interruption != "abort"
             engines: list[EngineState] = []
             try:
-                await self.dispatcher.bring_back((lambda _: True) if hold else None)
+                await self.dispatcher.abort_all((lambda _: True) if hold else None)
                 if hold:
                     await self.dispatcher.pause(self._interruption, self.pool.engines)
                 self.pool.version, self._folder = version or before[0] + 1, folder
@@ -253,7 +253,7 @@ class Fleet:
         except EngineError as e:  # it keeps what it had
             return False, str(e)
         except DeadEngine as e:
-            engine.died()
+            engine.mark_dead()
             return False, f"{engine.url}: {e or type(e).__name__}"
         return True, ""
 
@@ -266,13 +266,13 @@ class Fleet:
         version, engine.loading = self.pool.version, True
         flight = Flight("load", None, asyncio.timeout(None))
         try:
-            with self.dispatcher.flying(engine, flight, 0):
+            with self.dispatcher.track(engine, flight, 0):
                 async with flight.scope:
                     await engine.client.update_weights_from_disk(self._folder, version)
                     await engine.client.flush(paused=engine.paused)
                     reported = await engine.client.weight_version()
             if reported != version:
                 raise EngineError(f"{engine.url} reports weight version {reported} instead of {version}")
-            engine.has(version)
+            engine.set_version(version)
         finally:
             engine.loading = False

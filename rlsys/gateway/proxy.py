@@ -36,8 +36,8 @@ from rlsys.gateway.choices import DONE, Choices, Sink
 from rlsys.gateway.skip import Broken, parse, skipper
 from rlsys.router.dispatch import Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.failures import HTTP_FAILURES, SERVER_FAULT, End, Poisonous, attempt
-from rlsys.router.strategy import Wish
+from rlsys.router.failure_policy import HTTP_FAILURES, SERVER_FAULT, PoisonRequest, RequestEnd, attempt
+from rlsys.router.strategy import RoutingRequest
 
 KEYS_KEPT = 65536
 KEY_CHARACTERS = 512
@@ -197,7 +197,7 @@ class Proxy:
 
     async def run(self, jobs: Sequence[Job], request: web.Request, responses: int = 1) -> web.StreamResponse:
         """The engines' answer: of one request, or of several as one, `responses` in a row to the same prompt. Raises
-        Unavailable, Poisonous and RefusedPrompt before the answer has begun."""
+        Unavailable, PoisonRequest and RefusedPrompt before the answer has begun."""
         reply = Reply(request)
         if len(jobs) == 1:
             return await self._run(jobs[0], reply)
@@ -210,7 +210,7 @@ class Proxy:
             return choices.whole([a for a in answers if isinstance(a, web.Response)])
         except Unread:
             return reply.drop()
-        except (Unavailable, Poisonous, RefusedPrompt) as e:
+        except (Unavailable, PoisonRequest, RefusedPrompt) as e:
             if not reply.begun:
                 raise
             return await _end_with(reply, e)
@@ -237,7 +237,7 @@ class Proxy:
         except Unread:
             self.counts["broken"] += 1
             return reply.drop()
-        except (Broken, Unavailable, Poisonous, RefusedPrompt) as e:
+        except (Broken, Unavailable, PoisonRequest, RefusedPrompt) as e:
             if not reply.begun:
                 if isinstance(e, Broken):
                     raise Unavailable(str(e)) from None
@@ -276,10 +276,10 @@ class Proxy:
             release()
 
     def _check_deaths(self, job: Job) -> None:
-        """Raises Poisonous."""
+        """Raises PoisonRequest."""
         if (deaths := self._deaths.of(job.identity)) >= DEATHS_POISONOUS:
             self.poisonous += 1
-            raise Poisonous(
+            raise PoisonRequest(
                 f"{job.text}: refused: {deaths} engines died while they worked on this request; it is tried again "
                 f"after {SUSPECT_SECONDS:g} s"
             )
@@ -308,10 +308,10 @@ class Proxy:
                 return None
             self._deaths.clear(job.identity)
             return reply.whole(whole, answer.status, answer.headers.get("Content-Type", JSON))
-        if made.end is End.FAULT:
+        if made.end is RequestEnd.FAULT:
             job.failures += 1
             job.suspects.append(engine)
-        elif made.end is End.DEATH:
+        elif made.end is RequestEnd.DEATH:
             self._deaths.add(job.identity, engine)
         return None
 
@@ -329,9 +329,9 @@ class Proxy:
         costs no engine its place."""
         for suspect in job.suspects:
             if suspect is not engine:
-                suspect.failed()
+                suspect.record_failure()
         job.suspects.clear()
-        engine.breaker.succeeded()
+        engine.breaker.record_success()
 
     async def _relay(
         self, job: Job, reply: Sink, answer: Any, before: int, flight: Flight
@@ -364,7 +364,7 @@ class Proxy:
                 place = next(self._order)
                 engine = await self._dispatcher.admit(
                     lambda: (place,),
-                    lambda: Wish(
+                    lambda: RoutingRequest(
                         self._engine_of.get(job.key),
                         key=zlib.crc32(job.key.encode()),
                         avoid=frozenset(e.url for e in job.suspects),
@@ -467,12 +467,12 @@ class Proxy:
             try:
                 return await engine.client.tokenize(job.body["text"])
             except (*DeadEngine, EngineError):
-                engine.died()
+                engine.mark_dead()
 
 
 async def _end_with(reply: Sink, error: Exception) -> web.StreamResponse:
     """The end of a stream that cannot go on."""
-    status = 422 if isinstance(error, Poisonous) else 400 if isinstance(error, RefusedPrompt) else 503
+    status = 422 if isinstance(error, PoisonRequest) else 400 if isinstance(error, RefusedPrompt) else 503
     await reply.write(b"data: " + error_body(status, str(error)))
     return await reply.end()
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import UserError
-from rlsys.core.identity import NOBODY, Identity, read_keys
+from rlsys.core.identity import ANONYMOUS, Identity, read_keys
 from rlsys.engine.wire import make_session
 from rlsys.gateway.fleet import Fleet, FleetInterruption
 from rlsys.gateway.front import Front, FrontLimits
 from rlsys.http_server.server import serving
-from rlsys.obs.role import unless_ignored
+from rlsys.obs.role import without_ignored
 
 SHORTEST_TOKEN = 16
 SHUTDOWN_SECONDS = 10.0
@@ -87,17 +87,17 @@ def is_loopback(host: str) -> bool:
 def run_router(options: RouterOptions) -> None:
     """Raises UserError for a taken port, a missing token, or a vocabulary that nothing tells."""
     tokens = read_tokens(options)
-    identity = NOBODY if options.engine_keys is None else read_keys(options.engine_keys)
+    identity = ANONYMOUS if options.engine_keys is None else read_keys(options.engine_keys)
     asyncio.run(serve(options, tokens, identity))
 
 
-async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = NOBODY) -> None:
+async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANONYMOUS) -> None:
     places = options.limits.places
     raise_descriptors(
         2 * places, "rlsys router: a connection of the client and one of the engine for each place"
     )
     stop = asyncio.Event()
-    for number in unless_ignored(signal.SIGTERM, signal.SIGINT):
+    for number in without_ignored(signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with make_session() as session:
         fleet = Fleet(

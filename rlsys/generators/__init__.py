@@ -1,3 +1,1 @@
-"""How a response is made: single turns, tools, agents, environments, trees, functions; and the boundary that
-censors a failed sample.
-"""
+"""Generators of responses: turns, tools, agents, environments, trees, functions; and censoring of failed samples."""

@@ -1,12 +1,12 @@
-"""The generator `agent`: a response is what the model says to an agent, a program of the user's with a stock client.
+"""The generator `agent`: a response is what the model answers to an agent, a user's program with a stock client.
 
-    agent  --messages-->  endpoint  -->  Conversation  --speak-->  router, engines
-           <--answer----            <--                <--tokens--
+    agent  --messages-->  endpoint  -->  Conversation  --generate_turn-->  router, engines
+           <--answer----            <--                <--tokens---------
 
-This file starts agents and judges how they end; what is said between an agent and the model is conversation.py's. An
-interruption, a push or an engine's death holds up an answer, and the agent sees none of them. An agent that is
-killed, or whose rollout process was, is run again from its beginning and told what was said before; where it then
-asks something else, the sample is censored. So is one whose agent raises, stands still or asks for ever.
+This file starts agents and handles their exit; conversation.py handles the messages between agent and model. An
+interruption, a push or an engine's death delays an answer; the agent does not notice. An agent that was killed,
+or whose rollout process was, is run again from its beginning and gets the saved answers; if it then asks
+anything else, the sample is censored. So is one whose agent raises, hangs or makes too many requests.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from rlsys.config import Config
 from rlsys.config.plugins import parse_params
 from rlsys.config.section import Positive, Section
 from rlsys.core.errors import UserError
-from rlsys.core.spans import TurnMark
+from rlsys.core.spans import TurnReward
 from rlsys.core.types import Prompt, Sample
 from rlsys.data import Tokenizer
 from rlsys.generators.conversation import Conversation
 from rlsys.generators.environment_services import ServiceParams, Services
 from rlsys.generators.parser_client import ToolFailed, TurnReader
-from rlsys.generators.turns import Speak
+from rlsys.generators.turns import GenerateTurn
 from rlsys.router.router import EVALUATION
 from rlsys.router.turn_ends import turn_ends
 
 STARTS = 3
-"""Of one agent: after so many that were killed it is not run again."""
+"""Starts of one agent: after this many kills it is not run again."""
 FIELD = "rollout.generator_params"
 _KEEPERS: set[asyncio.Task[None]] = set()
-"""An event loop itself holds its tasks by weak references only."""
+"""Strong references: an event loop holds its tasks by weak references only."""
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -71,8 +71,8 @@ class AgentParams(Section):
     """Which of the agent's conversations are trained. With `first`, the others are answered on the side."""
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
-        if sum(way is not None for way in (self.run, self.command, self.url)) != 1:
+    def _check_source(self) -> Self:
+        if sum(source is not None for source in (self.run, self.command, self.url)) != 1:
             raise ValueError("run, command, url: expected one of them")
         if self.python is not None and self.run is None:
             raise ValueError(f"python = {self.python!r}: only an agent with `run` is imported")
@@ -82,77 +82,92 @@ class AgentParams(Section):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The agent's name in messages."""
         return self.run or self.url or " ".join(self.command or ())
 
 
 class AgentGenerator:
     """Owns the endpoint and the process of the agents, from the first sample to the end of the event loop."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, speak: Speak, params: AgentParams) -> None:
-        self._config, self._speak, self._params = config, speak, params
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: AgentParams
+    ) -> None:
+        self._config, self._generate_turn, self._params = config, generate_turn, params
         self._rendering = Rendering(tokenizer)
         parsed = config.engine.tool_call_parser or config.engine.reasoning_parser
         self._reader = TurnReader(config) if parsed else None
         self._ends = turn_ends(config, tokenizer)
         self._wants_reward = any(spec.name == "agent" for spec in config.data.reward)
         self.remote = params.url is not None
-        """Agents are somebody else's processes."""
+        """Whether agents run in a service that this run does not start."""
         self.evaluated_step: int | None = None
-        """Of an evaluation within a run: how many train steps its weights contain."""
-        self.saved: Callable[[Sample], Awaitable[None]] | None = None
-        """Where samples are saved; returns when what the sample has outlives this process. Of a service, whoever is
-        told an answer may tell it to others (meeting.py), so it must be the same after a death of ours."""
+        """For an evaluation within a run: train steps contained in its weights."""
+        self.persist: Callable[[Sample], Awaitable[None]] | None = None
+        """Saves a sample durably before an answer is returned.
+
+        A service may pass an answer on to other processes (multi_policy.py), so the answer must be the same
+        after a crash.
+        """
         self._environments = None if params.environment is None else Services(params.environment, FIELD)
         self._keeper: asyncio.Task[None] | None = None
         self._parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]] | None = None
         self.counts = dict.fromkeys(
             ("agent_calls", "agent_side_calls", "agent_sequences", "agent_restarts"), 0
         )
-        """Since this process began: requests of agents, those that were answered on the side, conversations beside
-        the first one of a sample, and agents that were killed and run again."""
+        """Counts since this process started.
+
+        Requests of agents, those outside the main conversation, conversations after the first one of a sample,
+        and agents that were killed and run again.
+        """
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
-        """Raises ToolFailed when the agent fails, UserError when there is no such agent."""
+        """Run the agent.
+
+        Raises:
+            ToolFailed: the agent fails.
+            UserError: there is no such agent.
+        """
         if sample.trained_prompt is not None:
             raise UserError(
                 "rollout.generator = 'agent': an agent makes its prompt itself, so no planner may change it; remove "
                 "lens from algo.planners"
             )
         task = {**prompt.entry, "question": prompt.question}
-        lost = ""
+        cause = ""
         for _ in range(STARTS):
-            talk = Conversation(
-                self._config, self._rendering, self._reader, self._speak, self._ends, sample, prompt,
+            conversation = Conversation(
+                self._config, self._rendering, self._reader, self._generate_turn, self._ends, sample, prompt,
                 self.counts, train_all=self._params.train == "all",
-                saved=self.saved if self.remote and sample.sample_id != EVALUATION else None,
+                persist=self.persist if self.remote and sample.sample_id != EVALUATION else None,
             )  # fmt: skip
-            async with self._running(sample, task) as (session, ended):
+            async with self._running(sample, task) as (session, exit_future):
                 try:
-                    end = await talk.lead(
-                        session.questions, ended, self._params.max_calls, self._params.patience
+                    end = await conversation.run(
+                        session.questions, exit_future, self._params.max_calls, self._params.patience
                     )
                 except ToolFailed as e:
                     raise ToolFailed(f"the agent {self._params.name}: {e}") from None
             if end is None or not end.lost:
-                self._conclude(talk, end)
+                self._conclude(conversation, end)
                 self._take_reward(sample, session.reward, full=end is None)
                 return
             self.counts["agent_restarts"] += 1
-            lost = end.lost
-        raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, at last {lost}")
+            cause = end.lost
+        raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, at last {cause}")
 
-    def _conclude(self, talk: Conversation, end: Ended | None) -> None:
+    def _conclude(self, conversation: Conversation, end: Ended | None) -> None:
         if end is not None and end.error is not None:
             raise ToolFailed(f"the agent {self._params.name}: {end.error}")
         try:
-            talk.conclude(full=end is None)
+            conversation.conclude(full=end is None)
         except ToolFailed as e:
             raise ToolFailed(f"the agent {self._params.name}: {e}") from None
 
     def _take_reward(self, sample: Sample, reward: float | None, *, full: bool) -> None:
-        """What the agent has said, as the worth of the last turn. One that had no room to come to its end has not
-        said more: nothing is worth 0."""
+        """Assign the agent's reward to the last turn.
+
+        It is 0 if the conversation hit its limit before the agent gave a reward.
+        """
         if self._wants_reward and reward is None:
             if not full:
                 raise ToolFailed(
@@ -160,35 +175,35 @@ class AgentGenerator:
                 )
             reward = 0.0
         if reward is not None:
-            turns = [(q.spoke, i) for q in sample.trained_sequences for i, _ in enumerate(q.turns())]
+            turns = [(q.last_turn, i) for q in sample.trained_sequences for i, _ in enumerate(q.turns())]
             last = turns.index(max(turns))
-            sample.turn_marks = [TurnMark(reward if i == last else 0.0) for i in range(len(turns))]
+            sample.turn_rewards = [TurnReward(reward if i == last else 0.0) for i in range(len(turns))]
 
     @asynccontextmanager
     async def _running(
         self, sample: Sample, task: dict[str, Any]
     ) -> AsyncIterator[tuple[Session, asyncio.Future[Ended]]]:
-        """An agent, for as long as this lasts."""
+        """Run an agent while the context is active."""
         endpoint, host = await self._serving()
         async with (
             nullcontext() if self._environments is None else self._environments.of_agent() as environment
         ):
             session = endpoint.open(None if environment is None else environment.ask)
-            found = {}
+            variables = {}
             if sample.sample_id != EVALUATION:
-                found[SAMPLE] = str(sample.sample_id)
+                variables[SAMPLE] = str(sample.sample_id)
             elif self.evaluated_step is not None:
-                found[EVALUATION_STEP] = str(self.evaluated_step)
-            agent, ended = host.start(task, sample.seed, {**session.environment(), **found})
+                variables[EVALUATION_STEP] = str(self.evaluated_step)
+            agent, exit_future = host.start(task, sample.seed, {**session.environment(), **variables})
             try:
-                yield session, ended
+                yield session, exit_future
             finally:
                 host.kill(agent)
                 endpoint.close(session)
 
     async def _serving(self) -> tuple[Endpoint, AgentHost | AgentService]:
-        """Started by the first sample; started anew where the process of the agents has died."""
-        if self._keeper is not None and self._lost():
+        """Return endpoint and host; the first sample starts them, and later ones restart them after a crash."""
+        if self._keeper is not None and self._host_died():
             await asyncio.wait([self._keeper])
         if self._parts is None or self._keeper is None or self._keeper.done():
             self._parts = asyncio.get_running_loop().create_future()
@@ -197,28 +212,28 @@ class AgentGenerator:
             self._keeper.add_done_callback(_KEEPERS.discard)
         return await asyncio.shield(self._parts)
 
-    def _lost(self) -> bool:
-        """Whether there was a process of the agents, and is none."""
+    def _host_died(self) -> bool:
+        """Return whether the process of the agents has died."""
         if self._parts is None or not self._parts.done():
             return False
         return self._parts.exception() is not None or self._parts.result()[1].lost.is_set()
 
     async def _keep(self, parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]]) -> None:
-        """Ends with the event loop, which cancels it."""
+        """Run endpoint and host until the event loop cancels it."""
         p = self._params
         try:
             opened = open_host(p.run, p.python, p.command, p.env) if p.url is None else open_service(p.url)
             async with Endpoint().listening() as endpoint, opened as host:
                 parts.set_result((endpoint, host))
                 await host.lost.wait()
-                log.warning("the process of the agents has died; it is started anew")
+                log.warning("the process of the agents has died; restarting it")
         except (UserError, OSError, TimeoutError) as e:
             if parts.done():
                 raise
             parts.set_exception(e)
 
     async def close(self) -> None:
-        """End all agents, and their environment."""
+        """Stop all agents, and their environment."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -228,9 +243,11 @@ class AgentGenerator:
             await self._environments.close()
 
 
-def agent(config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any) -> AgentGenerator:
-    """The generator of `rollout.generator: agent`."""
+def agent(
+    config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn, **params: Any
+) -> AgentGenerator:
+    """Create the generator of `rollout.generator: agent`."""
     if tokenizer is None:
         raise UserError("rollout.generator = 'agent': it needs a tokenizer")
     parsed = parse_params(FIELD, AgentParams, params)
-    return AgentGenerator(config, tokenizer, speak, parsed)
+    return AgentGenerator(config, tokenizer, generate_turn, parsed)

@@ -1,9 +1,9 @@
-"""A Python calculator that cannot do harm: `python -I -S calculator.py`, code on standard input, result on output.
+"""A safe Python calculator: `python -I -S calculator.py`, code on standard input, result on standard output.
 
-Run as a file of its own in a process of its own; standard library only. The language is arithmetic: assignments and
-expressions of numbers, lists and a few functions. There are no attributes, imports, strings or definitions in it, so
-nothing can be reached from it. What still goes wrong (a huge power) meets the limits of the process: processor time,
-memory, and not one further file, pipe or socket.
+It runs as a separate process from this file, with the standard library only. The language is arithmetic:
+assignments and expressions of numbers, lists and a few functions, without attributes, imports, strings and
+definitions. Expensive expressions (a huge power) are stopped by the limits of the process: CPU time, memory,
+and no further file, pipe or socket.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALLOWED = (
 
 
 def restrict() -> None:
-    """This process from now on: no further files, pipes or sockets, little time and memory."""
+    """Limit this process: no further files, pipes or sockets, little time and memory."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
@@ -37,7 +37,7 @@ def restrict() -> None:
 
 
 def refusal(tree: ast.AST) -> str | None:
-    """What the first node that is not arithmetic is; None when all are."""
+    """Return the first node that is not arithmetic, None if there is none."""
     for node in ast.walk(tree):
         if not isinstance(node, ALLOWED):
             return type(node).__name__
@@ -49,11 +49,11 @@ def refusal(tree: ast.AST) -> str | None:
 
 
 def evaluate(code: str) -> str:
-    """The value of the last line, or what is wrong with the code."""
+    """Return the value of the last line, or an error message."""
     try:
         tree = ast.parse(code.strip())
-        if (refused := refusal(tree)) is not None:
-            return f"error: {refused} is not allowed"
+        if (forbidden := refusal(tree)) is not None:
+            return f"error: {forbidden} is not allowed"
         if not tree.body:
             return "error: there is nothing to compute"
         last = tree.body.pop()

@@ -1,10 +1,10 @@
-"""The boundary of a sample: what goes wrong with one item costs that item, what is wrong with the run ends it.
+"""The boundary of a sample: errors of one item censor that item, errors of the run end the run.
 
-    row, prompt, tool, environment, agent, generator, reward    the sample is censored: its cause, and the reason
-    ownership, ledger, disk, machine, invariants, config        raised on: the run ends
+    row, prompt, tool, environment, agent, generator, reward    the sample is censored, with a cause and a reason
+    ownership, ledger, disk, machine, invariants, config        re-raised: the run ends
 
-Whoever makes a response, scores it or reads a row from a source does it within `boundary`: training, evaluations,
-named sets, probes. It is the one place where an exception that nobody foresaw is survived. It is logged with its
+Code that generates a response, scores it or reads a row from a source runs within `boundary`: training,
+evaluations, named sets, probes. Only here unexpected exceptions are caught. They are logged with their
 traceback and counted, and too many of them end the run (`FailedSamples`).
 """
 
@@ -22,62 +22,65 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlsys.core.errors import GeneratorError, RlsysError, RowError, RunError
-from rlsys.core.imports import place
-from rlsys.core.texts import error_text, shortened, valid_text
+from rlsys.core.imports import source_location
+from rlsys.core.texts import error_text, shorten, valid_text
 from rlsys.core.types import LONGEST_REASON, CensorCause, Prompt
 from rlsys.data import PromptSource
 from rlsys.engine_requests import RefusedPrompt
 from rlsys.generators.parser_client import ToolFailed
-from rlsys.router.failures import Poisonous, RefusedRequest
+from rlsys.router.failure_policy import PoisonRequest, RefusedRequest
 
-REFUSED = "prompt refused"
-"""Reasons begin with it where no engine may get the prompt."""
+PROMPT_REFUSED = "prompt refused"
+"""Prefix of reasons of prompts that no engine may get."""
 LONGEST_TRACEBACK = 20_000
-"""Characters of one in the log: an exception's message may have megabytes."""
-_OURS = Path(__file__).resolve().parents[1]
-_OF_THE_MACHINE = frozenset(
+"""Characters of a traceback in the log: an exception's message may have megabytes."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_MACHINE_ERRNOS = frozenset(
     {
         errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
         errno.ENOBUFS,
     }
 )  # fmt: skip
-"""OSErrors that every other sample would meet as well."""
+"""OSErrors that would affect every other sample too."""
 
 log = logging.getLogger("rlsys.rollout.exceptions")
 
 
 class Censored(NamedTuple):
-    """Why an item gives no response, or none that can be used."""
+    """Cause and reason of an item without a usable response."""
 
     cause: CensorCause
     reason: str
 
 
 def censored(cause: CensorCause, reason: str) -> Censored:
-    """The reason may be anybody's text: it is made valid, and cut."""
-    return Censored(cause, shortened(valid_text(reason), LONGEST_REASON))
+    """Create a Censored with a valid, truncated reason; the text may come from any source."""
+    return Censored(cause, shorten(valid_text(reason), LONGEST_REASON))
 
 
 @dataclass
 class Item:
-    """What a `boundary` found: None, as long as nothing went wrong."""
+    """Result of a `boundary`: None if nothing went wrong."""
 
     censored: Censored | None = None
 
 
 @contextmanager
 def boundary(name: str) -> Iterator[Item]:
-    """Work on one item, which `name` tells people: its place in the data, or its number. What it cannot help becomes
-    `censored` of what this gives. Raises what concerns the whole run."""
+    """Run work on one item; errors of the item set `censored` of the yielded Item, others are re-raised.
+
+    Args:
+        name: the item in messages: its location in the data, or its number.
+    """
     item = Item()
     try:
         yield item
     except RefusedPrompt as e:
-        item.censored = censored(CensorCause.PROMPT, f"{REFUSED}: {e} ({name})")
+        item.censored = censored(CensorCause.PROMPT, f"{PROMPT_REFUSED}: {e} ({name})")
     except RowError as e:
         place_first = str(e).startswith(name.partition(",")[0])
         item.censored = censored(CensorCause.ROW, str(e) if place_first else f"{e} ({name})")
-    except (Poisonous, RefusedRequest) as e:
+    except (PoisonRequest, RefusedRequest) as e:
         item.censored = censored(CensorCause.ENGINE, str(e))
     except ToolFailed as e:
         item.censored = censored(CensorCause.TOOL, str(e))
@@ -92,8 +95,7 @@ def boundary(name: str) -> Iterator[Item]:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody has cancelled this task. A CancelledError alone does not say it: the item's code may have a
-    task of its own."""
+    """Return whether this task was cancelled. A CancelledError may also come from a task of the item's code."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop runs
@@ -108,21 +110,23 @@ def _ends_the_run(error: BaseException) -> bool:
         error, AssertionError | sqlite3.Error | MemoryError
     ):  # an invariant, the ledger: where it is ours
         frames = traceback.extract_tb(error.__traceback__)
-        return bool(frames) and Path(frames[-1].filename).is_relative_to(_OURS)
-    return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
+        return bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)
+    return isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS
 
 
 def _unexpected(name: str, error: BaseException) -> Censored:
-    words = shortened(" ".join(error_text(error).split()), 1000)
-    found = censored(CensorCause.EXCEPTION, f"{type(error).__name__}: {words}{place(error)} ({name})")
-    told = "".join(traceback.format_exception(error))
-    log.error("unexpected exception: %s\n%s", found.reason, valid_text(shortened(told, LONGEST_TRACEBACK)))
-    return found
+    text = shorten(" ".join(error_text(error).split()), 1000)
+    result = censored(
+        CensorCause.EXCEPTION, f"{type(error).__name__}: {text}{source_location(error)} ({name})"
+    )
+    trace = "".join(traceback.format_exception(error))
+    log.error("unexpected exception: %s\n%s", result.reason, valid_text(shorten(trace, LONGEST_TRACEBACK)))
+    return result
 
 
 @contextmanager
 def exceptions_unlogged() -> Iterator[None]:
-    """Before a run starts: whoever reads the reasons needs no tracebacks."""
+    """Suppress tracebacks before a run starts: the reasons are enough."""
     log.disabled = True
     try:
         yield
@@ -130,13 +134,13 @@ def exceptions_unlogged() -> Iterator[None]:
         log.disabled = False
 
 
-def named(prompt: Prompt) -> str:
-    """What a prompt is called in messages."""
-    return prompt.where or f"prompt {prompt.index}"
+def prompt_name(prompt: Prompt) -> str:
+    """Return the name of a prompt in messages."""
+    return prompt.location or f"prompt {prompt.index}"
 
 
 def train_prompt(source: PromptSource, index: int) -> Prompt:
-    """The source's training prompt of this index; a refused one where the source raises for it alone."""
+    """Return the source's training prompt of this index; a refused one if the source raises for it."""
     with boundary(f"prompt {index}") as item:
         return source.train(index)
     assert item.censored is not None
@@ -145,31 +149,36 @@ def train_prompt(source: PromptSource, index: int) -> Prompt:
 
 @dataclass
 class FailedSamples:
-    """Owns the count of samples that raised what nobody foresaw, since the last train step was taken. `share`:
-    rollout.max_failed_share. `least`: samples of a train step."""
+    """Owns the number of samples with unexpected exceptions since the last train step.
 
-    share: float
-    least: int
-    settled: int = 0
-    failed: int = 0
+    `max_share`: rollout.max_failed_share. `step_samples`: samples of a train step.
+    """
+
+    max_share: float
+    step_samples: int
+    settled_samples: int = 0
+    failed_samples: int = 0
     _prompts: set[int] = field(default_factory=set)
 
     def begin_step(self) -> None:
-        self.settled = self.failed = 0
+        self.settled_samples = self.failed_samples = 0
         self._prompts.clear()
 
     def settle(self, samples: int) -> None:
-        """So many have their reward, or their reason."""
-        self.settled += samples
+        """Count finished samples."""
+        self.settled_samples += samples
 
     def add(self, samples: int, prompt_index: int, reason: str) -> None:
-        """So many of this prompt failed. Raises RunError when they are too many. Those of one prompt never are: one
-        bad row costs one row."""
-        self.failed += samples
+        """Count failed samples of a prompt. Those of a single prompt never end the run: one bad row costs one row.
+
+        Raises:
+            RunError: too many failed.
+        """
+        self.failed_samples += samples
         self._prompts.add(prompt_index)
-        of = max(self.least, self.settled)
-        if self.failed > self.share * of and len(self._prompts) > 1:
+        total = max(self.step_samples, self.settled_samples)
+        if self.failed_samples > self.max_share * total and len(self._prompts) > 1:
             raise RunError(
-                f"rollout: {reason}; {self.failed} of {of} samples of a train step ended in exceptions that nobody "
-                f"foresaw, more than rollout.max_failed_share = {self.share:g}"
+                f"rollout: {reason}; {self.failed_samples} of {total} samples of a train step ended in unexpected "
+                f"exceptions, more than rollout.max_failed_share = {self.max_share:g}"
             )

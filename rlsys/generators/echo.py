@@ -1,9 +1,10 @@
-"""The generator `echo`: trees that branch where the model is unsure (ECHO, entropy and confidence).
+"""The generator `echo`: trees that branch where the model is uncertain (ECHO, entropy and confidence).
 
-Branches are sampled a window at a time. After each window, a branch of high entropy in a group of low confidence
-forks at the most uncertain token of the window, into the most probable tokens that were not drawn. A branch whose
-confidence has fallen too low, or falls window after window, or whose entropy spikes again and again, is pruned, and
-its place in the group is free. When the group is full, or after `most_steps` tokens, all go on by sampling.
+Branches are sampled in windows. After each window, a branch of high entropy in a group of low confidence forks
+at the most uncertain token of the window, into the most probable tokens that were not sampled. A branch is
+pruned if its confidence has fallen too low, falls in consecutive windows, or if its entropy spikes repeatedly;
+its slot in the group is then free. When the group is full, or after `most_steps` tokens, all branches continue
+by sampling.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from rlsys.config.section import Positive, Section
 from rlsys.core.forks import Forced
 from rlsys.core.types import Sample
 from rlsys.data import Tokenizer
-from rlsys.generators.trees import Tree, TreeGenerator, of_all_ids
-from rlsys.generators.turns import Speak
+from rlsys.generators.trees import Tree, TreeGenerator, untruncated_tokenizer
+from rlsys.generators.turns import GenerateTurn
 from rlsys.router.turn_ends import turn_ends
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -49,19 +50,22 @@ class EchoParams(Section):
 
 
 class Certainty:
-    """Of one token: `entropy`, as a share of the largest possible over the ids that were told and one for all others;
-    `confidence`, the probability of the most probable one."""
+    """Entropy and confidence of one token.
+
+    `entropy`: share of the maximum over the reported ids and one more for all others; `confidence`: the largest
+    probability.
+    """
 
     def __init__(self, tops: list[tuple[float, int]]) -> None:
-        found = [exp(p) for p, _ in tops]
-        found.append(max(0.0, 1 - sum(found)))
-        self.entropy = -sum(p * log(p) for p in found if p > 0) / log(len(found))
-        self.confidence = found[0]
+        probabilities = [exp(p) for p, _ in tops]
+        probabilities.append(max(0.0, 1 - sum(probabilities)))
+        self.entropy = -sum(p * log(p) for p in probabilities if p > 0) / log(len(probabilities))
+        self.confidence = probabilities[0]
 
 
 @dataclass(eq=False)
 class Branch:
-    """`fallen`: windows in a row with less confidence; `spiked`: windows of high entropy."""
+    """`fallen`: consecutive windows with less confidence; `spiked`: windows of high entropy."""
 
     sample: Sample
     confidence: float = 1.0
@@ -72,91 +76,106 @@ class Branch:
 
 
 def width(entropy: float, confidence: float, widest: int) -> int:
-    """Branches into which one goes on: wide where its window is uncertain and the group not confident."""
+    """Return the number of branches to continue with: many if the window is uncertain and the group not confident."""
     return 1 + round((widest - 1) * entropy * (1 - confidence))
 
 
 class Echo(TreeGenerator):
-    goes_on = True
+    resumable = True
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, speak: Speak, params: EchoParams) -> None:
-        super().__init__(speak)
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: EchoParams
+    ) -> None:
+        super().__init__(generate_turn)
         self._p, self._ends = params, turn_ends(config, tokenizer)
-        self._most = min(params.most_steps, config.rollout.max_response_tokens)
+        self._max_tokens = min(params.most_steps, config.rollout.max_response_tokens)
 
     async def grow(self, tree: Tree) -> None:
-        found = {id(s): Branch(s) for s in (tree.root, *(s for s, _ in tree.begun))}
-        for sample, source in tree.begun:
-            found[id(source)].children.append(found[id(sample)])
-        branches, start = list(found.values()), 0
-        while start < self._most and tree.free:
-            end = min(start + self._p.window, self._most)
-            going = [b for b in branches if not self._ends.ended(b.sample.response_ids)]
-            await tree.grow([b.sample for b in going], end, self._p.tops, greedy=False)
-            going = [
-                b for b in going if b.sample.tokens >= end and not self._ends.ended(b.sample.response_ids)
+        branch_of = {id(s): Branch(s) for s in (tree.root, *(s for s, _ in tree.saved_branches))}
+        for sample, source in tree.saved_branches:
+            branch_of[id(source)].children.append(branch_of[id(sample)])
+        branches, start = list(branch_of.values()), 0
+        while start < self._max_tokens and tree.free:
+            end = min(start + self._p.window, self._max_tokens)
+            growing = [b for b in branches if not self._ends.is_ended(b.sample.response_ids)]
+            await tree.grow([b.sample for b in growing], end, self._p.tops, greedy=False)
+            growing = [
+                b
+                for b in growing
+                if b.sample.tokens >= end and not self._ends.is_ended(b.sample.response_ids)
             ]
-            if not going:
+            if not growing:
                 break
-            read = {id(b): self._read(tree, b, start, end) for b in going}
-            for branch in going:
+            read = {id(b): self._read(tree, b, start, end) for b in growing}
+            for branch in growing:
                 self._judge(branch, *read[id(branch)])
-            self._prune(tree, branches, going)
-            going = [b for b in going if b in branches]
-            together = sum(b.confidence for b in going) / max(1, len(going))
-            for branch in going:
+            self._prune(tree, branches, growing)
+            growing = [b for b in growing if b in branches]
+            group_confidence = sum(b.confidence for b in growing) / max(1, len(growing))
+            for branch in growing:
                 self._fork(
-                    tree, branches, branch, start, end, width(read[id(branch)][0], together, self._p.widest)
+                    tree,
+                    branches,
+                    branch,
+                    start,
+                    end,
+                    width(read[id(branch)][0], group_confidence, self._p.widest),
                 )
             start = end
 
     def _read(self, tree: Tree, branch: Branch, start: int, end: int) -> tuple[float, float]:
-        """Mean entropy and confidence of the window; of tokens of which nothing was told, neither."""
-        told = [Certainty(tops) for at in range(start, end) if (tops := tree.tops(branch.sample, at))]
-        if not told:
+        """Return mean entropy and confidence of the window; (0, 1) without reported log-probs."""
+        certainties = [Certainty(tops) for at in range(start, end) if (tops := tree.tops(branch.sample, at))]
+        if not certainties:
             return 0.0, 1.0
-        return sum(c.entropy for c in told) / len(told), sum(c.confidence for c in told) / len(told)
+        return sum(c.entropy for c in certainties) / len(certainties), sum(
+            c.confidence for c in certainties
+        ) / len(certainties)
 
     def _judge(self, branch: Branch, entropy: float, confidence: float) -> None:
         branch.fallen = branch.fallen + 1 if confidence < branch.confidence else 0
         branch.spiked += entropy > self._p.spike
         branch.confidence, branch.lowest = confidence, min(branch.lowest, confidence)
 
-    def _prune(self, tree: Tree, branches: list[Branch], going: list[Branch]) -> None:
-        """The root stays: somebody has to."""
+    def _prune(self, tree: Tree, branches: list[Branch], growing: list[Branch]) -> None:
+        """Prune bad branches except the root."""
         p = self._p
-        for branch in going:
+        for branch in growing:
             hopeless = branch.lowest < p.confident or branch.fallen >= p.falls or branch.spiked >= p.spikes
             if hopeless and branch.sample is not tree.root and not branch.children:
                 branches.remove(branch)
-                for other in branches:
-                    if branch in other.children:
-                        other.children.remove(branch)
-                tree.cut(branch.sample, 0)
+                for remaining in branches:
+                    if branch in remaining.children:
+                        remaining.children.remove(branch)
+                tree.truncate(branch.sample, 0)
                 self.counts["tree_pruned"] += 1
 
     def _fork(
         self, tree: Tree, branches: list[Branch], branch: Branch, start: int, end: int, wide: int
     ) -> None:
-        """At its most uncertain token of the window."""
-        told = [
+        """Fork the branch at the most uncertain token of the window."""
+        entropies = [
             (Certainty(tops).entropy, -at)
             for at in range(start, end)
             if (tops := tree.tops(branch.sample, at))
         ]
-        if wide < 2 or not told:
+        if wide < 2 or not entropies:
             return
-        at = -max(told)[1]
-        drawn = branch.sample.response_ids[at]
-        others = [(p, token) for p, token in tree.tops(branch.sample, at) if token != drawn]
-        for logp, token in others[: min(wide - 1, len(tree.free))]:
-            made = Branch(tree.fork(branch.sample, at, Forced(token, logp)), branch.confidence, branch.lowest)
-            branch.children.append(made)
-            branches.append(made)
+        at = -max(entropies)[1]
+        sampled = branch.sample.response_ids[at]
+        alternatives = [(p, token) for p, token in tree.tops(branch.sample, at) if token != sampled]
+        for logp, token in alternatives[: min(wide - 1, len(tree.free))]:
+            child = Branch(
+                tree.fork(branch.sample, at, Forced(token, logp)), branch.confidence, branch.lowest
+            )
+            branch.children.append(child)
+            branches.append(child)
             self.counts["tree_forks"] += 1
 
 
-def echo(config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any) -> Echo:
-    """The generator of `rollout.generator: echo`."""
-    tokenizer = of_all_ids(config, tokenizer, "echo")
-    return Echo(config, tokenizer, speak, parse_params("rollout.generator_params", EchoParams, params))
+def echo(config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn, **params: Any) -> Echo:
+    """Create the generator of `rollout.generator: echo`."""
+    tokenizer = untruncated_tokenizer(config, tokenizer, "echo")
+    return Echo(
+        config, tokenizer, generate_turn, parse_params("rollout.generator_params", EchoParams, params)
+    )

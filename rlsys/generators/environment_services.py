@@ -1,7 +1,7 @@
-"""Our end of environments that run in processes of their own (rlsys/environments): starts them, keeps them alive.
+"""Services: starts environments in separate processes (rlsys/environments), and restarts them.
 
-A service listens on a socket of ours. So its address stays the same when it has died and is started anew, and who
-asks meanwhile waits in the socket's queue. Its episodes are then played again by their clients, turn by turn
+A service listens on a socket of this process. Its address therefore stays the same after a restart, and
+requests wait in the socket's queue meanwhile. Their clients then replay its episodes turn by turn
 (rlsys/environments/client.py).
 """
 
@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from rlsys.config.section import Positive, Section
 from rlsys.core.errors import UserError
 from rlsys.core.sockets import role_folder
-from rlsys.core.workers import KEPT_VARIABLES
+from rlsys.core.process_pool import INHERITED_VARIABLES
 from rlsys.environments import client as environment_client
 from rlsys.environments import serve
 from rlsys.environments.client import EnvironmentFailed, RemoteEpisode
@@ -39,19 +39,21 @@ from rlsys.venv_runner import run
 
 START_SECONDS = 120.0
 PROBES, PROBE_PART = 6, 3
-"""Health checks within `step_seconds`, and the part of these that one may take: a service that hangs is started anew
-before its clients give up."""
+"""Health checks within `step_seconds`, and the fraction of it that one may take.
+
+A service that hangs is restarted before its clients give up.
+"""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
-"""Seconds before a service is started anew; doubled while it dies within STEADY_SECONDS."""
+"""Seconds before a restart, doubled while the service dies within STEADY_SECONDS, up to the second value."""
 STEADY_SECONDS = 60.0
-MOST_THREADS = 256
-"""Questions under way at once."""
+MAX_THREADS = 256
+"""Largest number of concurrent requests."""
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class ServiceParams(Section):
-    """Where environments are: processes that this run starts, or a service that somebody else keeps."""
+    """Location of environments: processes that this run starts, or an external service."""
 
     connector: str | None = None
     """gymnasium, reasoning_gym, mcp, verifiers, openenv, or one's own: `path/to/file.py:function` or
@@ -75,7 +77,7 @@ class ServiceParams(Section):
     """After which an episode is closed that nobody steps. It is played again where it goes on after all."""
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_source(self) -> Self:
         if (self.connector is None) == (self.url is None):
             raise ValueError("connector, url: expected one of them")
         if (
@@ -91,7 +93,7 @@ class ServiceParams(Section):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The environment's name in messages."""
         return self.connector or self.url or ""
 
 
@@ -157,7 +159,7 @@ def _refused(status: int, reason: str) -> tuple[int, bytes]:
 
 
 class Service:
-    """One process, or one address of somebody else. `episodes`: how many use it now."""
+    """One process, or one external address. `episodes`: number of current users."""
 
     def __init__(self, params: ServiceParams, key: str, listening: socket.socket | None) -> None:
         self._params, self.key, self._listening = params, key, listening
@@ -168,11 +170,14 @@ class Service:
         self.starts = 0
 
     async def keep(self, ready: asyncio.Future[None]) -> None:
-        """The process, again and again, until this is cancelled. `ready`: set by the first one, with a UserError
-        where it does not start."""
+        """Run the process, and restart it, until this is cancelled.
+
+        Args:
+            ready: set by the first start, with a UserError if it fails.
+        """
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE
         while True:
-            begun = loop.time()
+            start = loop.time()
             try:
                 async with self._process() as process:
                     self.starts += 1
@@ -180,25 +185,23 @@ class Service:
                         ready.set_result(None)
                     await self._watch(process)
             except (UserError, OSError) as e:  # the latter: the machine has no room for a process
-                told = (
+                error = (
                     e if isinstance(e, UserError) else UserError(f"the environment {self._params.name}: {e}")
                 )
                 if not ready.done():
-                    ready.set_exception(told)
+                    ready.set_exception(error)
                     return
-                log.warning("%s", told)
-            pause = FIRST_PAUSE if loop.time() - begun > STEADY_SECONDS else min(2 * pause, LONGEST_PAUSE)
-            log.warning(
-                "the environment %s has ended; it is started anew in %.1f s", self._params.name, pause
-            )
+                log.warning("%s", error)
+            pause = FIRST_PAUSE if loop.time() - start > STEADY_SECONDS else min(2 * pause, LONGEST_PAUSE)
+            log.warning("the environment %s has exited; restarting it in %.1f s", self._params.name, pause)
             await asyncio.sleep(pause)
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
         assert self._listening is not None
         p = self._params
-        named = {*KEPT_VARIABLES, *p.env}
-        env = {name: value for name, value in os.environ.items() if name in named}
+        allowed = {*INHERITED_VARIABLES, *p.env}
+        env = {name: value for name, value in os.environ.items() if name in allowed}
         python = p.python or sys.executable
         if shutil.which(python) is None:
             raise UserError(f"the environment {p.name}: python = {python!r} is no program")
@@ -219,9 +222,9 @@ class Service:
                     line = await process.stdout.readline()
             except TimeoutError:
                 raise UserError(f"the environment {p.name} is not ready after {START_SECONDS:g} s") from None
-            said = json.loads(line) if line.strip() else {"error": "its process ended; its log says why"}
-            if "error" in said:
-                raise UserError(f"the environment {p.name}: {said['error']}")
+            status = json.loads(line) if line.strip() else {"error": "its process exited; see its log"}
+            if "error" in status:
+                raise UserError(f"the environment {p.name}: {status['error']}")
             yield process
         finally:
             if process.returncode is None:
@@ -230,18 +233,18 @@ class Service:
             await process.wait()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Until it has ended, or answers no more."""
-        ended = asyncio.ensure_future(process.wait())
+        """Wait until the process ends or stops responding."""
+        exit_task = asyncio.ensure_future(process.wait())
         try:
             while True:
-                done, _ = await asyncio.wait([ended], timeout=self._params.step_seconds / PROBES)
+                done, _ = await asyncio.wait([exit_task], timeout=self._params.step_seconds / PROBES)
                 if done:
                     return
                 if not await self._answers():
-                    log.warning("the environment %s does not answer; it is killed", self._params.name)
+                    log.warning("the environment %s does not respond; killing it", self._params.name)
                     return
         finally:
-            ended.cancel()
+            exit_task.cancel()
 
     def session(self, seconds: float) -> aiohttp.ClientSession:
         """To this service. `seconds`: for a question."""
@@ -267,32 +270,40 @@ class Services:
     """Owns the processes, from the first episode to `close` or the end of the event loop."""
 
     def __init__(self, params: ServiceParams, field: str) -> None:
-        """`field`: of the config, for messages."""
+        """Create services; the first episode starts them.
+
+        Args:
+            field: config field for messages.
+        """
         self._params, self._field = params, field
         self._services: list[Service] = []
         self._keepers: list[asyncio.Task[None]] = []
-        self._began: asyncio.Task[None] | None = None
-        self._places = asyncio.Semaphore(params.leases * params.processes)
+        self._start_task: asyncio.Task[None] | None = None
+        self._slots = asyncio.Semaphore(params.leases * params.processes)
         self._threads = concurrent.futures.ThreadPoolExecutor(
-            min(MOST_THREADS, params.leases * params.processes), thread_name_prefix="environment"
+            min(MAX_THREADS, params.leases * params.processes), thread_name_prefix="environment"
         )
 
     @property
     def restarts(self) -> int:
-        """How often a process was started anew."""
+        """Number of restarts of processes."""
         return sum(max(0, service.starts - 1) for service in self._services)
 
     @asynccontextmanager
     async def service(self) -> AsyncIterator[Service]:
-        """The one with the fewest episodes, as long as this lasts. Raises UserError where it does not start."""
+        """Reserve the service with the fewest episodes while the context is active.
+
+        Raises:
+            UserError: it does not start.
+        """
         await self._started()
-        async with self._places:
-            chosen = min(self._services, key=lambda s: s.episodes)
-            chosen.episodes += 1
+        async with self._slots:
+            service = min(self._services, key=lambda s: s.episodes)
+            service.episodes += 1
             try:
-                yield chosen
+                yield service
             finally:
-                chosen.episodes -= 1
+                service.episodes -= 1
 
     @asynccontextmanager
     async def of_agent(self) -> AsyncIterator[AgentEnvironment]:
@@ -306,7 +317,12 @@ class Services:
 
     @asynccontextmanager
     async def episode(self, task: Mapping[str, Any], seed: int) -> AsyncIterator[LeasedEpisode]:
-        """An episode. Raises EnvironmentFailed, UserError."""
+        """Open an episode.
+
+        Raises:
+            EnvironmentFailed: the environment fails.
+            UserError: it does not start.
+        """
         async with self.service() as service:
             make = functools.partial(
                 RemoteEpisode, service.url, service.key, task, seed, self._params.step_seconds
@@ -326,16 +342,16 @@ class Services:
         return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _leave(self, opening: asyncio.Future[RemoteEpisode]) -> None:
-        """Close an episode that was opened; nobody waits for it."""
+        """Close an opened episode without waiting."""
         if not opening.cancelled() and opening.exception() is None:
             remote = opening.result()
             remote.given_up = True
             self._threads.submit(remote.close)
 
     async def _started(self) -> None:
-        if self._began is None:  # a task of its own: whoever comes first may be cancelled
-            self._began = asyncio.create_task(self._begin(), name="environments")
-        await asyncio.shield(self._began)
+        if self._start_task is None:  # a task of its own: whoever comes first may be cancelled
+            self._start_task = asyncio.create_task(self._begin(), name="environments")
+        await asyncio.shield(self._start_task)
 
     async def _begin(self) -> None:
         if self._params.url is not None:
@@ -356,7 +372,7 @@ class Services:
             raise UserError(f"{self._field}: {e}") from None
 
     async def close(self) -> None:
-        tasks = [*self._keepers, *([] if self._began is None else [self._began])]
+        tasks = [*self._keepers, *([] if self._start_task is None else [self._start_task])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -364,14 +380,14 @@ class Services:
 
 
 class LeasedEpisode:
-    """A RemoteEpisode from an event loop. Nobody has looked at what it says yet."""
+    """A RemoteEpisode used from an event loop. Its values are not validated yet."""
 
     def __init__(self, remote: RemoteEpisode, in_thread: Any) -> None:
         self._remote, self._in_thread = remote, in_thread
 
     @property
     def messages(self) -> Any:
-        """What the model reads first."""
+        """The first messages for the model."""
         return self._remote.messages
 
     @property
@@ -388,9 +404,9 @@ class LeasedEpisode:
 
 
 def _absolute(connector: str) -> str:
-    """A file is named from where the run was started."""
-    where, _, name = connector.rpartition(":")
-    return f"{Path(where).resolve()}:{name}" if where.endswith(".py") else connector
+    """Resolve a connector's file relative to the current directory."""
+    file, _, name = connector.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else connector
 
 
 __all__ = ["EnvironmentFailed", "LeasedEpisode", "ServiceParams", "Services"]

@@ -1,6 +1,6 @@
-"""A process that runs the functions which a model may call: `python -m rlsys.generators.function_worker`.
+"""Process that runs the functions which a model may call: `python -m rlsys.generators.function_worker`.
 
-The first message is the config, every other one {"name", "arguments"}; the answer is a text.
+The first message is the config, every other one {"name", "arguments"}; the response is a text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 
 from rlsys.config import Config
-from rlsys.core.workers import serve
+from rlsys.core.process_pool import serve
 from rlsys.generators.functions import find_functions
 
 
@@ -23,12 +23,12 @@ def prepare(message: bytes) -> Callable[[bytes], str]:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def answer(message: bytes) -> str:
-        """A text as it is, anything else as JSON. Raises what the function raises."""
-        called = json.loads(message)
-        found = functions[called["name"]](**json.loads(called["arguments"] or "{}"))
-        if inspect.iscoroutine(found):
-            found = asyncio.run(found)
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        """Call a function and return its text, or its result as JSON. Raises what the function raises."""
+        request = json.loads(message)
+        result = functions[request["name"]](**json.loads(request["arguments"] or "{}"))
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
     return answer
 

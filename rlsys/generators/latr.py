@@ -1,9 +1,9 @@
 """The generator `latr`: look-ahead trees (LATR, Lookahead Tree-Based Rollouts for RLVR).
 
-Each branch of the tree goes on with its most probable token. Where the second one is about as probable, and the group
-has room, a branch forks off with it. After `prune_after` tokens a branch that says the same as the one that it came
-from is pruned, with what forked off it. Once the group is full and no branch is left to be compared, or after
-`most_steps` tokens, all go on by sampling.
+Each branch of the tree continues with its most probable token. If the second token has a similar probability,
+and the group has room, a branch forks off with it. After `prune_after` tokens, a branch that repeats its parent
+is pruned with its own branches. When the group is full and all branches have been compared, or after
+`most_steps` tokens, all branches continue by sampling.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from rlsys.config.section import Positive, Section
 from rlsys.core.forks import Forced
 from rlsys.core.types import Sample
 from rlsys.data import Tokenizer
-from rlsys.generators.trees import Tree, TreeGenerator, of_all_ids
-from rlsys.generators.turns import Speak
+from rlsys.generators.trees import Tree, TreeGenerator, untruncated_tokenizer
+from rlsys.generators.turns import GenerateTurn
 from rlsys.router.turn_ends import turn_ends
 
 Share = Annotated[float, Field(gt=0, le=1)]
 MATHS = "+-*/\\<>=()[]{}_^&%$0123456789"
-"""Where the older branch goes on with a part of this text, or with a blank, the newer one differs in what counts, and
-stays."""
+"""If the parent continues with a part of this text, or a blank, the branch differs in content and is kept."""
 
 
 class LatrParams(Section):
@@ -54,65 +53,67 @@ class LatrParams(Section):
 
 @dataclass(eq=False)
 class Branch:
-    """`birth`: the place of its own first token; 0 for the root."""
+    """`birth`: position of its own first token; 0 for the root."""
 
     sample: Sample
     birth: int = 0
     parent: Branch | None = None
-    ended: bool = False
+    is_ended: bool = False
     children: list[Branch] = field(default_factory=list)
 
 
-def begun(tree: Tree) -> list[Branch]:
-    """The root, and what there is from before a restart."""
+def restore_branches(tree: Tree) -> list[Branch]:
+    """Return the root, and the branches from before a restart."""
     root = Branch(tree.root)
-    found = {id(tree.root): root}
-    for sample, _ in tree.begun:
-        found[id(sample)] = Branch(sample, sample.fork.at if sample.fork is not None else 0)
-    for sample, source in tree.begun:
-        branch, parent = found[id(sample)], found[id(source)]
+    branch_of = {id(tree.root): root}
+    for sample, _ in tree.saved_branches:
+        branch_of[id(sample)] = Branch(sample, sample.fork.at if sample.fork is not None else 0)
+    for sample, source in tree.saved_branches:
+        branch, parent = branch_of[id(sample)], branch_of[id(source)]
         branch.parent = parent
         parent.children.append(branch)
-    return list(found.values())
+    return list(branch_of.values())
 
 
 class Latr(TreeGenerator):
-    goes_on = True
+    resumable = True
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, speak: Speak, params: LatrParams) -> None:
-        super().__init__(speak)
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: LatrParams
+    ) -> None:
+        super().__init__(generate_turn)
         self._p, self._decode, self._ends = params, tokenizer.decode, turn_ends(config, tokenizer)
         self._budget = config.rollout.max_response_tokens
 
     async def grow(self, tree: Tree) -> None:
         p = self._p
         room = max(1, round(p.share * tree.size))
-        branches, step = begun(tree), 0
+        branches, step = restore_branches(tree), 0
         for step in range(min(p.most_steps, self._budget)):
-            wanting = [b.sample for b in branches if not b.ended and b.sample.tokens <= step]
-            if wanting:
-                most = min((step // p.chunk + 1) * p.chunk, p.most_steps, self._budget)
-                await tree.grow(wanting, most, 2, greedy=True)
+            short = [b.sample for b in branches if not b.is_ended and b.sample.tokens <= step]
+            if short:
+                limit = min((step // p.chunk + 1) * p.chunk, p.most_steps, self._budget)
+                await tree.grow(short, limit, 2, greedy=True)
             for branch in branches:
-                branch.ended |= branch.sample.tokens <= step
+                branch.is_ended |= branch.sample.tokens <= step
             self._fork(tree, branches, step, room)
             self._prune(tree, branches, step)
             for branch in branches:
                 ids = branch.sample.response_ids
-                branch.ended |= len(ids) <= step or self._ends.ended(
+                branch.is_ended |= len(ids) <= step or self._ends.is_ended(
                     ids[max(0, step - self._ends.reach) : step + 1]
                 )
-            settled = all(b.birth + max(p.prune_after) < step for b in branches)
-            if all(b.ended for b in branches) or (len(branches) >= room and settled):
+            all_compared = all(b.birth + max(p.prune_after) < step for b in branches)
+            if all(b.is_ended for b in branches) or (len(branches) >= room and all_compared):
                 break
         for branch in branches:
-            if not branch.ended:
-                tree.cut(branch.sample, step + 1)
+            if not branch.is_ended:
+                tree.truncate(branch.sample, step + 1)
 
     def _fork(self, tree: Tree, branches: list[Branch], step: int, room: int) -> None:
-        """At their tokens `step`, in the order of the branches, as long as there is room."""
+        """Fork branches at their tokens `step`, in order, while there is room."""
         for branch in list(branches):
-            if branch.ended or len(branches) >= room or not tree.free:
+            if branch.is_ended or len(branches) >= room or not tree.free:
                 continue
             tops = tree.tops(branch.sample, step)
             if len(tops) < 2:
@@ -125,7 +126,7 @@ class Latr(TreeGenerator):
                 self.counts["tree_forks"] += 1
 
     def _prune(self, tree: Tree, branches: list[Branch], step: int) -> None:
-        """Branches that at this age are like those that they came from, and what forked off them."""
+        """Prune branches that at this age are like their parents, with their own branches."""
         ages = {step + 1 - age for age in self._p.prune_after}
         alike = [b for b in branches if b.parent is not None and b.birth in ages and self._alike(b, step)]
         while alike:
@@ -135,7 +136,7 @@ class Latr(TreeGenerator):
                 branches.remove(branch)
                 assert branch.parent is not None
                 branch.parent.children.remove(branch)
-                tree.cut(branch.sample, 0)
+                tree.truncate(branch.sample, 0)
                 self.counts["tree_pruned"] += 1
 
     def _alike(self, branch: Branch, step: int) -> bool:
@@ -144,10 +145,10 @@ class Latr(TreeGenerator):
         old = list(branch.parent.sample.response_ids[branch.birth : step + 1])
         if (
             len(new) != len(old)
-            or self._ends.ended(new)
-            or self._ends.ended(old)
-            or branch.ended
-            or branch.parent.ended
+            or self._ends.is_ended(new)
+            or self._ends.is_ended(old)
+            or branch.is_ended
+            or branch.parent.is_ended
         ):
             return False
         if self._decode(old[:1]).strip() in MATHS:
@@ -156,37 +157,39 @@ class Latr(TreeGenerator):
 
 
 def suffix_match(a: Sequence[int], b: Sequence[int]) -> float:
-    """The longest end of one that is anywhere in the other, as a share of their one length."""
+    """Return the longest suffix of one that occurs in the other, as a share of their common length."""
     return max(_longest_end(a, b), _longest_end(b, a)) / len(a)
 
 
 def _longest_end(a: Sequence[int], b: Sequence[int]) -> int:
-    """Of the ends of `a`, the longest that is somewhere in `b`."""
-    before, longest = [0] * (len(b) + 1), 0
+    """Return the length of the longest suffix of `a` that occurs in `b`."""
+    previous, longest = [0] * (len(b) + 1), 0
     for back, token in enumerate(reversed(a), start=1):
-        now = [0] * (len(b) + 1)
+        current = [0] * (len(b) + 1)
         for i in range(len(b)):  # now[i]: the last `back` tokens of `a` begin at b[i]
-            if b[i] == token and (back == 1 or before[i + 1]):
-                now[i] = 1
-        if not any(now):
+            if b[i] == token and (back == 1 or previous[i + 1]):
+                current[i] = 1
+        if not any(current):
             break
-        before, longest = now, back
+        previous, longest = current, back
     return longest
 
 
 def rouge_l(a: Sequence[int], b: Sequence[int]) -> float:
-    """F1 of the longest common subsequence (Lin 2004)."""
+    """Return the F1 of the longest common subsequence (Lin 2004)."""
     row = [0] * (len(a) + 1)
     for token in b:
         diagonal = 0  # row[i] before this token
-        for i, other in enumerate(a):
+        for i, token_a in enumerate(a):
             above = row[i + 1]
-            row[i + 1] = diagonal + 1 if other == token else max(above, row[i])
+            row[i + 1] = diagonal + 1 if token_a == token else max(above, row[i])
             diagonal = above
     return 2 * row[-1] / (len(a) + len(b))
 
 
-def latr(config: Config, tokenizer: Tokenizer | None, speak: Speak, **params: Any) -> Latr:
-    """The generator of `rollout.generator: latr`."""
-    tokenizer = of_all_ids(config, tokenizer, "latr")
-    return Latr(config, tokenizer, speak, parse_params("rollout.generator_params", LatrParams, params))
+def latr(config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn, **params: Any) -> Latr:
+    """Create the generator of `rollout.generator: latr`."""
+    tokenizer = untruncated_tokenizer(config, tokenizer, "latr")
+    return Latr(
+        config, tokenizer, generate_turn, parse_params("rollout.generator_params", LatrParams, params)
+    )

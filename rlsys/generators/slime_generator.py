@@ -1,14 +1,14 @@
 """Functions written for slime's --custom-generate-function-path: `await generate(args, sample, sampling_params)`.
 
-    function  --post: prompt, response so far, what a tool said-->  Conversation  --speak-->  router, engines
-              <--the model's turn, with ids and log-probs---------
+    function  --post: prompt, response so far, tool output-->  Conversation  --generate_turn-->  router, engines
+              <--the model's turn, with ids and log-probs----
 
-The ledger's sample is the truth, and the function only talks to it. A request of the function is a turn of the model,
-over all interruptions, deaths and pushes: it sees none of them, only the whole turn. What a request adds behind the
-last turn is a tool's, and not trained. After a crash the function is called again from its beginning, and hears the
-turns that were saved once more; where a tool then says something else, the sample is censored. In the end the
-function's sample must be the ledger's: the same tokens, log-probs and mask. What would train other tokens than the
-engine's, or by other log-probs, is refused.
+The ledger's sample is authoritative; the function only exchanges messages with it. A request of the function is
+a turn of the model, across all interruptions, engine deaths and pushes: it sees only the whole turn. Text that
+a request adds after the last turn is tool output, and not trained. After a crash the function is called again
+from its beginning, and gets the saved turns; if a tool then returns anything else, the sample is censored. In
+the end the function's sample must be the ledger's: the same tokens, log-probs and mask. Anything that would
+train other tokens or use other log-probs than the engine's is refused.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
 from rlsys.engine_requests import ANY_ENGINE, SAMPLING, RefusedPrompt, check_stop
 from rlsys.generators.parser_client import ToolFailed
-from rlsys.generators.replay import Full, SavedTurns
-from rlsys.generators.turns import Speak
+from rlsys.generators.replay import BudgetExhausted, SavedTurns
+from rlsys.generators.turns import GenerateTurn
 from rlsys.rewards.slime_names import ENDED, Options, conversations, provide, sampling_params
 from rlsys.rewards.slime_names import Sample as SlimeSample
 from rlsys.router.router import EVALUATION
@@ -38,8 +38,8 @@ _OFF: Mapping[str, tuple[object, ...]] = {
     "regex": (None,), "json_schema": (None,), "ebnf": (None,), "structural_tag": (None,), "stop_regex": (None, []),
     "custom_params": (None, {}),
 }  # fmt: skip
-"""Of SGLang's sampling parameters: values that change no distribution."""
-_OURS = {"temperature", "top_p", "top_k", "min_p"}
+"""SGLang's sampling parameters -> values that do not change the distribution."""
+_RUN_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 _READ = {
     "max_new_tokens", "stop", "stop_token_ids", "skip_special_tokens", "no_stop_trim", "sampling_seed",
     "spaces_between_special_tokens",
@@ -55,8 +55,8 @@ _PAYLOAD = {
 }
 
 
-def is_slimes(function: Callable[..., Any]) -> bool:
-    """By the names of its parameters."""
+def is_slime_function(function: Callable[..., Any]) -> bool:
+    """Return whether a function has the parameter names of slime's interface."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # it has no signature
@@ -65,49 +65,55 @@ def is_slimes(function: Callable[..., Any]) -> bool:
 
 
 class SlimeGenerator:
-    """A generator (generator.py) of such a function. `params`: further options of slime, by their names."""
+    """A generator (generator.py) that calls such a function. `params`: further options of slime, by name."""
 
     def __init__(
         self,
         function: Callable[..., Awaitable[Any]],
         config: Config,
         tokenizer: Tokenizer,
-        speak: Speak,
+        generate_turn: GenerateTurn,
         ends: TurnEnds,
         params: Mapping[str, Any],
     ) -> None:
         self._function, self._config, self._tokenizer = function, config, tokenizer
-        self._speak, self._ends, self._params = speak, ends, dict(params)
+        self._generate_turn, self._ends, self._params = generate_turn, ends, dict(params)
         provide(tokenizer)
         self._tells_evaluation = "evaluation" in inspect.signature(function).parameters
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
-        """Raises GeneratorError for what the function does that would fool the loss."""
-        talk = Conversation(self._config, self._tokenizer, self._speak, self._ends, sample, prompt)
-        host = f"sample-{id(talk):x}.rlsys.invalid"
+        """Call the function.
+
+        Raises:
+            GeneratorError: it does something that would invalidate the loss.
+        """
+        conversation = Conversation(
+            self._config, self._tokenizer, self._generate_turn, self._ends, sample, prompt
+        )
+        host = f"sample-{id(conversation):x}.rlsys.invalid"
         args = arguments(self._config, host, self._params)
-        theirs = SlimeSample(
+        slime_sample = SlimeSample(
             prompt=prompt.text if args.apply_chat_template else prompt.entry.get("prompt", prompt.question),
             label=prompt.entry.get("label", prompt.entry.get("answer")),
             metadata=prompt.entry.get("metadata") or dict(prompt.entry),
             index=sample.sample_id, group_index=sample.group_id, session_id=host,
         )  # fmt: skip
         evaluation = {"evaluation": sample.sample_id == EVALUATION} if self._tells_evaluation else {}
-        conversations[host] = talk.answer
+        conversations[host] = conversation.answer
         try:
-            made = await self._function(args, theirs, sampling_params(args), **evaluation)
-        except Full:
+            result = await self._function(args, slime_sample, sampling_params(args), **evaluation)
+        except BudgetExhausted:
             sample.status = Status.TRUNCATED
             return
         finally:
             del conversations[host]
-        sample.status = talk.conclude(made)
+        sample.status = conversation.conclude(result)
 
 
 def arguments(config: Config, host: str, params: Mapping[str, Any]) -> Options:
-    """slime's options, as far as ours have a counterpart."""
+    """Return slime's options, as far as this config has counterparts."""
     r = config.rollout
-    own = {
+    options = {
         "sglang_router_ip": host, "sglang_router_port": 80, "hf_checkpoint": str(config.model.path),
         "apply_chat_template": True, "partial_rollout": False, "ci_test": False, "group_rm": False,
         "rollout_temperature": r.temperature, "rollout_top_p": r.top_p, "rollout_top_k": r.top_k or -1,
@@ -118,45 +124,47 @@ def arguments(config: Config, host: str, params: Mapping[str, Any]) -> Options:
         "context_parallel_size": config.parallel.cp, "max_tokens_per_gpu": config.trainer.token_budget,
         "reward_key": None, "rm_type": None, "custom_rm_path": None, "sglang_speculative_algorithm": None,
     }  # fmt: skip
-    return Options(**(own | dict(params)))
+    return Options(**(options | dict(params)))
 
 
 class Conversation:
-    """One sample's requests. Owns the text that the function has heard."""
+    """The requests for one sample. Owns the text that was delivered to the function."""
 
     def __init__(
         self,
         config: Config,
         tokenizer: Tokenizer,
-        speak: Speak,
+        generate_turn: GenerateTurn,
         ends: TurnEnds,
         sample: Sample,
         prompt: Prompt,
     ) -> None:
         self._config, self._tokenizer, self._ends = config, tokenizer, ends
         self._sample = sample
-        self._turns = SavedTurns(speak, ends, sample, config.rollout.max_response_tokens)
+        self._turns = SavedTurns(generate_turn, ends, sample, config.rollout.max_response_tokens)
         self._text = prompt.text
-        """All of these as text, behind the prompt."""
+        """The prompt and all delivered tokens as text."""
         self._busy = False
 
     async def answer(self, path: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """One request of the function: the model's next turn, in SGLang's form."""
+        """Answer a request with the model's next turn, in SGLang's format."""
         if path != "/generate":
-            raise _refused(
+            raise _unsupported(
                 f"a request to {path}; only /generate gives the ids and log-probs that training needs"
             )
         if unknown := sorted(payload.keys() - _PAYLOAD):
-            raise _refused(
+            raise _unsupported(
                 f"a request with {unknown[0]}; the run's engines take {', '.join(sorted(_PAYLOAD))}"
             )
         if self._busy:
-            raise _refused("two requests of one sample at the same time; one response is one sequence here")
+            raise _unsupported(
+                "two requests of one sample at the same time; one response is one sequence here"
+            )
         self._busy = True
         try:
             params = dict(payload.get("sampling_params") or {})
             self._check_sampling(params)
-            self._add(self._said(payload))
+            self._add(self._tool_ids(payload))
             return await self._turn(params, "text" in payload)
         finally:
             self._busy = False
@@ -167,76 +175,89 @@ class Conversation:
                 try:
                     SAMPLING[name](ANY_ENGINE, f"sampling_params[{name!r}]", value)
                 except RefusedPrompt as e:
-                    raise _refused(str(e)) from None
-            if name in _OURS and self._sample.sample_id != EVALUATION:
+                    raise _unsupported(str(e)) from None
+            if name in _RUN_SAMPLING and self._sample.sample_id != EVALUATION:
                 r = self._config.rollout
-                mine = {
+                run_sampling = {
                     "top_k": r.top_k or -1,
                     "top_p": r.top_p,
                     "min_p": r.min_p,
                     "temperature": r.temperature,
                 }
-                if value != mine[name]:
-                    raise _refused(
-                        f"sampling_params[{name!r}] = {value!r}, but rollout.{name} = {mine[name]!r}: the trainer "
-                        "computes the log-probs of all tokens at the run's own sampling"
+                if value != run_sampling[name]:
+                    raise _unsupported(
+                        f"sampling_params[{name!r}] = {value!r}, but rollout.{name} = {run_sampling[name]!r}: the "
+                        "trainer computes the log-probs of all tokens at the run's own sampling"
                     )
             elif name in _OFF and value not in _OFF[name]:
-                raise _refused(
+                raise _unsupported(
                     f"sampling_params[{name!r}] = {value!r} changes the distribution that tokens are drawn from, and "
                     "the trainer would compute the log-probs of another one"
                 )
-            elif name not in (*_OURS, *_OFF, *_READ):
-                raise _refused(f"sampling_params[{name!r}]: not known")
-        if strange := set(params.get("stop_token_ids") or ()) - self._ends.ids:
-            raise _refused(f"sampling_params['stop_token_ids'] has {min(strange)}; name its text in stop")
+            elif name not in (*_RUN_SAMPLING, *_OFF, *_READ):
+                raise _unsupported(f"sampling_params[{name!r}]: not known")
+        if unknown_ids := set(params.get("stop_token_ids") or ()) - self._ends.ids:
+            raise _unsupported(
+                f"sampling_params['stop_token_ids'] has {min(unknown_ids)}; name its text in stop"
+            )
 
-    def _said(self, payload: Mapping[str, Any]) -> list[int]:
-        """What a tool said since the last turn, as ids. Raises GeneratorError when what comes before it is not what
-        the model was asked and has answered."""
+    def _tool_ids(self, payload: Mapping[str, Any]) -> list[int]:
+        """Return the ids that a tool added since the last turn.
+
+        Raises:
+            GeneratorError: the text before them is not the prompt and the delivered response.
+        """
         if "text" in payload:
             text = valid_text(str(payload["text"]))
             if not text.startswith(self._text):
-                raise _refused(
+                raise _unsupported(
                     "a request whose text does not begin with the prompt and with what the model has said; if it was "
                     "shortened, name a stop text instead"
                 )
             return self._tokenizer.encode(text[len(self._text) :])
         ids = [int(i) for i in payload.get("input_ids") or ()]
-        known = [*self._sample.prompt_ids, *self._sample.response_ids[: self._turns.heard]]
-        if ids[: len(known)] != known:
-            what = "prompt" if ids[: len(self._sample.prompt_ids)] != self._sample.prompt_ids else "response"
-            raise _refused(
-                f"a request whose input_ids do not begin with the {what} that the ledger has"
+        expected = [*self._sample.prompt_ids, *self._sample.response_ids[: self._turns.delivered]]
+        if ids[: len(expected)] != expected:
+            part = "prompt" if ids[: len(self._sample.prompt_ids)] != self._sample.prompt_ids else "response"
+            raise _unsupported(
+                f"a request whose input_ids do not begin with the {part} that the ledger has"
                 + (
                     "; words of its own belong into the data, or the chat template"
-                    if what == "prompt"
+                    if part == "prompt"
                     else ""
                 )
             )
-        return ids[len(known) :]
+        return ids[len(expected) :]
 
-    def _add(self, said: list[int]) -> None:
-        """Ids of a tool, behind what was heard. Raises ToolFailed when the saved sample has others there."""
-        if not self._turns.heard and said:
-            raise _refused("a request that adds to the prompt; words of its own belong into the data")
-        if self._turns.heard and not said and self._turns.finish == "stop":
-            raise _refused("a request that adds nothing behind a turn that the model has ended")
-        self._turns.observe(said)
-        self._text += self._tokenizer.decode(said)
+    def _add(self, tool_ids: list[int]) -> None:
+        """Add ids of a tool.
+
+        Raises:
+            ToolFailed: the saved sample has other ids there.
+        """
+        if not self._turns.delivered and tool_ids:
+            raise _unsupported("a request that adds to the prompt; words of its own belong into the data")
+        if self._turns.delivered and not tool_ids and self._turns.finish == "stop":
+            raise _unsupported("a request that adds nothing behind a turn that the model has ended")
+        self._turns.observe(tool_ids)
+        self._text += self._tokenizer.decode(tool_ids)
 
     async def _turn(self, params: Mapping[str, Any], in_text: bool) -> dict[str, Any]:
         s, stops = self._sample, check_stop(params.get("stop"))
         start, end = await self._turns.turn(params.get("max_new_tokens") or None, stops)
-        finish, ends = self._turns.finish, self._ends.also(stops)
+        finish, ends = self._turns.finish, self._ends.with_texts(stops)
         ids, mu = s.response_ids[start:end].tolist(), s.mu[start:end]
-        whole = self._tokenizer.decode(ids)
-        self._text += whole
-        text = self._tokenizer.without_special(whole) if params.get("skip_special_tokens", True) else whole
+        full_text = self._tokenizer.decode(ids)
+        self._text += full_text
+        text = (
+            self._tokenizer.without_special(full_text)
+            if params.get("skip_special_tokens", True)
+            else full_text
+        )
         if not params.get("no_stop_trim") and finish == "stop":
             text = min((text.partition(t)[0] for t in ends.texts), key=len, default=text)
-        if in_text and text != whole:
-            raise _refused(
+        if in_text and text != full_text:
+            raise _unsupported(
                 "requests in text whose answers are cut: ask with no_stop_trim = True and skip_special_tokens = "
                 "False, or with input_ids"
             )
@@ -253,57 +274,66 @@ class Conversation:
             },
         }
 
-    def conclude(self, made: Any) -> Status:
-        """Of the function's sample, which must be the ledger's. Raises GeneratorError where it is not, ToolFailed
-        where the function gave up."""
+    def conclude(self, result: Any) -> Status:
+        """Check that the function's sample is the ledger's, and return its status.
+
+        Raises:
+            GeneratorError: it is not.
+            ToolFailed: the function failed.
+        """
         s = self._sample
-        if isinstance(made, list | tuple):
-            raise _refused(f"it returned {len(made)} samples; one response is one sequence here")
-        if not isinstance(made, SlimeSample):
-            raise _refused(f"it returned a {type(made).__name__}, expected its sample")
-        if made.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
-            raise ToolFailed(f"the function gave the sample up: its status is {made.status.value}")
-        if made.reward is not None:
-            raise _refused("it sets sample.reward; name its reward function in data.reward")
-        if made.remove_sample:
-            raise _refused("it sets sample.remove_sample; raise what went wrong, or censor by a planner")
+        if isinstance(result, list | tuple):
+            raise _unsupported(f"it returned {len(result)} samples; one response is one sequence here")
+        if not isinstance(result, SlimeSample):
+            raise _unsupported(f"it returned a {type(result).__name__}, expected its sample")
+        if result.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
+            raise ToolFailed(f"the function failed: its sample has status {result.status.value}")
+        if result.reward is not None:
+            raise _unsupported("it sets sample.reward; name its reward function in data.reward")
+        if result.remove_sample:
+            raise _unsupported("it sets sample.remove_sample; raise what went wrong, or censor by a planner")
         if not s.tokens:
-            raise _refused("it returned before the model had said anything")
-        known = [*s.prompt_ids, *s.response_ids]
-        if list(made.tokens[: len(known)]) != known:
-            raise _refused("sample.tokens is not what the engines were given and have answered")
-        behind = [int(t) for t in made.tokens[len(known) :]]
-        self._check_arrays(made, len(behind))
-        if behind and s.tokens + len(behind) < self._config.rollout.max_response_tokens:
-            s.observe(behind)  # a tool had the last word
-        if made.status is SlimeSample.Status.PENDING:
-            made.status = ENDED[self._turns.finish]
-        return Status.TRUNCATED if made.status is SlimeSample.Status.TRUNCATED else Status.FINISHED
+            raise _unsupported("it returned before the model had said anything")
+        expected = [*s.prompt_ids, *s.response_ids]
+        if list(result.tokens[: len(expected)]) != expected:
+            raise _unsupported("sample.tokens is not what the engines were given and have answered")
+        tool_ids = [int(t) for t in result.tokens[len(expected) :]]
+        self._check_arrays(result, len(tool_ids))
+        if tool_ids and s.tokens + len(tool_ids) < self._config.rollout.max_response_tokens:
+            s.observe(tool_ids)  # a tool had the last word
+        if result.status is SlimeSample.Status.PENDING:
+            result.status = ENDED[self._turns.finish]
+        return Status.TRUNCATED if result.status is SlimeSample.Status.TRUNCATED else Status.FINISHED
 
-    def _check_arrays(self, made: SlimeSample, behind: int) -> None:
-        """Its mask and its log-probs, over the response and what a tool said `behind` it."""
+    def _check_arrays(self, result: SlimeSample, tool_tokens: int) -> None:
+        """Check mask and log-probs over the response and the tool tokens after it."""
         s = self._sample
-        trained = [*s.trained(), *[False] * behind]
-        mask = [1] * len(trained) if made.loss_mask is None else list(made.loss_mask)
-        for name, values in (("loss_mask", mask), ("rollout_log_probs", made.rollout_log_probs)):
+        trained = [*s.trained(), *[False] * tool_tokens]
+        mask = [1] * len(trained) if result.loss_mask is None else list(result.loss_mask)
+        for name, values in (("loss_mask", mask), ("rollout_log_probs", result.rollout_log_probs)):
             if values is not None and len(values) != len(trained):
-                raise _refused(f"sample.{name} has {len(values)} entries for {len(trained)} response tokens")
-        for place, (own, theirs) in enumerate(zip(trained, mask, strict=True)):
-            if own and not theirs:
-                raise _refused(
-                    f"sample.loss_mask is 0 at response token {place}, which the model sampled; all that it samples "
-                    "is trained here"
+                raise _unsupported(
+                    f"sample.{name} has {len(values)} entries for {len(trained)} response tokens"
                 )
-            if theirs and not own:
-                raise _refused(
-                    f"sample.loss_mask is 1 at response token {place}, which no engine has sampled"
+        for position, (is_trained, mask_value) in enumerate(zip(trained, mask, strict=True)):
+            if is_trained and not mask_value:
+                raise _unsupported(
+                    f"sample.loss_mask is 0 at response token {position}, which the model sampled; all "
+                    "sampled tokens are trained here"
                 )
-        for place, (own, lp, mu) in enumerate(zip(trained, made.rollout_log_probs or (), s.mu, strict=False)):
-            if own and lp != mu:
-                raise _refused(
-                    f"sample.rollout_log_probs is {lp} at response token {place}, but the engine's log-prob is {mu}"
+            if mask_value and not is_trained:
+                raise _unsupported(
+                    f"sample.loss_mask is 1 at response token {position}, which no engine has sampled"
+                )
+        for position, (is_trained, lp, mu) in enumerate(
+            zip(trained, result.rollout_log_probs or (), s.mu, strict=False)
+        ):
+            if is_trained and lp != mu:
+                raise _unsupported(
+                    f"sample.rollout_log_probs is {lp} at response token {position}, but the engine's log-prob "
+                    f"is {mu}"
                 )
 
 
-def _refused(what: str) -> GeneratorError:
-    return GeneratorError(f"{FIELD}: {what}")
+def _unsupported(message: str) -> GeneratorError:
+    return GeneratorError(f"{FIELD}: {message}")

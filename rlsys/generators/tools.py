@@ -1,7 +1,7 @@
-"""Turns of the model with a tool between them: the model ends its turn with a call, the tool's answer opens the next.
+"""ToolTurns: a turn of the model ends with a call of a tool, whose answer precedes the next turn.
 
 prompt  turn: ... <python>3*7</python> <eos>  |  21 and the opening of the next turn  |  turn: ... <eos>
-        sampled, trained                         written by the tool, not trained        sampled, trained
+        sampled, trained                         by the tool, not trained                sampled, trained
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rlsys.router.turn_ends import TurnEnds, turn_ends
 
 CALCULATOR = Path(__file__).with_name("calculator.py")
 TOOL_SECONDS = 30.0
-"""Longest wait for a tool that has its own limit of processor time: beyond it, the machine is at fault."""
-TOOLS_AT_ONCE = 8
+"""Time limit of a tool that limits its own CPU time: beyond it, the machine is at fault."""
+MAX_CONCURRENT_TOOLS = 8
 NO_CALL = 0.5
 """Penalty of a response without a tool call, between none and all of its calls failed."""
 _ERROR = re.compile(r"^error\b", re.MULTILINE)
@@ -32,11 +32,11 @@ Tool = Callable[[str], Awaitable[str]]
 
 
 class ToolTurns:
-    """A generator (generator.py) with one tool. All it knows of a sample is in the sample's tokens."""
+    """A generator (generator.py) with one tool. Its state is in the sample's tokens."""
 
     def __init__(
         self,
-        speak: Callable[[Sample], Awaitable[None]],
+        generate_turn: Callable[[Sample], Awaitable[None]],
         tokenizer: Tokenizer,
         tool: Tool,
         *,
@@ -46,10 +46,15 @@ class ToolTurns:
         max_turns: int,
         max_response_tokens: int,
     ) -> None:
-        """`call`: what stands around a call; `answer`: what is put around an answer: from the end of the turn with
-        the call, which a model that has ended it itself does not say twice, to the next turn's opening. The model
-        gets at most `max_turns` turns."""
-        self._speak = speak
+        """Create the generator.
+
+        Args:
+            call: texts before and after a call.
+            answer: texts before and after an answer: from the end of the turn with the call, which is not
+                repeated if the model generated it, to the opening of the next turn.
+            max_turns: most turns of the model.
+        """
+        self._generate_turn = generate_turn
         self._tokenizer = tokenizer
         self._tool = tool
         self._ends = ends
@@ -61,27 +66,27 @@ class ToolTurns:
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         while True:
             if (call := self.unanswered(sample)) is None:
-                await self._speak(sample)
+                await self._generate_turn(sample)
                 if sample.status is not Status.FINISHED or (call := self.unanswered(sample)) is None:
                     return
                 # At once, before anybody can look: the turn has ended, the sample has not.
                 sample.status = Status.PARKED
-            before, after = self._answer
+            opening, closing = self._answer
             last = sample.response_ids[-1:]
-            own = self._tokenizer.decode(last) if last[0] in self._ends.ids else ""
-            ids = self._tokenizer.encode(before.removeprefix(own) + await self._tool(call) + after)
+            turn_end = self._tokenizer.decode(last) if last[0] in self._ends.ids else ""
+            ids = self._tokenizer.encode(opening.removeprefix(turn_end) + await self._tool(call) + closing)
             if sample.tokens + len(ids) >= self._budget:
                 sample.status = Status.TRUNCATED
                 return
             sample.observe(ids)
 
     def unanswered(self, sample: Sample) -> str | None:
-        """The last call of the model's last turn, when the turn has ended and another one is allowed."""
+        """Return the last call of the model's last turn if the turn has ended and another one is allowed."""
         turns = len(sample.observed) + 1
         if sample.observed_last or not sample.response_ids or turns >= self._max_turns:
             return None
         turn = sample.response_ids[sample.observed[-1].end if sample.observed else 0 :]
-        if not self._ends.ended(turn):
+        if not self._ends.is_ended(turn):
             return None
         calls = self._call.findall(self._tokenizer.decode(turn))
         return calls[-1] if calls else None
@@ -90,41 +95,41 @@ class ToolTurns:
 def calculator(
     config: Config,
     tokenizer: Tokenizer,
-    speak: Callable[[Sample], Awaitable[None]],
+    generate_turn: Callable[[Sample], Awaitable[None]],
     max_turns: int = 4,
     opens: str = "<python>",
     closes: str = "</python>",
     role: str = "user",
 ) -> ToolTurns:
-    """A sandboxed Python calculator (calculator.py); it answers in a chat message of `role`."""
+    """Create a sandboxed Python calculator (calculator.py) that answers in a chat message of `role`."""
     return ToolTurns(
-        speak,
+        generate_turn,
         tokenizer,
         Calculator(),
         ends=turn_ends(config, tokenizer),
         call=(opens, closes),
-        answer=around_answer(tokenizer, role),
+        answer=answer_template(tokenizer, role),
         max_turns=max_turns,
         max_response_tokens=config.rollout.max_response_tokens,
     )
 
 
-def around_answer(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
-    """What the chat template puts between what the model says in its turn, an answer of `role`, and the next turn."""
+def answer_template(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
+    """Return the chat template's texts between a turn of the model, an answer of `role`, and the next turn."""
     marks = "RLSYS-QUESTION", "RLSYS-TURN", "RLSYS-ANSWER"
     roles = "user", "assistant", role
     messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
-    _, turn, rest = tokenizer.apply_chat(messages).partition(marks[1])
-    before, answer, after = rest.partition(marks[2])
+    _, turn, following = tokenizer.apply_chat(messages).partition(marks[1])
+    opening, answer, closing = following.partition(marks[2])
     if not turn or not answer:
         raise UserError(
             f"rollout.generator_params.role = {role!r}: the chat template shows no message of this role"
         )
-    return before, after
+    return opening, closing
 
 
 class ToolPenalties:
-    """Puts its penalty into each sample of taken groups, in a run with tools."""
+    """Sets the penalty of each sample of taken groups, in a run with tools."""
 
     def __init__(
         self,
@@ -132,40 +137,48 @@ class ToolPenalties:
         tokenizer: Tokenizer | None,
         load: Callable[[Sequence[Sample]], Sequence[Sample]],
     ) -> None:
-        """`load`: gives samples their tokens."""
+        """Create the penalties.
+
+        Args:
+            load: returns samples with their tokens.
+        """
         self._tokenizer = None if config.rollout.generator == "single_turn" else tokenizer
         self._load = load
 
-    def put(self, groups: Sequence[SampleGroup]) -> None:
+    def set_penalties(self, groups: Sequence[SampleGroup]) -> None:
         if self._tokenizer is not None:
             samples = [s for group in groups for s in group.samples]
-            for sample, whole in zip(samples, self._load(samples), strict=True):
-                sample.tool_penalty = tool_penalty(whole, self._tokenizer.decode)
+            for sample, loaded in zip(samples, self._load(samples), strict=True):
+                sample.tool_penalty = tool_penalty(loaded, self._tokenizer.decode)
 
 
 def tool_penalty(sample: Sample, decode: Callable[[Sequence[int]], str]) -> float:
-    """How untidy a response with tools is, in [0, 2] (rStar2-Agent, GRPO-RoC's ranking of successes).
+    """Return how untidy a response with tools is, in [0, 2] (rStar2-Agent, GRPO-RoC's ranking of successes).
 
-    The share of the tool's answers that are an error, which have a line that begins with `error`; NO_CALL without
-    any. And how far the model's turns are from one final answer: (answers - 1) / turns, at most 1; 1 without any.
+    The share of the tool's answers that are errors, with a line that starts with `error`; NO_CALL without
+    answers. Plus the distance from one final answer: (answers - 1) / turns, at most 1; 1 without any.
     """
-    told = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
-    errors = sum(_ERROR.search(text) is not None for text in told) / len(told) if told else NO_CALL
+    observations = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
+    errors = (
+        sum(_ERROR.search(text) is not None for text in observations) / len(observations)
+        if observations
+        else NO_CALL
+    )
     starts = [0, *(span.end for span in sample.observed)]
     ends = [*(span.start for span in sample.observed), sample.tokens]
-    said = [decode(sample.response_ids[a:b]) for a, b in zip(starts, ends, strict=True)]
-    answers = sum(count_answers(text) for text in said)
-    return errors + (min((answers - 1) / len(said), 1.0) if answers else 1.0)
+    turn_texts = [decode(sample.response_ids[a:b]) for a, b in zip(starts, ends, strict=True)]
+    answers = sum(count_answers(text) for text in turn_texts)
+    return errors + (min((answers - 1) / len(turn_texts), 1.0) if answers else 1.0)
 
 
 class Calculator:
-    """Answers calls, each in a process of its own."""
+    """Evaluates calls, each in a separate process."""
 
     def __init__(self) -> None:
-        self._places = asyncio.Semaphore(TOOLS_AT_ONCE)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_TOOLS)
 
     async def __call__(self, code: str) -> str:
-        async with self._places:
+        async with self._slots:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", str(CALCULATOR),
                 stdin=asyncio.subprocess.PIPE,

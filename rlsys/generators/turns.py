@@ -1,4 +1,4 @@
-"""Turns of the model: what a generator calls to let it speak."""
+"""Turns of the model: the functions that a generator calls to generate one."""
 
 from __future__ import annotations
 
@@ -6,79 +6,91 @@ from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from rlsys.config import Config
-from rlsys.core.spans import Tops
+from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Sample, Status
 from rlsys.router.engines import Engines
 from rlsys.router.router import Router
 
 
-class Speak(Protocol):
-    """One turn: adds tokens until the model stops or the budget ends, over all interruptions.
+class GenerateTurn(Protocol):
+    """Generates one turn: adds tokens until the model stops or the budget ends, across all interruptions.
 
-    `most`: response tokens with which the turn ends at the latest; unset: those of the whole budget. `stop_texts`:
-    end it too, beside those of rollout.stop.
+    Args:
+        max_tokens: limit of response tokens, including earlier turns; unset: the whole budget.
+        stop_texts: texts that end it, in addition to those of rollout.stop.
     """
 
     def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> Awaitable[None]: ...
 
 
-class Look(Protocol):
-    """As Speak, in training, of at most `most` response tokens, and `tops` gets what else was probable. `greedy`: the
-    most probable ids instead of drawn ones; their `mu` is what it is at temperature 1."""
+class GenerateWithTopLogprobs(Protocol):
+    """Generates like GenerateTurn, in training, up to `max_tokens`, and stores top log-probs in `tops`.
 
-    def __call__(self, sample: Sample, most: int, tops: Tops, *, greedy: bool) -> Awaitable[object]: ...
+    `greedy`: use the most probable ids instead of sampling; their `mu` is the log-prob at temperature 1.
+    """
+
+    def __call__(
+        self, sample: Sample, max_tokens: int, tops: TopLogprobs, *, greedy: bool
+    ) -> Awaitable[object]: ...
 
 
-def looking_turns(config: Config, router: Router) -> Look:
+def top_logprob_turns(config: Config, router: Router) -> GenerateWithTopLogprobs:
     r = config.rollout
 
-    async def look(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
-        limit = within(r.max_response_tokens, most)
+    async def generate(sample: Sample, max_tokens: int, tops: TopLogprobs, *, greedy: bool) -> None:
+        limit = limit_tokens(r.max_response_tokens, max_tokens)
         temperature = 0.0 if greedy else r.temperature
         await router.generate(sample, max_response_tokens=limit, temperature=temperature, tops=tops)
 
-    return look
+    return generate
 
 
-def sampling_turns(config: Config, router: Router, *, explorers: bool = False) -> Speak:
-    """Turns of training: sampled, in the ledger. `explorers`: the same by engines that try prompts out, of samples
-    outside of it."""
+def sampling_turns(config: Config, router: Router, *, explorers: bool = False) -> GenerateTurn:
+    """Return the function for training: sampled turns in the ledger.
+
+    Args:
+        explorers: use the engines for exploration, for samples outside the ledger.
+    """
     r = config.rollout
 
-    async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
+    async def generate_turn(
+        sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
+    ) -> None:
         await router.generate(
             sample,
-            max_response_tokens=within(r.max_response_tokens, most),
+            max_response_tokens=limit_tokens(r.max_response_tokens, max_tokens),
             temperature=r.temperature,
             truncation=r.truncation,
             stop_texts=stop_texts,
             explorers=explorers,
         )
 
-    return speak
+    return generate_turn
 
 
-def greedy_turns(config: Config, router: Engines) -> Speak:
-    """Turns of an evaluation: greedy, outside the ledger."""
+def greedy_turns(config: Config, router: Engines) -> GenerateTurn:
+    """Return the function for evaluations: greedy turns outside the ledger."""
     return probing_turns(config, router, 0.0)
 
 
-def probing_turns(config: Config, router: Engines, temperature: float) -> Speak:
-    """Turns outside the ledger, each with its sample's seed; greedy at temperature 0."""
+def probing_turns(config: Config, router: Engines, temperature: float) -> GenerateTurn:
+    """Return the function for turns outside the ledger, each with its sample's seed; greedy at temperature 0."""
 
-    async def speak(sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()) -> None:
-        budget = within(config.rollout.max_response_tokens, most) - sample.tokens
+    async def generate_turn(
+        sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
+    ) -> None:
+        budget = limit_tokens(config.rollout.max_response_tokens, max_tokens) - sample.tokens
         if budget > 0:
             ids = [*sample.prompt_ids, *sample.response_ids]
             segment = await router.probe(ids, budget, temperature, sample.seed, stop_texts, evaluation=True)
             sample.append(segment)
-        ended = budget > 0 and segment.finish == "stop"
-        sample.status = Status.FINISHED if ended else Status.TRUNCATED
+        finished = budget > 0 and segment.finish == "stop"
+        sample.status = Status.FINISHED if finished else Status.TRUNCATED
 
-    return speak
+    return generate_turn
 
 
-def within(budget: int, most: int | None) -> int:
-    return budget if most is None else min(budget, most)
+def limit_tokens(budget: int, max_tokens: int | None) -> int:
+    return budget if max_tokens is None else min(budget, max_tokens)

@@ -1,4 +1,4 @@
-"""Find the training command of a script, and list what makes it uncertain."""
+"""Find the training command in a script, and list the reasons why it is uncertain."""
 
 from __future__ import annotations
 
@@ -27,50 +27,54 @@ _PRINTING = (
 )
 
 
-def is_started(words: list[str], place: int) -> bool:
-    """Whether the word at `place` is a program that the command starts, and no text or file name."""
-    if Path(words[0][-99:]).name in _PRINTING:
+def is_program(argv: list[str], index: int) -> bool:
+    """Whether argument `index` is a program that the command starts, not a text or a file name."""
+    if Path(argv[0][-99:]).name in _PRINTING:
         return False
-    return place == 0 or any(
-        re.match(r"python[\d.]*$|torchrun$|deepspeed$|accelerate$", Path(word[-99:]).name) or has_hole(word)
-        for word in words[:place]
+    return index == 0 or any(
+        re.match(r"python[\d.]*$|torchrun$|deepspeed$|accelerate$", Path(argument[-99:]).name)
+        or has_hole(argument)
+        for argument in argv[:index]
     )
 
 
-def settings_of_command(
-    script: Script, place_of: Callable[[list[str]], int], programs: Sequence[str], setting: str
+def find_training_command(
+    script: Script, program_index: Callable[[list[str]], int], programs: Sequence[str], setting_pattern: str
 ) -> tuple[Command | None, Settings]:
-    """The first training command, and empty settings with the problems of the script.
+    """Return the first training command, and empty settings with the problems of the script.
 
     Args:
-        script: as it was read.
-        place_of: the place of the program among the words of a training command; negative for another command.
-        programs: texts that a training command has.
-        setting: pattern of one of its settings; together they show a command inside one word, for another shell.
+        script: the parsed script.
+        program_index: returns the index of the program in an argument list; negative if the command is not a
+            training command.
+        programs: substrings of a training command.
+        setting_pattern: regex of one of its settings; together with `programs` it detects a training command
+            that is an argument of another shell.
     """
     settings = Settings({}, list(script.problems))
-    chosen = None
+    training_command = None
     for command in script.commands:
-        training = place_of(command.words) >= 0
-        if training and chosen is None:
-            chosen = command
-            if "xargs" in command.words[: max(0, place_of(command.words))]:
+        training = program_index(command.argv) >= 0
+        if training and training_command is None:
+            training_command = command
+            if "xargs" in command.argv[: max(0, program_index(command.argv))]:
                 settings.problems.append(f"line {command.line}: xargs adds words that are not known")
-            if command.inside is not None:
+            if command.block is not None:
                 settings.problems.append(
-                    f"line {command.line}: the training command is in {command.inside}: whether and how often it "
+                    f"line {command.line}: the training command is in {command.block}: whether and how often it "
                     "runs, and with which values, is not known"
                 )
         elif training:
             settings.problems.append(
-                f"line {command.line}: a second training command; that of line {chosen.line if chosen else 0} is "
+                f"line {command.line}: a second training command; that of line "
+                f"{training_command.line if training_command else 0} is "
                 "translated"
             )
-        elif command.words[0] not in _PRINTING and any(
-            any(program in word for program in programs) and re.search(setting, word)
-            for word in command.words
+        elif command.argv[0] not in _PRINTING and any(
+            any(program in argument for program in programs) and re.search(setting_pattern, argument)
+            for argument in command.argv
         ):
             settings.problems.append(f"line {command.line}: a training command as text for another shell")
     if script.reads_arguments:
         settings.notes.append("$@: the script is translated as it runs without arguments of its own")
-    return chosen, settings
+    return training_command, settings

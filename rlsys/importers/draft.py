@@ -1,8 +1,9 @@
-"""A config in the making: what a foreign script gives, and what became of each of its settings.
+"""Config draft: the result of translating another framework's launch script.
 
-Each setting ends in exactly one of five lists: `mapped` (a field of ours), `defaults` (rlsys does so anyway),
-`speed` (no counterpart; it changes speed, memory or logging), `refused` (no counterpart; it changes the method) and
-`missing` (the script leaves its value open). A field that depends on a refused or missing setting is not written.
+Each setting of the script ends in exactly one list: `mapped` (translated to a field), `defaults` (rlsys does
+the same by default), `speed` (no counterpart; affects speed, memory or logging), `rejected` (no counterpart;
+affects the method) and `missing` (the script does not determine the value). A field that depends on a
+rejected or missing setting is not written.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ import yaml
 from rlsys.core.errors import UserError
 from rlsys.core.yaml_text import parse_yaml
 
-MOST = 10**7
-"""Largest whole number that a translation computes with."""
+MAX_INTEGER = 10**7
+"""Maximum absolute value of an integer setting."""
 _LONGEST_VALUE = 10_000
-"""Characters of a value that is read as YAML; a longer one, or one of more than 200 brackets, is a text."""
+"""Maximum characters of a value that is parsed as YAML; a longer one, or one with over 200 brackets, is a string."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Reasons = Sequence[tuple[str, tuple[Any, ...] | None, str]]
-"""Patterns of names; the values for which the reason holds, None for all; the reason."""
+"""(pattern of setting names, values that the reason applies to or None for all, reason)."""
 
 
-class OtherRun(UserError):
-    """The script starts another kind of run than RL; nothing is written. Exit code 3."""
+class UnsupportedRunError(UserError):
+    """The script starts a run that is not RL; no config is written. Exit code 3."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True)
 class Unresolved:
-    """A value that the script alone does not tell."""
+    """Value that the script alone does not determine."""
 
     text: str
-    """As the script has it; empty where it has nothing."""
-    why: str
+    """Text in the script; empty if it has none."""
+    reason: str
 
     def __str__(self) -> str:
         return self.text
@@ -47,17 +48,17 @@ class Unresolved:
 
 @dataclass
 class Settings:
-    """What a script says."""
+    """Settings of a script."""
 
     values: dict[str, Any]
-    """By their name: a text, a list of texts, Unresolved, or True for an option without a value."""
+    """Name -> a string, a list of strings, Unresolved, or True for an option without a value."""
     problems: list[str] = field(default_factory=list)
-    """What the reader could not follow, each a line."""
+    """Constructs that the reader does not support, one line each."""
     notes: list[str] = field(default_factory=list)
 
 
-def parsed(text: Any) -> Any:
-    """A value as YAML reads it; `1e-6` is a number here, as it is for Hydra and argparse."""
+def parse_value(text: Any) -> Any:
+    """Parse a value as YAML; `1e-6` is a number here, as it is for Hydra and argparse."""
     if not isinstance(text, str) or len(text) > _LONGEST_VALUE or text.count("[") + text.count("{") > 200:
         return text
     if re.fullmatch(r"[-+]?[\d.]{1,40}[eE][-+]?\d{1,5}", text) and _NUMBER.fullmatch(text):
@@ -70,72 +71,76 @@ def parsed(text: Any) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """One of their settings, and what became of it."""
+    """One setting of the script, and the result of its translation."""
 
-    theirs: str
+    setting: str
     value: str
-    ours: str
+    result: str
 
     def __str__(self) -> str:
-        if not self.theirs:
-            return self.ours
-        return f"{self.theirs}{f' = {self.value}' if self.value else ''}: {self.ours}"
+        if not self.setting:
+            return self.result
+        return f"{self.setting}{f' = {self.value}' if self.value else ''}: {self.result}"
 
 
 @dataclass
 class Draft:
-    """Owns the settings that nobody has looked at yet."""
+    """Config draft and the settings that are not translated yet."""
 
     settings: dict[str, Any]
-    """Theirs, by name; a flag without a value is True."""
+    """Setting name -> value; True for an option without a value."""
     names: Mapping[str, str]
-    """Theirs -> our field, with what there is to say of it (VERL, SLIME)."""
+    """Setting name -> our field, with notes (VERL, SLIME)."""
     config: dict[str, Any] = field(default_factory=dict)
     mapped: list[Row] = field(default_factory=list)
     defaults: list[Row] = field(default_factory=list)
     speed: list[Row] = field(default_factory=list)
-    refused: list[Row] = field(default_factory=list)
+    rejected: list[Row] = field(default_factory=list)
     missing: list[Row] = field(default_factory=list)
-    odd: list[str] = field(default_factory=list)
-    """What a person must look at in the config: values that fit theirs only in part."""
-    used: set[str] = field(default_factory=set)
-    _left_out: dict[str, list[str]] = field(default_factory=dict)
-    """Fields that are not written, by the setting that decides them."""
+    warnings: list[str] = field(default_factory=list)
+    """Values that need a manual check, since they match the setting only in part."""
+    consumed: set[str] = field(default_factory=set)
+    _omitted_fields: dict[str, list[str]] = field(default_factory=dict)
+    """Setting -> fields that are omitted because of it."""
 
     @property
-    def complete(self) -> bool:
-        return not self.missing and not self.refused
+    def is_complete(self) -> bool:
+        return not self.missing and not self.rejected
 
-    # What the script says
+    # Settings of the script
 
-    def get(self, name: str, otherwise: Any = None) -> Any:
-        """The value; `otherwise` also for one that is not known, whose fields `put` then leaves out."""
-        self.used.add(name)
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a setting's value, or `default` if it is unset or unresolved; `set_field` then omits its fields."""
+        self.consumed.add(name)
         value = self.settings.get(name)
-        value = otherwise if isinstance(value, Unresolved) else parsed(value)
-        return otherwise if value is None or value == "" else value
+        value = default if isinstance(value, Unresolved) else parse_value(value)
+        return default if value is None or value == "" else value
 
-    def given(self, name: str) -> bool:
+    def has_value(self, name: str) -> bool:
         return self.get(name) is not None
 
-    def present(self, name: str) -> bool:
-        """Whether the script has it, known or not."""
+    def is_present(self, name: str) -> bool:
+        """Whether the script has the setting, with a resolved value or not."""
         return name in self.settings and self.settings[name] not in (None, "")
 
-    def open(self, name: str) -> bool:
-        """Whether the script has it and leaves its value open."""
+    def is_unresolved(self, name: str) -> bool:
+        """Whether the script has the setting without a resolved value."""
         return isinstance(self.settings.get(name), Unresolved)
 
-    def number(self, name: str, otherwise: float) -> float:
-        """Raises UserError for a text that is no number."""
+    def number(self, name: str, default: float) -> float:
+        """Return a setting as a number.
+
+        Raises:
+            UserError: the value is not a finite number.
+        """
         value = self.get(name)
-        if name in self.settings and value is None and not self.open(name) and otherwise > 0:
-            self.unknown(name, "it is empty or null")
+        if name in self.settings and value is None and not self.is_unresolved(name) and default > 0:
+            self.mark_unresolved(name, "it is empty or null")
         if value is True:  # an option without a value, unless a YAML file says so
             self.settings[name] = Unresolved("", "it needs a value and has none")
             value = None
         if value is None:
-            return otherwise
+            return default
         raw = str(self.settings[name])
         if isinstance(value, bool | list | dict) or len(raw) > 100 or not _NUMBER.fullmatch(raw.strip()):
             raise UserError(f"{name} = {_short(raw)}: expected a number")
@@ -144,160 +149,180 @@ class Draft:
             raise UserError(f"{name} = {_short(raw)}: expected a finite number")
         return number
 
-    def whole(self, name: str, otherwise: int) -> int:
-        """Raises UserError for what is no whole number of a sensible size."""
-        number = self.number(name, otherwise)
-        if number != int(number) or abs(number) > MOST:
+    def integer(self, name: str, default: int) -> int:
+        """Return a setting as an integer.
+
+        Raises:
+            UserError: the value is not an integer, or larger than MAX_INTEGER.
+        """
+        number = self.number(name, default)
+        if number != int(number) or abs(number) > MAX_INTEGER:
             raise UserError(
-                f"{name} = {_short(str(self.settings[name]))}: expected a whole number up to {MOST:,}"
+                f"{name} = {_short(str(self.settings[name]))}: expected a whole number up to {MAX_INTEGER:,}"
             )
         return int(number)
 
-    def text(self, name: str, otherwise: str = "") -> str:
+    def text(self, name: str, default: str = "") -> str:
         value = self.get(name)
         if value is True and self.settings[name] is True:
             self.settings[name] = Unresolved("", "it needs a value and has none")
             value = None
-        return otherwise if value is None else str(self.settings[name])
+        return default if value is None else str(self.settings[name])
 
     def flag(self, name: str) -> bool:
-        """Raises UserError for what is neither true nor false."""
+        """Return a setting as a bool.
+
+        Raises:
+            UserError: the value is neither true nor false.
+        """
         value = self.get(name, False)
         if value not in (True, False, 0, 1):
             raise UserError(f"{name} = {_short(str(self.settings[name]))}: expected true or false")
         return bool(value)
 
-    def require(self, name: str, why: str = "the script does not give it") -> None:
-        """A setting without which theirs does not start either."""
-        if not self.present(name):
-            self.settings[name] = Unresolved("", why)
+    def require(self, name: str, reason: str = "the script does not give it") -> None:
+        """Mark a setting as unresolved if the script lacks it and the other framework requires it."""
+        if not self.is_present(name):
+            self.settings[name] = Unresolved("", reason)
 
-    def unknown(self, name: str, why: str) -> None:
-        """The script gives a value that does not decide ours."""
-        self.settings[name] = Unresolved(str(self.settings.get(name, "")), why)
+    def mark_unresolved(self, name: str, reason: str) -> None:
+        """Mark a setting as unresolved: its value does not determine our field."""
+        self.settings[name] = Unresolved(str(self.settings.get(name, "")), reason)
 
-    # What becomes of it
+    # Fields of the config
 
-    def put(self, place: str, value: Any, *names: str) -> None:
-        """Write a field.
+    def set_field(self, path: str, value: Any, *names: str) -> None:
+        """Write a config field.
 
         Args:
-            place: our field, `section.field`.
+            path: dotted path of the field, `section.field`.
             value: its value.
-            names: the settings that decide it. The field is left out where one is refused or open.
+            names: the settings that determine it. The field is omitted if one of them is rejected or
+                unresolved.
         """
-        self.used.update(names)
-        refused = {row.theirs for row in self.refused}
-        open_names = [n for n in names if self.open(n)]
+        self.consumed.update(names)
+        rejected = {row.setting for row in self.rejected}
+        open_names = [n for n in names if self.is_unresolved(n)]
         for name in open_names:
-            places = self._left_out.setdefault(name, [])
-            if place not in places:
-                places.append(place)
-        if open_names or refused.intersection(names):
-            self._drop(place)
+            paths = self._omitted_fields.setdefault(name, [])
+            if path not in paths:
+                paths.append(path)
+        if open_names or rejected.intersection(names):
+            self._remove_field(path)
             return
-        *sections, last = place.split(".")
-        at = self.config
+        *sections, key = path.split(".")
+        mapping = self.config
         for section in sections:
-            at = at.setdefault(section, {})
-        at[last] = value
-        ours = f"{place} = {_short(value)}"
-        rows = [Row(n, str(self.settings[n]), ours) for n in names if n in self.settings]
+            mapping = mapping.setdefault(section, {})
+        mapping[key] = value
+        result = f"{path} = {_short(value)}"
+        rows = [Row(n, str(self.settings[n]), result) for n in names if n in self.settings]
         self.mapped += rows
         if not rows:
-            self.defaults.append(Row("", "", f"{ours} ({names[0]} is not in the script)" if names else ours))
+            self.defaults.append(
+                Row("", "", f"{result} ({names[0]} is not in the script)" if names else result)
+            )
 
-    def _drop(self, place: str) -> None:
-        *sections, last = place.split(".")
-        at: Any = self.config
+    def _remove_field(self, path: str) -> None:
+        *sections, key = path.split(".")
+        mapping: Any = self.config
         for section in sections:
-            at = at.get(section, {})
-        at.pop(last, None)
+            mapping = mapping.get(section, {})
+        mapping.pop(key, None)
 
-    def read(self, place: str, otherwise: Any) -> Any:
-        """A field that was written, or `otherwise` where it was left out."""
-        at: Any = self.config
-        for part in place.split("."):
-            at = at.get(part) if isinstance(at, dict) else None
-        return otherwise if at is None else at
+    def get_field(self, path: str, default: Any) -> Any:
+        """Return a config field, or `default` if it was omitted."""
+        value: Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return default if value is None else value
 
-    def move(self, name: str, kind: type = str) -> None:
-        """The same value under our name."""
-        if not self.present(name):
+    def copy(self, name: str, kind: type = str) -> None:
+        """Copy the value of a setting to the field of `names`."""
+        if not self.is_present(name):
             return
         value = (
-            self.text(name) if kind is str else self.whole(name, 0) if kind is int else self.number(name, 0.0)
+            self.text(name)
+            if kind is str
+            else self.integer(name, 0)
+            if kind is int
+            else self.number(name, 0.0)
         )
-        self.put(self.names[name], value, name)
+        self.set_field(self.names[name], value, name)
 
-    def cut(self, top_p: str, top_k: str) -> None:
-        """What sampling leaves out; theirs is off with 1 and -1."""
-        most, mass = self.whole(top_k, -1), self.number(top_p, 1.0)
-        if most == 1:
-            self.refuse(top_k, "from one token nothing is drawn, and nothing is learned")
-        elif most > 1 or mass != 1.0 or self.open(top_p) or self.open(top_k):
-            self.put("rollout.top_k", min(most, 2048) if most > 1 else 1024, top_k, top_p)
-            self.put("rollout.top_p", mass, top_p)
-            if most < 2:
-                self.odd.append("rollout.top_k = 1024: top_p needs a bound on the tokens that engines name")
+    def set_truncation(self, top_p: str, top_k: str) -> None:
+        """Write rollout.top_k and rollout.top_p; 1 and -1 disable them in the other frameworks."""
+        limit, mass = self.integer(top_k, -1), self.number(top_p, 1.0)
+        if limit == 1:
+            self.reject(top_k, "from one token nothing is drawn, and nothing is learned")
+        elif limit > 1 or mass != 1.0 or self.is_unresolved(top_p) or self.is_unresolved(top_k):
+            self.set_field("rollout.top_k", min(limit, 2048) if limit > 1 else 1024, top_k, top_p)
+            self.set_field("rollout.top_p", mass, top_p)
+            if limit < 2:
+                self.warnings.append(
+                    "rollout.top_k = 1024: top_p needs a bound on the tokens that engines name"
+                )
 
-    def refuse(self, name: str, why: str) -> None:
-        """No counterpart, and it changes the method."""
-        self.used.add(name)
-        if self.present(name) and not any(row.theirs == name for row in self.refused):
-            self.refused.append(Row(name, str(self.settings[name]), why))
+    def reject(self, name: str, reason: str) -> None:
+        """Record a setting without a counterpart that affects the method."""
+        self.consumed.add(name)
+        if self.is_present(name) and not any(row.setting == name for row in self.rejected):
+            self.rejected.append(Row(name, str(self.settings[name]), reason))
 
-    def close(self, defaults: Reasons, speed: Iterable[tuple[str, str]], settings: Settings) -> None:
-        """Sort what is left, and list what the script leaves open."""
+    def finish(self, defaults: Reasons, speed: Iterable[tuple[str, str]], settings: Settings) -> None:
+        """Classify the remaining settings, and list the unresolved ones."""
         speed = list(speed)
         for name, value in list(self.settings.items()):
-            if name in self.used:
+            if name in self.consumed:
                 continue
             row = Row(name, str(value), "")
-            for pattern, accepted, why in defaults:
+            for pattern, accepted, reason in defaults:
                 if not re.search(pattern, name):
                     continue
-                if accepted is None or (not isinstance(value, Unresolved) and parsed(value) in accepted):
-                    self.defaults.append(Row(name, row.value, why))
+                if accepted is None or (not isinstance(value, Unresolved) and parse_value(value) in accepted):
+                    self.defaults.append(Row(name, row.value, reason))
                 elif isinstance(value, Unresolved):
-                    self._left_out.setdefault(name, [])
+                    self._omitted_fields.setdefault(name, [])
                 else:
-                    self.refused.append(Row(name, row.value, f"no counterpart; here: {why}"))
+                    self.rejected.append(Row(name, row.value, f"no counterpart; here: {reason}"))
                 break
             else:
-                reason = next((why for pattern, why in speed if re.search(pattern, name)), None)
-                if reason is not None:
-                    self.speed.append(Row(name, row.value, reason))
+                speed_reason = next((reason for pattern, reason in speed if re.search(pattern, name)), None)
+                if speed_reason is not None:
+                    self.speed.append(Row(name, row.value, speed_reason))
                 else:
-                    self.refused.append(Row(name, row.value, "no counterpart is known"))
-        refused = {row.theirs for row in self.refused}
+                    self.rejected.append(Row(name, row.value, "no counterpart is known"))
+        rejected = {row.setting for row in self.rejected}
         for name, value in self.settings.items():
-            needed = name in self._left_out or name in self.used
-            if isinstance(value, Unresolved) and needed and name not in refused:
-                places = self._left_out.get(name, [])
-                left_out = f"; left out: {', '.join(places)}" if places else ""
-                self.missing.append(Row(name, value.text, f"{value.why}{left_out}"))
-        listed = {
-            row.theirs
-            for rows in (self.mapped, self.defaults, self.speed, self.refused, self.missing)
+            is_required = name in self._omitted_fields or name in self.consumed
+            if isinstance(value, Unresolved) and is_required and name not in rejected:
+                paths = self._omitted_fields.get(name, [])
+                omitted = f"; left out: {', '.join(paths)}" if paths else ""
+                self.missing.append(Row(name, value.text, f"{value.reason}{omitted}"))
+        reported = {
+            row.setting
+            for rows in (self.mapped, self.defaults, self.speed, self.rejected, self.missing)
             for row in rows
         }
         for name, value in self.settings.items():
-            if name not in listed and name != "train":
+            if name not in reported and name != "train":
                 self.defaults.append(Row(name, str(value), "decides no field with this value"))
         self.missing += [Row("", "", problem) for problem in settings.problems]
-        self.mapped = list(self._one_row_each())
-        self.odd += settings.notes
+        self.mapped = list(self._merge_rows())
+        self.warnings += settings.notes
 
-    def _one_row_each(self) -> Iterator[Row]:
+    def _merge_rows(self) -> Iterator[Row]:
         """Each translated setting with all fields that it decides, its own field first."""
         fields: dict[str, dict[str, Row]] = {}
         for row in self.mapped:
-            fields.setdefault(row.theirs, {})[row.ours.partition(" ")[0]] = row
+            fields.setdefault(row.setting, {})[row.result.partition(" ")[0]] = row
         for name, rows in fields.items():
-            own = re.match(r"[\w.]*", self.names.get(name, ""))
-            last = sorted(rows.values(), key=lambda row: own is None or not row.ours.startswith(f"{own[0]} "))
-            yield Row(name, last[0].value, "; ".join(row.ours for row in last))
+            own_field = re.match(r"[\w.]*", self.names.get(name, ""))
+            last = sorted(
+                rows.values(),
+                key=lambda row: own_field is None or not row.result.startswith(f"{own_field[0]} "),
+            )
+            yield Row(name, last[0].value, "; ".join(row.result for row in last))
 
 
 def _short(value: Any) -> str:
@@ -307,8 +332,8 @@ def _short(value: Any) -> str:
     return value if len(value) <= 200 else value[:197] + "..."
 
 
-def as_yaml(draft: Draft, source: str) -> str:
-    """The config with its origin, and above it what a person has to look at."""
+def to_yaml(draft: Draft, source: str) -> str:
+    """Format the config with its origin, below comments on what needs a manual check."""
     order = (
         "run",
         "model",
@@ -326,8 +351,8 @@ def as_yaml(draft: Draft, source: str) -> str:
     lines = [f"# Translated from {source} by rlsys import."]
     for title, rows in (
         ("MISSING", draft.missing),
-        ("NOT TRANSLATED", draft.refused),
-        ("LOOK AT", draft.odd),
+        ("NOT TRANSLATED", draft.rejected),
+        ("LOOK AT", draft.warnings),
     ):
         lines += [f"# {title}: {' '.join(str(row).split())}" for row in rows]
     return "\n".join(lines) + "\n" + yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100)

@@ -1,4 +1,4 @@
-"""What to say to people who give our config or command line a name of verl or slime."""
+"""Error messages for settings of verl or slime in our config or on our command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlsys.importers.slime import SLIME
 from rlsys.importers.verl import VERL
 
 _TRACKERS = "trackers of a run are named in run.trackers"
-ELSEWHERE = {
+RENAMED_FIELDS = {
     "max_turns": "it is the generator's: rollout.generator_params={max_turns: 4}",
     "wandb": _TRACKERS,
     "use_wandb": _TRACKERS,
@@ -19,32 +19,34 @@ ELSEWHERE = {
     "adv_estimator": "it is algo.advantage",
     "reward_fn_key": "a row's key data_source goes to a reward function with verl's signature as it is",
 }
-"""Fields that others have and rlsys has not, or has in another way."""
+"""Common field names of other frameworks -> the counterpart in rlsys."""
 
 
 def explain_foreign(error: ValidationError) -> str | None:
-    """One line for a config's first mistake, where it is a key of verl, or an option of slime without its dashes."""
+    """Return a message if the config's first unknown key is a setting of verl or slime, else None."""
     first = error.errors()[0]
     if first["type"] != "extra_forbidden":
         return None
-    return next(filter(None, map(_told, _leaves(".".join(map(str, first["loc"])), first["input"]))), None)
+    return next(
+        filter(None, map(_explain, _leaf_paths(".".join(map(str, first["loc"])), first["input"]))), None
+    )
 
 
-def _leaves(path: str, value: Any) -> Iterator[str]:
-    """The fields below an unknown key, which may be one of verl's whole sections."""
+def _leaf_paths(path: str, value: Any) -> Iterator[str]:
+    """Yield the dotted paths of the leaves below an unknown key."""
     if isinstance(value, dict):
         for key, below in value.items():
-            yield from _leaves(f"{path}.{key}", below)
+            yield from _leaf_paths(f"{path}.{key}", below)
     else:
         yield path
 
 
-def _told(path: str) -> str | None:
+def _explain(path: str) -> str | None:
     if path in VERL:
         return f"{path}: a field of verl; here it is {VERL[path]}"
     key = path.rpartition(".")[2].replace("-", "_").lstrip("_").removeprefix("rollout_")
-    if key in ELSEWHERE:
-        return f"{path}: there is no such field: {ELSEWHERE[key]}"
+    if key in RENAMED_FIELDS:
+        return f"{path}: there is no such field: {RENAMED_FIELDS[key]}"
     for name in (path, path.rpartition(".")[2]):
         option = "--" + name.lstrip("-").replace("_", "-")
         if option in SLIME:
@@ -52,10 +54,10 @@ def _told(path: str) -> str | None:
     return None
 
 
-def told_of_options(words: list[str]) -> str | None:
-    """What to say of words that the command line does not know; None where none is slime's, nor a field of ours."""
-    for word, following in zip(words, [*words[1:], "VALUE"], strict=True):
-        option, _, value = word.partition("=")
+def explain_options(arguments: list[str]) -> str | None:
+    """Return a message if an unknown argument is an option of slime or a config field with dashes, else None."""
+    for argument, following in zip(arguments, [*arguments[1:], "VALUE"], strict=True):
+        option, _, value = argument.partition("=")
         if option in SLIME:
             return f"{option}: an option of slime; here it is {SLIME[option]}"
         if option.startswith("--") and "." in option:

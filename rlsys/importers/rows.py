@@ -1,4 +1,4 @@
-"""What a translation must know of the files that a script names, where they are here."""
+"""Row counts and media columns of the data files that a script names, if they exist on this host."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 
-def files_of(path: Any) -> list[Path]:
-    """The files, or none where one is not here."""
+def existing_files(path: Any) -> list[Path]:
+    """Return the files, or an empty list if one does not exist."""
     files = [Path(str(p)) for p in (path if isinstance(path, list) else [path])]
     return files if path and all(file.is_file() for file in files) else []
 
 
-def rows_of(path: Any) -> int | None:
-    """Rows of all files together; None where one is not here or cannot be read."""
-    counts = [_rows(file) for file in files_of(path)]
+def count_rows(path: Any) -> int | None:
+    """Return the total rows of all files, or None if one does not exist or cannot be read."""
+    counts = [_rows(file) for file in existing_files(path)]
     return None if not counts or None in counts else sum(n for n in counts if n is not None)
 
 
-def media_of(path: Any, media: Sequence[str]) -> str | None:
-    """The first of the columns `media` that the files' first rows have; None where there is none."""
-    for file in files_of(path):
-        if found := next((name for name in media if name in _columns(file)), None):
-            return found
+def find_media_column(path: Any, media: Sequence[str]) -> str | None:
+    """Return the first of the columns `media` that a file's first row has, or None."""
+    for file in existing_files(path):
+        if column := next((name for name in media if name in _columns(file)), None):
+            return column
     return None
 
 

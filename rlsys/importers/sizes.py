@@ -1,4 +1,4 @@
-"""The part of a translation that verl and slime share: batch, layout, engines and launch, made to fit each other."""
+"""Batch sizes, parallel layout, engines and launch: the part of a translation that verl and slime share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 
 from rlsys.importers.draft import Draft
-from rlsys.importers.rows import rows_of
+from rlsys.importers.rows import count_rows
 
 
 @dataclass
 class Sizes:
-    """Of a run of theirs; names of their settings that a figure comes from are in `names`, by figure."""
+    """Sizes of a run in the other framework."""
 
     groups: int
     group_size: int
@@ -21,10 +21,10 @@ class Sizes:
     prompt: int
     response: int
     micro: int
-    """Tokens of a micro-batch on one GPU; 0: not said."""
+    """Tokens of a micro-batch on one GPU; 0: not set."""
     nodes: int
     gpus: int
-    """Of the trainer, a node."""
+    """Trainer GPUs per node."""
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -33,19 +33,25 @@ class Sizes:
     vpp: int = 1
     engine_tp: int = 1
     engine_gpus: int | None = None
-    """GPUs of their own; None: the engines share the trainer's."""
+    """Number of GPUs of the engines; None: they share the trainer's."""
 
 
-def put_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None:
-    """Write the fields of rollout, parallel, engine, weights and launch, and what follows from several of them."""
+def set_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None:
+    """Write the fields of rollout, parallel, engine, weights and launch, and the fields derived from several of them.
 
-    def decided(*figures: str) -> list[str]:
+    Args:
+        draft: the config draft.
+        s: the sizes.
+        names: attribute of `s` -> the settings that it comes from.
+    """
+
+    def settings_of(*figures: str) -> list[str]:
         return [name for figure in figures for name in names.get(figure, ())]
 
-    def put(place: str, value: object, *figures: str) -> None:
-        draft.put(place, value, *decided(*figures))
+    def set_field(path: str, value: object, *figures: str) -> None:
+        draft.set_field(path, value, *settings_of(*figures))
 
-    for figure, least in (
+    for figure, minimum in (
         ("groups", 1),
         ("group_size", 1),
         ("response", 1),
@@ -53,32 +59,38 @@ def put_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None
         ("gpus", 1),
         ("engine_tp", 1),
     ):
-        if getattr(s, figure) < least:
-            for name in decided(figure)[:1]:
-                draft.unknown(name, f"{getattr(s, figure)} does not say how many")
-            setattr(s, figure, least)
+        if getattr(s, figure) < minimum:
+            for name in settings_of(figure)[:1]:
+                draft.mark_unresolved(name, f"{getattr(s, figure)} does not say how many")
+            setattr(s, figure, minimum)
     for figure in ("tp", "pp", "cp", "ep", "vpp"):
         setattr(s, figure, max(1, getattr(s, figure)))
     layout = ("nodes", "gpus", "tp", "pp", "cp")
-    put("rollout.groups_per_step", s.groups, "groups")
-    put("rollout.group_size", s.group_size, "group_size")
-    put("rollout.max_response_tokens", s.response, "response")
+    set_field("rollout.groups_per_step", s.groups, "groups")
+    set_field("rollout.group_size", s.group_size, "group_size")
+    set_field("rollout.max_response_tokens", s.response, "response")
     world = s.nodes * s.gpus
     dp = max(1, world // (s.tp * s.pp * s.cp))
-    if world % (s.tp * s.pp * s.cp) and not any(draft.open(name) for name in decided(*layout)):
-        draft.odd.append(
+    if world % (s.tp * s.pp * s.cp) and not any(draft.is_unresolved(name) for name in settings_of(*layout)):
+        draft.warnings.append(
             f"{world} GPUs are no multiple of tp {s.tp} x pp {s.pp} x cp {s.cp}; parallel.dp = {dp}"
         )
     for figure in ("tp", "pp", "cp", "vpp", "ep"):
-        if getattr(s, figure) > 1 or figure in ("tp", "pp") or any(draft.open(n) for n in decided(figure)):
-            put(f"parallel.{figure}", getattr(s, figure), figure)
-    if s.etp is not None or any(draft.open(name) for name in decided("etp")):
-        put("parallel.etp", s.etp, "etp")
-    put("parallel.dp", dp, *layout)
+        if (
+            getattr(s, figure) > 1
+            or figure in ("tp", "pp")
+            or any(draft.is_unresolved(n) for n in settings_of(figure))
+        ):
+            set_field(f"parallel.{figure}", getattr(s, figure), figure)
+    if s.etp is not None or any(draft.is_unresolved(name) for name in settings_of("etp")):
+        set_field("parallel.etp", s.etp, "etp")
+    set_field("parallel.dp", dp, *layout)
     samples = s.groups * s.group_size
-    if samples % dp and not any(draft.open(name) for name in decided("groups", "group_size", *layout)):
+    if samples % dp and not any(
+        draft.is_unresolved(name) for name in settings_of("groups", "group_size", *layout)
+    ):
         step = next(g for g in range(s.groups, s.groups + dp + 1) if g * s.group_size % dp == 0)
-        draft.odd.append(
+        draft.warnings.append(
             f"rollout.groups_per_step = {step}, not {s.groups}: samples must divide over dp = {dp}"
         )
         draft.config["rollout"]["groups_per_step"] = step
@@ -86,102 +98,110 @@ def put_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None
     minibatches = _largest_divisor(
         max(1, samples // dp), max(1, round(samples / s.update)) if s.update else 1
     )
-    put("algo.minibatches", minibatches, "update", "groups", "group_size", *layout)
-    longest = s.prompt + s.response
-    put("trainer.token_budget", max(s.micro * s.cp, longest), "micro", "cp", "prompt", "response")
-    if "max_total_tokens" not in draft.read("engine", {}):
-        draft.odd.append(
+    set_field("algo.minibatches", minibatches, "update", "groups", "group_size", *layout)
+    max_tokens = s.prompt + s.response
+    set_field("trainer.token_budget", max(s.micro * s.cp, max_tokens), "micro", "cp", "prompt", "response")
+    if "max_total_tokens" not in draft.get_field("engine", {}):
+        draft.warnings.append(
             "engine.max_total_tokens: the script leaves the size of the KV pool to SGLang; here it is a number of "
             "tokens, and rlsys explain says how many responses the default holds"
         )
-    put("engine.tp", s.engine_tp, "engine_tp")
+    set_field("engine.tp", s.engine_tp, "engine_tp")
     engine_gpus = world if s.engine_gpus is None else s.engine_gpus
     of_engines = ("engine_gpus", "placement") if s.engine_gpus is not None else ("nodes", "gpus", "placement")
-    put("engine.count", max(1, engine_gpus // s.engine_tp), "engine_tp", *of_engines)
-    put("engine.deterministic", False)
+    set_field("engine.count", max(1, engine_gpus // s.engine_tp), "engine_tp", *of_engines)
+    set_field("engine.deterministic", False)
     nodes = s.nodes if s.engine_gpus is None else s.nodes + -(-s.engine_gpus // s.gpus)
-    put("launch.gpus_per_node", s.gpus, "gpus")
-    put("launch.nodes", nodes, "nodes", *(("gpus", *of_engines) if s.engine_gpus is not None else ()))
+    set_field("launch.gpus_per_node", s.gpus, "gpus")
+    set_field("launch.nodes", nodes, "nodes", *(("gpus", *of_engines) if s.engine_gpus is not None else ()))
     if nodes > 1:
-        put("launch.backend", "ray", "nodes", "gpus", *of_engines)
+        set_field("launch.backend", "ray", "nodes", "gpus", *of_engines)
     if s.engine_gpus is not None:
-        put("launch.placement", "disaggregated", "placement")
+        set_field("launch.placement", "disaggregated", "placement")
     else:
-        put("launch.release_memory", True, "placement")
+        set_field("launch.release_memory", True, "placement")
     if nodes > 1 or s.engine_gpus is not None:
-        put("weights.method", "broadcast", "nodes", "gpus", *of_engines)
-    draft.used.update(n for several in names.values() for n in several)
+        set_field("weights.method", "broadcast", "nodes", "gpus", *of_engines)
+    draft.consumed.update(n for setting_names in names.values() for n in setting_names)
 
 
-def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` up to `most`; `number` is at most the square of draft.MOST."""
+def _largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of `number` up to `limit`; `number` is at most MAX_INTEGER squared."""
     best = 1
-    for small in range(1, math.isqrt(number) + 1):
-        if small > most:
+    for candidate in range(1, math.isqrt(number) + 1):
+        if candidate > limit:
             break
-        if number % small == 0:
-            best = max(best, small, number // small if number // small <= most else 1)
+        if number % candidate == 0:
+            best = max(best, candidate, number // candidate if number // candidate <= limit else 1)
     return best
 
 
-def put_steps(
+def set_steps(
     draft: Draft, name: str, epochs: tuple[str, int], path: str, batch: tuple[str, int]
 ) -> tuple[int, list[str]]:
-    """Write trainer.steps: theirs, or as many as their epochs have.
+    """Write trainer.steps: the number of steps in the script, or derived from its epochs.
 
     Args:
-        draft: the config in the making.
+        draft: the config draft.
         name: the setting with the number of steps.
         epochs: the setting with the number of epochs, and its default; 0 for none.
         path: the setting with the training files.
         batch: the setting with the prompts of a step, and its default.
 
     Returns:
-        The steps, 0 where they are not known, and the settings that decide them.
+        The steps, 0 if unknown, and the settings that determine them.
     """
-    steps, decides = draft.whole(name, 0), [name]
-    count = draft.whole(*epochs)
-    if steps <= 0 and not draft.open(name):
-        rows = None if draft.open(path) else rows_of(draft.get(path))
+    steps, decides = draft.integer(name, 0), [name]
+    count = draft.integer(*epochs)
+    if steps <= 0 and not draft.is_unresolved(name):
+        rows = None if draft.is_unresolved(path) else count_rows(draft.get(path))
         decides = [epochs[0], path, *batch[:1]]
-        if count > 0 and rows is not None and (size := draft.whole(*batch)) > 0:
+        if count > 0 and rows is not None and (size := draft.integer(*batch)) > 0:
             steps = count * max(1, rows // size)
-            draft.odd.append(f"trainer.steps = {steps}: {count} epochs of {rows} rows, {size} prompts a step")
+            draft.warnings.append(
+                f"trainer.steps = {steps}: {count} epochs of {rows} rows, {size} prompts a step"
+            )
         else:
-            draft.unknown(
+            draft.mark_unresolved(
                 name,
                 f"the number of steps is epochs ({count or 'not given'}) x rows of the training files / prompts of a "
                 "step",
             )
             decides = [name]
-    draft.put("trainer.steps", steps, *decides)
-    draft.used.add(epochs[0])
+    draft.set_field("trainer.steps", steps, *decides)
+    draft.consumed.add(epochs[0])
     return max(0, steps), decides
 
 
-def put_anchor(draft: Draft) -> None:
-    """Both frameworks score again at the start of a step; only `behaviour` is exact for interrupted samples."""
-    over = draft.read("rollout.over_provision", 1) > 1
-    apart = draft.read("launch.placement", "") == "disaggregated"
-    draft.put("algo.anchor", ("interpolated" if apart else "behaviour") if over else "old")
+def set_anchor(draft: Draft) -> None:
+    """Write algo.anchor.
+
+    Both frameworks recompute log-probs at the start of a step; only `behaviour` is exact for interrupted
+    samples.
+    """
+    over_provisioned = draft.get_field("rollout.over_provision", 1) > 1
+    disaggregated = draft.get_field("launch.placement", "") == "disaggregated"
+    draft.set_field(
+        "algo.anchor", ("interpolated" if disaggregated else "behaviour") if over_provisioned else "old"
+    )
 
 
-def put_held_out(draft: Draft, path: object, count: int | None) -> None:
-    """`count`: rows of the file, where it is there."""
-    draft.put("eval.prompts", min(128, count or 30))
+def set_heldout_prompts(draft: Draft, path: object, count: int | None) -> None:
+    """Write eval.prompts for a file of `count` rows; None if the file does not exist here."""
+    draft.set_field("eval.prompts", min(128, count or 30))
     if count is None:
         file = f"{path} is not here" if path else "the file with held-out prompts is not known"
-        draft.odd.append(f"eval.prompts = 30: {file}, so nobody counted its prompts")
+        draft.warnings.append(f"eval.prompts = 30: {file}, so nobody counted its prompts")
 
 
-def source_of(path: object) -> str:
-    """The short name of the source that reads a file."""
+def data_source(path: object) -> str:
+    """Return the short name of the data source that reads a file."""
     first = path[0] if isinstance(path, list) and path else path
     return "parquet" if str(first).endswith(".parquet") else "jsonl"
 
 
-def refuse_other_media(draft: Draft, name: str) -> None:
-    """A model that reads images, sound or video: its rows would train as text."""
+def reject_media_models(draft: Draft, name: str) -> None:
+    """Reject a model of images, sound or video, since its rows would train as text."""
     path = draft.text(name)
     if re.search(r"(?i)(?<![a-z])(vl|vlm|vision|omni|audio|llava|internvl)(?![a-z])|[a-z0-9](-vl|vl-)", path):
-        draft.refuse(name, "by its name a model of images, sound or video; models and prompts here are text")
+        draft.reject(name, "by its name a model of images, sound or video; models and prompts here are text")

@@ -11,10 +11,10 @@ from typing import Any
 
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import read_stop_ids
-from rlsys.importers.commands import is_started, settings_of_command
-from rlsys.importers.draft import Draft, OtherRun, Row, Settings, Unresolved
+from rlsys.importers.commands import find_training_command, is_program
+from rlsys.importers.draft import Draft, Row, Settings, Unresolved, UnsupportedRunError
 from rlsys.importers.shell import Script
-from rlsys.importers.sizes import Sizes, put_anchor, put_sizes, put_steps, refuse_other_media, source_of
+from rlsys.importers.sizes import Sizes, data_source, reject_media_models, set_anchor, set_sizes, set_steps
 
 SLIME = {
     "--hf-checkpoint": "model.path",
@@ -152,7 +152,7 @@ NOT_SGLANG = ("--sglang-router", "--sglang-server-concurrency", "--sglang-config
 """Options that begin as SGLang's do and are slime's own, or of the engines' logs."""
 
 
-def settings_of(
+def read_settings(
     text: str, yaml_data: Any, variables: Mapping[str, str], path: Path | None = None
 ) -> Settings:
     """Read the options of the training command.
@@ -178,355 +178,364 @@ def settings_of(
             }
         )
     script = Script(text, variables, path)
-    chosen, settings = settings_of_command(script, _program, ("train.py", "train_async.py"), r"\s--\w")
-    if chosen is None:
+    command, settings = find_training_command(
+        script, _program_index, ("train.py", "train_async.py"), r"\s--\w"
+    )
+    if command is None:
         raise UserError("no command of slime in it: expected train.py or train_async.py with its options")
-    words = chosen.words[_program(chosen.words) :]
-    settings.values |= _options(script, words[1:], settings)
-    settings.values["train"] = Path(words[0]).stem
+    argv = command.argv[_program_index(command.argv) :]
+    settings.values |= _options(script, argv[1:], settings)
+    settings.values["train"] = Path(argv[0]).stem
     return settings
 
 
-def _program(words: list[str]) -> int:
-    """The place of train.py among a command's words; 0 where it is none that is started."""
-    place = next(
-        (i for i, w in enumerate(words) if Path(w[-99:]).name in ("train.py", "train_async.py")), None
+def _program_index(argv: list[str]) -> int:
+    """Return the index of train.py in a command's arguments, or -1 if the command does not start it."""
+    index = next(
+        (i for i, w in enumerate(argv) if Path(w[-99:]).name in ("train.py", "train_async.py")), None
     )
-    return place if place is not None and is_started(words, place) else -1
+    return index if index is not None and is_program(argv, index) else -1
 
 
-def _options(script: Script, words: list[str], settings: Settings) -> dict[str, Any]:
-    found: dict[str, list[str]] = {}
+def _options(script: Script, argv: list[str], settings: Settings) -> dict[str, Any]:
+    options: dict[str, list[str]] = {}
     name = None
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
-            found[name] = [value] if value else []
+    for argument in argv:
+        if argument.startswith("--"):
+            name, _, value = argument.partition("=")
+            options[name] = [value] if value else []
         elif (
             name is not None
             and name not in FLAGS
-            and not (found[name] and name not in SEVERAL and script.is_whole_hole(word))
+            and not (options[name] and name not in SEVERAL and script.is_hole(argument))
         ):
-            found[name].append(word)
-        elif holes := script.unresolved(word):
-            settings.problems.append(f"{script.shown(word)}: {holes[0].why}; it may be any option")
+            options[name].append(argument)
+        elif holes := script.holes_in(argument):
+            settings.problems.append(
+                f"{script.source_text(argument)}: {holes[0].reason}; it may be any option"
+            )
         else:
-            settings.problems.append(f"{word}: a word that belongs to no option")
-    return {name: _value(script, value) for name, value in found.items()}
+            settings.problems.append(f"{argument}: a word that belongs to no option")
+    return {name: _value(script, value) for name, value in options.items()}
 
 
-def _value(script: Script, words: list[str]) -> Any:
-    if holes := [hole for word in words for hole in script.unresolved(word)]:
-        return Unresolved(" ".join(map(script.shown, words)), holes[0].why)
-    return True if not words else words[0] if len(words) == 1 else words
+def _value(script: Script, arguments: list[str]) -> Any:
+    if holes := [hole for argument in arguments for hole in script.holes_in(argument)]:
+        return Unresolved(" ".join(map(script.source_text, arguments)), holes[0].reason)
+    return True if not arguments else arguments[0] if len(arguments) == 1 else arguments
 
 
 def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     """Make a config of slime's options.
 
     Args:
-        settings: of settings_of.
+        settings: of read_settings.
         rewards: short names of our rewards.
 
     Raises:
         UserError: a script without model or data, or a value of the wrong kind.
-        OtherRun: the script fine-tunes or distils.
+        UnsupportedRunError: the script fine-tunes or distils.
     """
     d = Draft(dict(settings.values), SLIME)
     asynchronous = d.get("train") == "train_async"
     _refuse_other_runs(d)
     for name in ("--hf-checkpoint", "--prompt-data"):
-        if not d.present(name):
+        if not d.is_present(name):
             if not settings.problems:
                 raise UserError("expected --hf-checkpoint and --prompt-data in it")
             d.require(name)
-    saved = d.text("--save")
-    d.put("run.dir", saved or "runs/imported", "--save")
-    d.put("model.path", d.text("--hf-checkpoint"), "--hf-checkpoint")
-    refuse_other_media(d, "--hf-checkpoint")
-    d.put("model.dtype", "bfloat16")
+    run_dir = d.text("--save")
+    d.set_field("run.dir", run_dir or "runs/imported", "--save")
+    d.set_field("model.path", d.text("--hf-checkpoint"), "--hf-checkpoint")
+    reject_media_models(d, "--hf-checkpoint")
+    d.set_field("model.dtype", "bfloat16")
     _data(d, rewards)
     _rollout(d)
     _algorithm(d)
     _trainer(d)
     _engines(d)
-    put_sizes(d, *_sizes(d, asynchronous))
+    set_sizes(d, *_sizes(d, asynchronous))
     if asynchronous:
-        d.put("rollout.max_staleness", max(1, int(d.read("rollout.max_staleness", 0))))
-    if d.flag("--use-rollout-logprobs") or d.open("--use-rollout-logprobs"):
-        d.put("algo.anchor", "mu", "--use-rollout-logprobs")
+        d.set_field("rollout.max_staleness", max(1, int(d.get_field("rollout.max_staleness", 0))))
+    if d.flag("--use-rollout-logprobs") or d.is_unresolved("--use-rollout-logprobs"):
+        d.set_field("algo.anchor", "mu", "--use-rollout-logprobs")
     else:
-        put_anchor(d)
-    d.close(DEFAULTS, SPEED, settings)
+        set_anchor(d)
+    d.finish(DEFAULTS, SPEED, settings)
     return d
 
 
 def _refuse_other_runs(d: Draft) -> None:
-    """Supervised fine-tuning and distillation have commands and fields of their own."""
+    """Raise UnsupportedRunError for supervised fine-tuning and distillation, which have their own commands."""
     if d.text("--loss-type", "policy_loss") == "sft_loss" or "sft_rollout" in d.text(
         "--rollout-function-path"
     ):
-        raise OtherRun(
+        raise UnsupportedRunError(
             "supervised fine-tuning (--loss-type sft_loss); nothing is written: use rlsys sft with sft.traces = "
             "chats (docs/sft.md)"
         )
     if d.flag("--use-opd"):
-        raise OtherRun(
+        raise UnsupportedRunError(
             "on-policy distillation (--use-opd); nothing is written: use algo.teacher with the loss distill "
             "(configs/algorithms/distill.yaml); algo.teacher.engine asks a server, as --rm-url does"
         )
-    d.used -= {"--loss-type", "--rollout-function-path", "--use-opd"}
+    d.consumed -= {"--loss-type", "--rollout-function-path", "--use-opd"}
 
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
     path = d.get("--prompt-data")
     if "@[" in d.text("--prompt-data"):
-        d.refuse("--prompt-data", "a slice of a file; expected a file with the rows that are meant")
-    d.put("data.source", source_of(path), "--prompt-data")
-    d.put("data.params.path", path, "--prompt-data")
-    d.move("--input-key")
-    d.move("--label-key")
-    d.move("--tool-key")
-    kind, own = d.text("--rm-type"), d.text("--custom-rm-path")
-    if d.present("--custom-rm-path"):
-        module, _, function = own.rpartition(".")
-        d.put("data.reward", f"{module}:{function}", "--custom-rm-path")
+        d.reject("--prompt-data", "a slice of a file; expected a file with the rows that are meant")
+    d.set_field("data.source", data_source(path), "--prompt-data")
+    d.set_field("data.params.path", path, "--prompt-data")
+    d.copy("--input-key")
+    d.copy("--label-key")
+    d.copy("--tool-key")
+    kind, import_path = d.text("--rm-type"), d.text("--custom-rm-path")
+    if d.is_present("--custom-rm-path"):
+        module, _, function = import_path.rpartition(".")
+        d.set_field("data.reward", f"{module}:{function}", "--custom-rm-path")
     else:
         d.require("--rm-type", "the script names no reward")
         if kind and kind not in MATHEMATICS:
-            d.refuse("--rm-type", "no reward of that name here; name yours in data.reward")
-        d.put("data.reward", "math" if "math" in rewards else "exact_answer", "--rm-type")
-    d.used |= {"--rm-type", "--custom-rm-path"}
-    if d.present("--custom-generate-function-path"):
-        own = d.text("--custom-generate-function-path")
-        module, _, function = own.rpartition(".")
-        d.put("rollout.generator", f"{module}:{function}", "--custom-generate-function-path")
-        d.odd.append("rollout.generator: it is called as slime does, within limits; see docs/from-slime.md")
+            d.reject("--rm-type", "no reward of that name here; name yours in data.reward")
+        d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--rm-type")
+    d.consumed |= {"--rm-type", "--custom-rm-path"}
+    if d.is_present("--custom-generate-function-path"):
+        import_path = d.text("--custom-generate-function-path")
+        module, _, function = import_path.rpartition(".")
+        d.set_field("rollout.generator", f"{module}:{function}", "--custom-generate-function-path")
+        d.warnings.append(
+            "rollout.generator: it is called as slime does, within limits; see docs/from-slime.md"
+        )
     for name in ("--reward-key", "--eval-reward-key", "--metadata-key", "--eval-config"):
-        d.refuse(name, "no counterpart: rewards are named by what they return, rows are read whole")
-    d.refuse("--multimodal-keys", "no counterpart: models and prompts are text")
-    if d.present("train") and not d.present("--rollout-shuffle"):
-        d.odd.append(
+        d.reject(name, "no counterpart: rewards are named by what they return, rows are read whole")
+    d.reject("--multimodal-keys", "no counterpart: models and prompts are text")
+    if d.is_present("train") and not d.is_present("--rollout-shuffle"):
+        d.warnings.append(
             "data.seed: slime without --rollout-shuffle keeps the order of the rows; here they are shuffled"
         )
-    if d.present("train") and not d.present("--apply-chat-template"):
-        d.odd.append(
+    if d.is_present("train") and not d.is_present("--apply-chat-template"):
+        d.warnings.append(
             "data: slime without --apply-chat-template takes prompts as they are; here chats get the template"
         )
-    _held_out(d)
+    _heldout(d)
 
 
-def _held_out(d: Draft) -> None:
-    """--eval-prompt-data NAME PATH [NAME PATH ...]; the first is what the run is judged by."""
-    decided = ("--n-samples-per-eval-prompt", "--eval-max-response-len", "--eval-temperature")
-    words = d.get("--eval-prompt-data")
-    pairs = [words] if isinstance(words, str) else list(words or [])
+def _heldout(d: Draft) -> None:
+    """Translate --eval-prompt-data NAME PATH [NAME PATH ...]; the first file is the main evaluation of the run."""
+    settings = ("--n-samples-per-eval-prompt", "--eval-max-response-len", "--eval-temperature")
+    arguments = d.get("--eval-prompt-data")
+    pairs = [arguments] if isinstance(arguments, str) else list(arguments or [])
     if len(pairs) > 1 and len(pairs) % 2:
-        d.unknown("--eval-prompt-data", "expected pairs of a name and a file")
-    named = [("eval", pairs[0])] if len(pairs) == 1 else list(zip(pairs[::2], pairs[1::2], strict=False))
-    if not named:
-        if d.open("--eval-prompt-data"):
-            d.put("data.params.heldout_path", "", "--eval-prompt-data")
-        for name in (*decided, "--eval-top-p"):
-            d.used.add(name)
+        d.mark_unresolved("--eval-prompt-data", "expected pairs of a name and a file")
+    eval_files = [("eval", pairs[0])] if len(pairs) == 1 else list(zip(pairs[::2], pairs[1::2], strict=False))
+    if not eval_files:
+        if d.is_unresolved("--eval-prompt-data"):
+            d.set_field("data.params.heldout_path", "", "--eval-prompt-data")
+        for name in (*settings, "--eval-top-p"):
+            d.consumed.add(name)
         return
-    d.put("data.params.heldout_path", named[0][1], "--eval-prompt-data")
-    samples = d.whole("--n-samples-per-eval-prompt", 1)
-    longest = d.whole("--eval-max-response-len", d.whole("--rollout-max-response-len", 1024))
-    hot = d.number("--eval-temperature", d.number("--rollout-temperature", 1.0))
-    sets: list[dict[str, Any]] = []
-    for place, (name, path) in enumerate(named):
-        chosen: dict[str, Any] = {"name": str(name).lower(), "prompts": 30, "samples": samples}
-        chosen |= {"temperature": hot, "max_response_tokens": longest}
-        if place:
+    d.set_field("data.params.heldout_path", eval_files[0][1], "--eval-prompt-data")
+    samples = d.integer("--n-samples-per-eval-prompt", 1)
+    max_tokens = d.integer("--eval-max-response-len", d.integer("--rollout-max-response-len", 1024))
+    temperature = d.number("--eval-temperature", d.number("--rollout-temperature", 1.0))
+    eval_sets: list[dict[str, Any]] = []
+    for index, (name, path) in enumerate(eval_files):
+        eval_set: dict[str, Any] = {"name": str(name).lower(), "prompts": 30, "samples": samples}
+        eval_set |= {"temperature": temperature, "max_response_tokens": max_tokens}
+        if index:
             data = d.config["data"]
-            chosen["data"] = data | {"params": data.get("params", {}) | {"heldout_path": path}}
-        sets.append(chosen)
-    d.put("eval.sets", sets, *decided)
+            eval_set["data"] = data | {"params": data.get("params", {}) | {"heldout_path": path}}
+        eval_sets.append(eval_set)
+    d.set_field("eval.sets", eval_sets, *settings)
     if d.number("--eval-top-p", 1.0) != 1:
-        d.refuse("--eval-top-p", "sets are sampled from the whole distribution")
+        d.reject("--eval-top-p", "sets are sampled from the whole distribution")
 
 
 def _rollout(d: Draft) -> None:
-    d.move("--rollout-temperature", float)
-    d.move("--sglang-tool-call-parser")
-    d.move("--sglang-reasoning-parser")
-    d.cut("--rollout-top-p", "--rollout-top-k")
+    d.copy("--rollout-temperature", float)
+    d.copy("--sglang-tool-call-parser")
+    d.copy("--sglang-reasoning-parser")
+    d.set_truncation("--rollout-top-p", "--rollout-top-k")
     if stops := d.get("--rollout-stop"):
-        d.put("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")
+        d.set_field("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")
     _stop_ids(d)
-    groups = max(1, d.whole("--rollout-batch-size", 1))
-    over = d.whole("--over-sampling-batch-size", groups) / groups
+    groups = max(1, d.integer("--rollout-batch-size", 1))
+    over_provision = d.integer("--over-sampling-batch-size", groups) / groups
     if d.flag("--partial-rollout"):
-        d.put(
+        d.set_field(
             "rollout.over_provision",
-            min(16.0, max(over, 1.5)),
+            min(16.0, max(over_provision, 1.5)),
             "--partial-rollout",
             "--over-sampling-batch-size",
         )
-        d.put("rollout.max_staleness", 4)
-        d.odd.append("rollout.max_staleness = 4: slime has no bound; see docs/rollout.md")
-    elif over > 1 and d.present("--dynamic-sampling-filter-path"):
-        d.odd.append(
+        d.set_field("rollout.max_staleness", 4)
+        d.warnings.append("rollout.max_staleness = 4: slime has no bound; see docs/rollout.md")
+    elif over_provision > 1 and d.is_present("--dynamic-sampling-filter-path"):
+        d.warnings.append(
             "rollout.over_provision: --over-sampling-batch-size asks for more groups at once because the filter "
             "drops some; here a step asks again until it has enough"
         )
-    elif over > 1:
-        d.refuse("--over-sampling-batch-size", "without --partial-rollout slime throws the surplus away")
-    if chosen := d.text("--dynamic-sampling-filter-path"):
-        if not chosen.endswith("check_reward_nonzero_std"):
-            d.refuse("--dynamic-sampling-filter-path", "a filter of yours is a planner here: algo.planners")
-        d.put("algo.planners", ["dapo"], "--dynamic-sampling-filter-path")
+    elif over_provision > 1:
+        d.reject("--over-sampling-batch-size", "without --partial-rollout slime throws the surplus away")
+    if filter_path := d.text("--dynamic-sampling-filter-path"):
+        if not filter_path.endswith("check_reward_nonzero_std"):
+            d.reject("--dynamic-sampling-filter-path", "a filter of yours is a planner here: algo.planners")
+        d.set_field("algo.planners", ["dapo"], "--dynamic-sampling-filter-path")
     for name in (
         "--custom-convert-samples-to-train-data-path", "--buffer-filter-path", "--rollout-sample-filter-path",
         "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
     ):  # fmt: skip
-        d.refuse(name, "a function of slime's own loop; planners, selectors and shaping of algo do this here")
+        d.reject(name, "a function of slime's own loop; planners, selectors and shaping of algo do this here")
 
 
 def _stop_ids(d: Draft) -> None:
-    """The model's own ids need no field; others are named by their texts."""
+    """Translate stop token ids. The model's own ids need no field; others need their texts."""
     option, folder = "--rollout-stop-token-ids", Path(str(d.get("--hf-checkpoint", "")))
     if (stops := d.get(option)) is None:
         return
     ids = [int(i) for i in (stops if isinstance(stops, list) else [stops])]
     if not (folder / "config.json").is_file():
-        d.refuse(
+        d.reject(
             option,
             f"{folder} is not here: ids that the model does not stop at need their texts in rollout.stop",
         )
-    elif others := sorted(set(ids) - read_stop_ids(folder)):
-        d.refuse(
+    elif unsupported_ids := sorted(set(ids) - read_stop_ids(folder)):
+        d.reject(
             option,
-            f"the model does not stop at {min(others)}: name the texts of such ids in rollout.stop",
+            f"the model does not stop at {min(unsupported_ids)}: name the texts of such ids in rollout.stop",
         )
     else:
-        d.used.add(option)
+        d.consumed.add(option)
         d.defaults.append(Row(option, str(d.settings[option]), "the model's own stop ids"))
 
 
 def _algorithm(d: Draft) -> None:
     estimator = d.text("--advantage-estimator", "grpo")
-    ours = ADVANTAGES.get(estimator)
-    if ours is None:
-        d.refuse("--advantage-estimator", "not here by this name (rlsys algo list)")
-        ours = "grpo"
-    if ours == "grpo" and d.flag("--disable-grpo-std-normalization"):
-        ours = "dr_grpo"
-    advantage: Any = ours
+    advantage_name = ADVANTAGES.get(estimator)
+    if advantage_name is None:
+        d.reject("--advantage-estimator", "not here by this name (rlsys algo list)")
+        advantage_name = "grpo"
+    if advantage_name == "grpo" and d.flag("--disable-grpo-std-normalization"):
+        advantage_name = "dr_grpo"
+    advantage: Any = advantage_name
     of_advantage = ["--advantage-estimator", "--disable-grpo-std-normalization"]
-    if ours == "gae":
+    if advantage_name == "gae":
         of_advantage += ["--gamma", "--lambd"]
         advantage = {"name": "gae", "gamma": d.number("--gamma", 1.0), "lam": d.number("--lambd", 1.0)}
-    d.put("algo.advantage", advantage, *of_advantage)
+    d.set_field("algo.advantage", advantage, *of_advantage)
     low = d.number("--eps-clip", 0.2)
     loss = {"name": "gspo" if estimator == "gspo" else "clip", "clip_low": low}
     terms: list[Any] = [{**loss, "clip_high": d.number("--eps-clip-high", low)}]
     of_loss = ["--advantage-estimator", "--eps-clip", "--eps-clip-high", "--use-kl-loss", "--entropy-coef"]
-    if ours == "gae":
+    if advantage_name == "gae":
         terms.append({"name": "value"})
         lr = d.number("--critic-lr", 0)
-        d.put("algo.critic", {"lr": lr} if lr else {}, "--critic-lr")
+        d.set_field("algo.critic", {"lr": lr} if lr else {}, "--critic-lr")
     if d.flag("--use-kl-loss"):
         of_loss += ["--kl-loss-coef", "--kl-loss-type"]
         kind = d.text("--kl-loss-type", "k1")
         if kind not in KL_KINDS:
-            d.refuse("--kl-loss-type", f"{', '.join(KL_KINDS)} are here")
+            d.reject("--kl-loss-type", f"{', '.join(KL_KINDS)} are here")
         if beta := d.number("--kl-loss-coef", 0):
             terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
     if entropy := d.number("--entropy-coef", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
-    d.put("algo.loss", terms, *of_loss)
+    d.set_field("algo.loss", terms, *of_loss)
     by_token = d.flag("--calculate-per-token-loss") and estimator != "gspo"
-    d.put("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")
+    d.set_field("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")
     if beta := d.number("--kl-coef", 0):
-        d.put("algo.shaping", [{"name": "kl_reward", "beta": beta}], "--kl-coef")
+        d.set_field("algo.shaping", [{"name": "kl_reward", "beta": beta}], "--kl-coef")
     if d.flag("--use-tis"):
         correction: dict[str, Any] = {"name": "tis", "cap": d.number("--tis-clip", 2.0)}
         if floor := d.number("--tis-clip-low", 0.0):
             correction["floor"] = floor
-        d.refuse("--custom-tis-function-path", "a correction of yours is named in algo.corrections")
+        d.reject("--custom-tis-function-path", "a correction of yours is named in algo.corrections")
         of_tis = ("--use-tis", "--tis-clip", "--tis-clip-low", "--custom-tis-function-path")
-        d.put("algo.corrections", [correction], *of_tis)
+        d.set_field("algo.corrections", [correction], *of_tis)
     engine = d.flag("--use-rollout-routing-replay")
     if d.flag("--use-routing-replay") or engine:
         names = ("--use-routing-replay", "--use-rollout-routing-replay")
-        d.put("trainer.replay", "engine" if engine else "trainer", *names)
-        d.put("engine.return_routes", engine, *names)
+        d.set_field("trainer.replay", "engine" if engine else "trainer", *names)
+        d.set_field("engine.return_routes", engine, *names)
 
 
 def _trainer(d: Draft) -> None:
-    steps, of_steps = put_steps(
+    steps, of_steps = set_steps(
         d, "--num-rollout", ("--num-epoch", 0), "--prompt-data", ("--rollout-batch-size", 1)
     )
     d.require("--lr")
     lr = d.number("--lr", 0.0)
-    d.move("--lr", float)
+    d.copy("--lr", float)
     fraction = d.number("--lr-warmup-fraction", 0.0)
-    warmup = d.whole("--lr-warmup-iters", round(fraction * steps))
+    warmup = d.integer("--lr-warmup-iters", round(fraction * steps))
     of_warmup = ["--lr-warmup-iters", "--lr-warmup-fraction"]
-    d.put("trainer.warmup_steps", warmup, *of_warmup, *(of_steps if fraction else []))
+    d.set_field("trainer.warmup_steps", warmup, *of_warmup, *(of_steps if fraction else []))
     style = d.text("--lr-decay-style", "linear")
     if style not in ("constant", "linear", "cosine"):
-        d.refuse("--lr-decay-style", "constant, linear and cosine are here")
-    d.put("trainer.schedule", style, "--lr-decay-style")
-    if (least := d.number("--min-lr", 0.0)) and lr:
-        d.put("trainer.lr_end", least / lr, "--min-lr", "--lr")
-    d.put("trainer.weight_decay", d.number("--weight-decay", 0.01), "--weight-decay")
-    d.put("trainer.grad_clip", d.number("--clip-grad", 1.0), "--clip-grad")
+        d.reject("--lr-decay-style", "constant, linear and cosine are here")
+    d.set_field("trainer.schedule", style, "--lr-decay-style")
+    if (min_lr := d.number("--min-lr", 0.0)) and lr:
+        d.set_field("trainer.lr_end", min_lr / lr, "--min-lr", "--lr")
+    d.set_field("trainer.weight_decay", d.number("--weight-decay", 0.01), "--weight-decay")
+    d.set_field("trainer.grad_clip", d.number("--clip-grad", 1.0), "--clip-grad")
     betas = [d.number("--adam-beta1", 0.9), d.number("--adam-beta2", 0.999)]
-    d.put("trainer.betas", betas, "--adam-beta1", "--adam-beta2")
-    if d.present("--recompute-granularity"):
+    d.set_field("trainer.betas", betas, "--adam-beta1", "--adam-beta2")
+    if d.is_present("--recompute-granularity"):
         parts = {"full": ["layer"], "selective": ["core_attn"]}
         recomputed = parts.get(d.text("--recompute-granularity"), [])
-        d.put("trainer.recompute", recomputed, "--recompute-granularity")
+        d.set_field("trainer.recompute", recomputed, "--recompute-granularity")
     if (optimizer := d.text("--optimizer", "adam")) not in OPTIMIZERS:
-        d.refuse("--optimizer", f"{' and '.join(OPTIMIZERS)} are here")
-    d.put("trainer.optimizer", OPTIMIZERS.get(optimizer, "adamw"), "--optimizer")
+        d.reject("--optimizer", f"{' and '.join(OPTIMIZERS)} are here")
+    d.set_field("trainer.optimizer", OPTIMIZERS.get(optimizer, "adamw"), "--optimizer")
     if d.flag("--optimizer-cpu-offload"):
-        d.put("trainer.offload_optimizer", 1.0, "--optimizer-cpu-offload")
-    for name, place, otherwise in (
+        d.set_field("trainer.offload_optimizer", 1.0, "--optimizer-cpu-offload")
+    for name, path, default in (
         ("--save-interval", "trainer.checkpoint_every", 20),
         ("--eval-interval", "eval.every", 20),
     ):
-        d.put(place, d.whole(name, otherwise), name)
-    for name, place in (
+        d.set_field(path, d.integer(name, default), name)
+    for name, path in (
         ("--moe-aux-loss-coeff", "trainer.balance_loss"),
         ("--moe-router-bias-update-rate", "trainer.balance_rate"),
     ):
         if d.number(name, 0.0):
-            d.put(place, d.number(name, 0.0), name)
-    d.refuse("--lora-rank", "not translated: give trainer.lora yourself")
+            d.set_field(path, d.number(name, 0.0), name)
+    d.reject("--lora-rank", "not translated: give trainer.lora yourself")
     weight = d.number("--mtp-loss-scaling-factor", 0.2)
     if d.flag("--enable-mtp-training"):
-        d.put("trainer.mtp_loss", weight, "--mtp-loss-scaling-factor", "--enable-mtp-training")
-        if (layers := d.whole("--mtp-num-layers", 1)) > 1:
-            d.refuse(
+        d.set_field("trainer.mtp_loss", weight, "--mtp-loss-scaling-factor", "--enable-mtp-training")
+        if (layers := d.integer("--mtp-num-layers", 1)) > 1:
+            d.reject(
                 "--mtp-num-layers", f"{layers}: one layer for multi-token prediction can be trained; use 1"
             )
 
 
 def _engines(d: Draft) -> None:
-    """SGLang's own options are passed on; those that a field of ours sets become that field."""
-    d.move("--sglang-max-total-tokens", int)
-    d.move("--sglang-max-running-requests", int)
+    """Pass on SGLang's own options; those with a field of ours become that field."""
+    d.copy("--sglang-max-total-tokens", int)
+    d.copy("--sglang-max-running-requests", int)
     names, args = [], []
     for name, value in d.settings.items():
-        if not name.startswith("--sglang-") or name in d.used or name.startswith(NOT_SGLANG):
+        if not name.startswith("--sglang-") or name in d.consumed or name.startswith(NOT_SGLANG):
             continue
         names.append(name)
         args.append("--" + name.removeprefix("--sglang-"))
         if not isinstance(value, Unresolved) and value is not True:
-            args += [str(word) for word in (value if isinstance(value, list) else [value])]
+            args += [str(argument) for argument in (value if isinstance(value, list) else [value])]
     if names:
-        d.put("engine.extra_args", args, *names)
+        d.set_field("engine.extra_args", args, *names)
 
 
 def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
+    update_setting = (
+        "--num-steps-per-rollout" if d.is_present("--num-steps-per-rollout") else "--global-batch-size"
+    )
     names: dict[str, tuple[str, ...]] = {
         "groups": ("--rollout-batch-size",), "group_size": ("--n-samples-per-prompt",),
         "response": ("--rollout-max-response-len",), "prompt": ("--rollout-max-prompt-len",),
-        "update": ("--num-steps-per-rollout",) if d.present("--num-steps-per-rollout") else ("--global-batch-size",),
+        "update": (update_setting,),
         "micro": ("--max-tokens-per-gpu",), "nodes": ("--actor-num-nodes",), "gpus": ("--actor-num-gpus-per-node",),
         "tp": ("--tensor-model-parallel-size",), "pp": ("--pipeline-model-parallel-size",),
         "cp": ("--context-parallel-size",), "ep": ("--expert-model-parallel-size",),
@@ -535,31 +544,33 @@ def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ..
     }  # fmt: skip
     for name in ("--rollout-batch-size", "--rollout-max-response-len"):
         d.require(name)
-    groups, n = d.whole("--rollout-batch-size", 1), d.whole("--n-samples-per-prompt", 1)
+    groups, n = d.integer("--rollout-batch-size", 1), d.integer("--n-samples-per-prompt", 1)
     if (
         n == 1
-        and not d.open("--n-samples-per-prompt")
-        and d.read("algo.advantage", "") in ("grpo", "dr_grpo")
+        and not d.is_unresolved("--n-samples-per-prompt")
+        and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo")
     ):
-        d.unknown("--n-samples-per-prompt", "one sample a prompt leaves a group of grpo without a baseline")
-    update = d.whole("--global-batch-size", 0)
-    if d.given("--num-steps-per-rollout"):
-        update = groups * n // max(1, d.whole("--num-steps-per-rollout", 1))
-    d.used.add("--global-batch-size")
-    nodes, gpus = d.whole("--actor-num-nodes", 1), d.whole("--actor-num-gpus-per-node", 8)
+        d.mark_unresolved(
+            "--n-samples-per-prompt", "one sample a prompt leaves a group of grpo without a baseline"
+        )
+    update = d.integer("--global-batch-size", 0)
+    if d.has_value("--num-steps-per-rollout"):
+        update = groups * n // max(1, d.integer("--num-steps-per-rollout", 1))
+    d.consumed.add("--global-batch-size")
+    nodes, gpus = d.integer("--actor-num-nodes", 1), d.integer("--actor-num-gpus-per-node", 8)
     shared = d.flag("--colocate") and not asynchronous
-    if not shared and not d.open("--colocate"):
+    if not shared and not d.is_unresolved("--colocate"):
         d.require(
             "--rollout-num-gpus", "the engines have GPUs of their own, and the script does not say how many"
         )
-    etp = d.whole("--expert-tensor-parallel-size", 0)
+    etp = d.integer("--expert-tensor-parallel-size", 0)
     sizes = Sizes(
         groups=groups, group_size=n, update=update or None,
-        prompt=d.whole("--rollout-max-prompt-len", 2048), response=d.whole("--rollout-max-response-len", 1024),
-        micro=d.whole("--max-tokens-per-gpu", 0), nodes=nodes, gpus=gpus,
-        tp=d.whole("--tensor-model-parallel-size", 1), pp=d.whole("--pipeline-model-parallel-size", 1),
-        cp=d.whole("--context-parallel-size", 1), ep=d.whole("--expert-model-parallel-size", 1),
-        etp=etp or None, engine_tp=d.whole("--rollout-num-gpus-per-engine", 1),
-        engine_gpus=None if shared else d.whole("--rollout-num-gpus", nodes * gpus),
+        prompt=d.integer("--rollout-max-prompt-len", 2048), response=d.integer("--rollout-max-response-len", 1024),
+        micro=d.integer("--max-tokens-per-gpu", 0), nodes=nodes, gpus=gpus,
+        tp=d.integer("--tensor-model-parallel-size", 1), pp=d.integer("--pipeline-model-parallel-size", 1),
+        cp=d.integer("--context-parallel-size", 1), ep=d.integer("--expert-model-parallel-size", 1),
+        etp=etp or None, engine_tp=d.integer("--rollout-num-gpus-per-engine", 1),
+        engine_gpus=None if shared else d.integer("--rollout-num-gpus", nodes * gpus),
     )  # fmt: skip
     return sizes, names

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.core.errors import UserError
-from rlsys.importers.commands import is_started, settings_of_command
-from rlsys.importers.draft import Draft, OtherRun, Row, Settings, Unresolved
+from rlsys.importers.commands import find_training_command, is_program
+from rlsys.importers.draft import Draft, Row, Settings, Unresolved, UnsupportedRunError
 from rlsys.importers.shell import Script, has_hole
-from rlsys.importers.sizes import Sizes, put_anchor, put_sizes, put_steps, refuse_other_media, source_of
+from rlsys.importers.sizes import Sizes, data_source, reject_media_models, set_anchor, set_sizes, set_steps
 
 VERL = {
     "data.train_files": "data.params.path, with data.source=parquet",
@@ -189,7 +189,7 @@ SPEED = (
 _SETTING = re.compile(r"(~|\+{1,2})?([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 
-def settings_of(
+def read_settings(
     text: str, yaml_data: Any, variables: Mapping[str, str], path: Path | None = None
 ) -> Settings:
     """Read the settings of the training command.
@@ -205,17 +205,17 @@ def settings_of(
 
     Raises:
         UserError: there is no setting of verl in it.
-        OtherRun: the script fine-tunes.
+        UnsupportedRunError: the script fine-tunes.
     """
     if yaml_data is not None:
-        return Settings(_flat(yaml_data))
+        return Settings(_flatten(yaml_data))
     script = Script(text, variables, path)
-    chosen, settings = settings_of_command(script, _first_setting, ("main_ppo",), r"\w\.\w+=")
-    if chosen is None:
+    command, settings = find_training_command(script, _first_setting, ("main_ppo",), r"\w\.\w+=")
+    if command is None:
         raise UserError("no settings of verl in it: expected words such as data.train_batch_size=256")
-    entry = _entry(script, chosen.words)
+    entry = _entry(script, command.argv)
     if "sft_trainer" in entry:
-        raise OtherRun(
+        raise UnsupportedRunError(
             f"supervised fine-tuning ({entry}); nothing is written: use rlsys sft with sft.traces = chats "
             "(docs/sft.md)"
         )
@@ -223,265 +223,271 @@ def settings_of(
         settings.problems.append(
             f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; another program's work is not known"
         )
-    for word in chosen.words[_place_of_entry(chosen.words) + 1 :]:
-        _read_word(script, word, settings)
+    for argument in command.argv[_entry_index(command.argv) + 1 :]:
+        _read_argument(script, argument, settings)
     return settings
 
 
-def _first_setting(words: list[str]) -> int:
-    """The place of the first setting; negative for a command that is not verl's."""
-    for place, word in enumerate(words):
-        found = _SETTING.fullmatch(word[:200])
-        if found and found[3] is not None and "." in found[2] and found[2].partition(".")[0] in SECTIONS:
-            return place if is_started(words, place) or place > 0 else -1
+def _first_setting(argv: list[str]) -> int:
+    """Return the index of the first setting, or -1 for a command that is not verl's."""
+    for index, argument in enumerate(argv):
+        match = _SETTING.fullmatch(argument[:200])
+        if match and match[3] is not None and "." in match[2] and match[2].partition(".")[0] in SECTIONS:
+            return index if is_program(argv, index) or index > 0 else -1
     return -1
 
 
-def _place_of_entry(words: list[str]) -> int:
-    """Of the program: the last word in front of the first setting that is no option of hydra's."""
-    place = _first_setting(words) - 1
+def _entry_index(argv: list[str]) -> int:
+    """Return the index of the program: the last argument before the first setting that is not an option of Hydra."""
+    index = _first_setting(argv) - 1
     while (
-        place > 0
-        and (words[place].startswith(("-", "+", "~")) or "=" in words[place])
-        and words[place] != "-m"
+        index > 0 and (argv[index].startswith(("-", "+", "~")) or "=" in argv[index]) and argv[index] != "-m"
     ):
-        place -= 1
-    return place
+        index -= 1
+    return index
 
 
-def _entry(script: Script, words: list[str]) -> str:
-    place = _place_of_entry(words)
-    return "" if place < 0 else script.shown(words[place]).removesuffix(".py").rpartition("/")[2]
+def _entry(script: Script, argv: list[str]) -> str:
+    index = _entry_index(argv)
+    return "" if index < 0 else script.source_text(argv[index]).removesuffix(".py").rpartition("/")[2]
 
 
-def _read_word(script: Script, word: str, settings: Settings) -> None:
-    option, _, value = word.partition("=")
+def _read_argument(script: Script, argument: str, settings: Settings) -> None:
+    option, _, value = argument.partition("=")
     if option in ("--config-name", "-cn") and value.removesuffix(".yaml") in CONFIGS:
         return
     if option in ("--config-path", "-cp") and value in ("config", "./config"):  # verl's own
         return
-    shown = script.shown(word)
-    if word.startswith("-"):
-        settings.problems.append(f"{shown}: settings that this file or option brings are not read")
+    source_text = script.source_text(argument)
+    if argument.startswith("-"):
+        settings.problems.append(f"{source_text}: settings that this file or option brings are not read")
         return
-    found = _SETTING.fullmatch(word)
-    if found is None or has_hole(word.partition("=")[0]):
-        why = "".join(hole.why for hole in script.unresolved(word)[:1]) or "no setting"
-        settings.problems.append(f"{shown}: {why}; it may be any setting")
-    elif found[1] == "~":
-        settings.problems.append(f"{shown}: removes a setting; no counterpart is known")
-    elif found[3] is None:
-        settings.problems.append(f"{shown}: a word that is no setting")
-    elif holes := script.unresolved(found[3]):
-        settings.values[found[2]] = Unresolved(script.shown(found[3]), holes[0].why)
+    match = _SETTING.fullmatch(argument)
+    if match is None or has_hole(argument.partition("=")[0]):
+        reason = "".join(hole.reason for hole in script.holes_in(argument)[:1]) or "no setting"
+        settings.problems.append(f"{source_text}: {reason}; it may be any setting")
+    elif match[1] == "~":
+        settings.problems.append(f"{source_text}: removes a setting; no counterpart is known")
+    elif match[3] is None:
+        settings.problems.append(f"{source_text}: a word that is no setting")
+    elif holes := script.holes_in(match[3]):
+        settings.values[match[2]] = Unresolved(script.source_text(match[3]), holes[0].reason)
     else:
-        settings.values[found[2]] = found[3]
+        settings.values[match[2]] = match[3]
 
 
-def _flat(data: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    waiting = [("", data)]
-    entered = 0
-    while waiting:
-        before, mapping = waiting.pop()
+def _flatten(data: Any) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    pending = [("", data)]
+    count = 0
+    while pending:
+        prefix, mapping = pending.pop()
         for key, value in mapping.items():
-            entered += 1
-            if entered > 20_000:
+            count += 1
+            if count > 20_000:
                 raise UserError("has more than 20,000 settings; expected a config of verl")
             if isinstance(value, dict):
-                waiting.append((f"{before}{key}.", value))
+                pending.append((f"{prefix}{key}.", value))
             elif value is not None:
-                out[f"{before}{key}"] = value
-    return out
+                flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     """Make a config of verl's settings.
 
     Args:
-        settings: of settings_of.
+        settings: of read_settings.
         rewards: short names of our rewards.
 
     Raises:
         UserError: a script without model or data, or a value of the wrong kind.
-        OtherRun: the script distils.
+        UnsupportedRunError: the script distils.
     """
     d = Draft(dict(settings.values), VERL)
     if d.flag("distillation.enabled"):
-        raise OtherRun(
+        raise UnsupportedRunError(
             "on-policy distillation (distillation.enabled); nothing is written: use algo.teacher with the loss "
             "distill (configs/algorithms/distill.yaml); algo.teacher.engine runs the teacher as an engine"
         )
-    d.used.discard("distillation.enabled")
-    if d.present("data.messages_key") or (d.present("model.path") and not d.present(f"{MODEL}.path")):
-        raise OtherRun(
+    d.consumed.discard("distillation.enabled")
+    if d.is_present("data.messages_key") or (
+        d.is_present("model.path") and not d.is_present(f"{MODEL}.path")
+    ):
+        raise UnsupportedRunError(
             "supervised fine-tuning (model.path, data.messages_key); nothing is written: use rlsys sft with "
             "sft.traces = chats (docs/sft.md)"
         )
     for name in (f"{MODEL}.path", "data.train_files"):
-        if not d.present(name):
+        if not d.is_present(name):
             if not settings.problems:
                 raise UserError(f"expected {MODEL}.path and data.train_files in it")
             d.require(name)
     of_run = (
-        "trainer.default_local_dir" if d.present("trainer.default_local_dir") else "trainer.experiment_name"
+        "trainer.default_local_dir"
+        if d.is_present("trainer.default_local_dir")
+        else "trainer.experiment_name"
     )
     name = d.text("trainer.experiment_name", "imported")
-    d.put("run.dir", d.text("trainer.default_local_dir") or f"runs/{name}", of_run)
-    d.put("model.path", d.text(f"{MODEL}.path"), f"{MODEL}.path")
-    refuse_other_media(d, f"{MODEL}.path")
-    d.put("model.dtype", "bfloat16")
+    d.set_field("run.dir", d.text("trainer.default_local_dir") or f"runs/{name}", of_run)
+    d.set_field("model.path", d.text(f"{MODEL}.path"), f"{MODEL}.path")
+    reject_media_models(d, f"{MODEL}.path")
+    d.set_field("model.dtype", "bfloat16")
     _data(d, rewards)
     _rollout(d)
     _algorithm(d)
     _trainer(d)
-    put_sizes(d, *_sizes(d))
-    put_anchor(d)
-    d.close(DEFAULTS, SPEED, settings)
+    set_sizes(d, *_sizes(d))
+    set_anchor(d)
+    d.finish(DEFAULTS, SPEED, settings)
     return d
 
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
-    files, held = d.get("data.train_files"), d.get("data.val_files")
-    d.put("data.source", source_of(files), "data.train_files")
-    d.put("data.params.path", files, "data.train_files")
-    if held or d.open("data.val_files"):
-        d.put("data.params.heldout_path", held, "data.val_files")
-    d.move("data.prompt_key")
-    d.move("data.seed", int)
+    files, heldout = d.get("data.train_files"), d.get("data.val_files")
+    d.set_field("data.source", data_source(files), "data.train_files")
+    d.set_field("data.params.path", files, "data.train_files")
+    if heldout or d.is_unresolved("data.val_files"):
+        d.set_field("data.params.heldout_path", heldout, "data.val_files")
+    d.copy("data.prompt_key")
+    d.copy("data.seed", int)
     for name in ("data.image_key", "data.video_key", "data.audio_key"):
-        d.refuse(name, "no counterpart: prompts are text")
+        d.reject(name, "no counterpart: prompts are text")
     if d.text("data.truncation", "error") != "error" and not d.flag("data.filter_overlong_prompts"):
-        d.refuse(
+        d.reject(
             "data.truncation", "no counterpart: a prompt that is too long is left out and counted, never cut"
         )
-    d.used.add("data.truncation")
-    d.used.discard("data.filter_overlong_prompts")
+    d.consumed.add("data.truncation")
+    d.consumed.discard("data.filter_overlong_prompts")
     _rewards(d, rewards)
 
 
-def _present(d: Draft, *names: str) -> str:
-    """The first of these names that the script has: verl moved its reward settings in 2026."""
-    return next((name for name in names if d.present(name)), names[0])
+def _first_present(d: Draft, *names: str) -> str:
+    """Return the first of these names that the script has; verl moved its reward settings in 2026."""
+    return next((name for name in names if d.is_present(name)), names[0])
 
 
 def _rewards(d: Draft, rewards: Collection[str]) -> None:
     path, function = (
-        _present(d, f"custom_reward_function.{part}", f"reward.custom_reward_function.{part}")
+        _first_present(d, f"custom_reward_function.{part}", f"reward.custom_reward_function.{part}")
         for part in ("path", "name")
     )
-    if d.present(path):
-        d.put("data.reward", f"{d.text(path)}:{d.text(function, 'compute_score')}", path, function)
+    if d.is_present(path):
+        d.set_field("data.reward", f"{d.text(path)}:{d.text(function, 'compute_score')}", path, function)
     else:
-        d.put("data.reward", "math" if "math" in rewards else "exact_answer")
-        d.odd.append(
+        d.set_field("data.reward", "math" if "math" in rewards else "exact_answer")
+        d.warnings.append(
             f"data.reward = {d.config['data']['reward']}: verl chooses the reward by the data_source of each row; "
             "name yours where answers are no mathematics"
         )
     for enable in ("reward_model.enable", "reward.reward_model.enable"):
-        if d.present(enable) and (d.open(enable) or d.flag(enable)):
-            d.refuse(enable, "a reward model is a server of its own here; ask it in a reward function")
-    manager = _present(
+        if d.is_present(enable) and (d.is_unresolved(enable) or d.flag(enable)):
+            d.reject(enable, "a reward model is a server of its own here; ask it in a reward function")
+    manager = _first_present(
         d, "reward_model.reward_manager", "reward.reward_manager.name", "reward.reward_manager"
     )
     if d.text(manager, "naive") not in MANAGERS:
-        d.refuse(manager, f"{', '.join(MANAGERS)} call a function for one response, as data.reward does")
-    elif d.present(manager) and not d.open(manager):
+        d.reject(manager, f"{', '.join(MANAGERS)} call a function for one response, as data.reward does")
+    elif d.is_present(manager) and not d.is_unresolved(manager):
         d.defaults.append(Row(manager, str(d.settings[manager]), "data.reward is called for each response"))
-    kwargs = _present(
+    kwargs = _first_present(
         d, *(f"{section}.reward_kwargs.overlong_buffer_cfg.enable" for section in ("reward_model", "reward"))
     ).removesuffix("overlong_buffer_cfg.enable")
     prefix = f"{kwargs}overlong_buffer_cfg."
-    if d.flag(f"{prefix}enable") or d.open(f"{prefix}enable"):
-        cap = d.whole(f"{kwargs}max_resp_len", d.whole("data.max_response_length", 512))
-        shaping = {"name": "overlong", "cap": cap, "buffer": d.whole(f"{prefix}len", cap // 5)}
+    if d.flag(f"{prefix}enable") or d.is_unresolved(f"{prefix}enable"):
+        cap = d.integer(f"{kwargs}max_resp_len", d.integer("data.max_response_length", 512))
+        shaping = {"name": "overlong", "cap": cap, "buffer": d.integer(f"{prefix}len", cap // 5)}
         shaping["factor"] = d.number(f"{prefix}penalty_factor", 1.0)
         names = (f"{prefix}enable", f"{prefix}len", f"{prefix}penalty_factor", f"{kwargs}max_resp_len")
-        d.put("algo.shaping", [shaping], *names)
-        d.used.add(f"{prefix}log")
+        d.set_field("algo.shaping", [shaping], *names)
+        d.consumed.add(f"{prefix}log")
 
 
 def _rollout(d: Draft) -> None:
-    d.move(f"{ROLLOUT}.temperature", float)
-    d.cut(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
+    d.copy(f"{ROLLOUT}.temperature", float)
+    d.set_truncation(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
     values = f"{ROLLOUT}.val_kwargs"
-    n, temperature = d.whole(f"{values}.n", 1), d.number(f"{values}.temperature", 0)
-    if n > 1 or d.open(f"{values}.n"):
-        chosen = {"name": "val", "samples": n, "temperature": temperature or 1.0, "prompts": 30}
-        d.put("eval.sets", [chosen], f"{values}.n", f"{values}.temperature")
+    n, temperature = d.integer(f"{values}.n", 1), d.number(f"{values}.temperature", 0)
+    if n > 1 or d.is_unresolved(f"{values}.n"):
+        eval_set = {"name": "val", "samples": n, "temperature": temperature or 1.0, "prompts": 30}
+        d.set_field("eval.sets", [eval_set], f"{values}.n", f"{values}.temperature")
         if d.number(f"{values}.top_p", 1.0) != 1.0:
-            d.refuse(f"{values}.top_p", "sets are sampled from the whole distribution")
+            d.reject(f"{values}.top_p", "sets are sampled from the whole distribution")
     elif temperature > 0 and d.flag(f"{values}.do_sample"):
-        d.odd.append(
+        d.warnings.append(
             f"eval: one greedy answer to each prompt; the script samples one with temperature {temperature:g}"
         )
-    d.used |= {f"{values}.{name}" for name in ("do_sample", "top_p", "top_k", "n", "temperature")}
-    d.move(f"{ROLLOUT}.max_num_seqs", int)
+    d.consumed |= {f"{values}.{name}" for name in ("do_sample", "top_p", "top_k", "n", "temperature")}
+    d.copy(f"{ROLLOUT}.max_num_seqs", int)
     if d.flag(f"{ROLLOUT}.multi_turn.enable"):
-        if d.present(f"{ROLLOUT}.multi_turn.format"):
-            d.move(f"{ROLLOUT}.multi_turn.format")
-        d.refuse(
+        if d.is_present(f"{ROLLOUT}.multi_turn.format"):
+            d.copy(f"{ROLLOUT}.multi_turn.format")
+        d.reject(
             f"{ROLLOUT}.multi_turn.enable",
             "tools are Python functions for rollout.generator = functions, or a generator of yours",
         )
     else:
-        d.used.discard(f"{ROLLOUT}.multi_turn.enable")
-    for theirs, ours in (
+        d.consumed.discard(f"{ROLLOUT}.multi_turn.enable")
+    for rollout_name, data_name in (
         ("prompt_length", "data.max_prompt_length"),
         ("response_length", "data.max_response_length"),
     ):
-        if d.present(f"{ROLLOUT}.{theirs}") and d.text(f"{ROLLOUT}.{theirs}") != d.text(ours, "512"):
-            d.refuse(f"{ROLLOUT}.{theirs}", f"differs from {ours}")
+        if d.is_present(f"{ROLLOUT}.{rollout_name}") and d.text(f"{ROLLOUT}.{rollout_name}") != d.text(
+            data_name, "512"
+        ):
+            d.reject(f"{ROLLOUT}.{rollout_name}", f"differs from {data_name}")
     _engines(d)
     mode, engine = f"{ACTOR}.megatron.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
     if d.text(mode, "disabled") in ("R2", "R3"):
         replay = "engine" if d.text(mode) == "R3" else "trainer"
-        d.put("trainer.replay", replay, mode)
-        d.put("engine.return_routes", replay == "engine", mode, engine)
+        d.set_field("trainer.replay", replay, mode)
+        d.set_field("engine.return_routes", replay == "engine", mode, engine)
     else:
-        d.used.discard(mode)
+        d.consumed.discard(mode)
 
 
 def _engines(d: Draft) -> None:
-    """SGLang's own options are passed on."""
+    """Pass on SGLang's own options."""
     prefix = f"{ROLLOUT}.engine_kwargs.sglang."
     names, args = [name for name in d.settings if name.startswith(prefix)], []
     for name in names:
         value = d.get(name)
         if value is False:
-            d.refuse(name, "an option of SGLang that is off needs engine.extra_args by hand")
+            d.reject(name, "an option of SGLang that is off needs engine.extra_args by hand")
             continue
         args.append("--" + name.removeprefix(prefix).replace("_", "-"))
         if value is not True:
-            args += [str(word) for word in (value if isinstance(value, list) else [value])]
+            args += [str(argument) for argument in (value if isinstance(value, list) else [value])]
     if names:
-        d.put("engine.extra_args", args, *names)
+        d.set_field("engine.extra_args", args, *names)
 
 
 def _algorithm(d: Draft) -> None:
     estimator = d.text("algorithm.adv_estimator", "gae")
-    ours = ADVANTAGES.get(estimator)
-    if ours is None:
-        d.refuse("algorithm.adv_estimator", "not here by this name (rlsys algo list)")
-        ours = "rloo"
+    advantage_name = ADVANTAGES.get(estimator)
+    if advantage_name is None:
+        d.reject("algorithm.adv_estimator", "not here by this name (rlsys algo list)")
+        advantage_name = "rloo"
     if (
-        ours == "grpo"
+        advantage_name == "grpo"
         and not d.flag("algorithm.norm_adv_by_std_in_grpo")
-        and d.present("algorithm.norm_adv_by_std_in_grpo")
+        and d.is_present("algorithm.norm_adv_by_std_in_grpo")
     ):
-        ours = "dr_grpo"
+        advantage_name = "dr_grpo"
     of_advantage = ["algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"]
     gae = {"gamma": d.number("algorithm.gamma", 1.0), "lam": d.number("algorithm.lam", 1.0)}
-    if ours == "gae":
+    if advantage_name == "gae":
         of_advantage += ["algorithm.gamma", "algorithm.lam"]
-    elif gae["gamma"] != 1.0 and ours.startswith("reinforce"):
-        d.refuse("algorithm.gamma", "the return is not discounted")
-    d.put("algo.advantage", {"name": "gae", **gae} if ours == "gae" else ours, *of_advantage)
+    elif gae["gamma"] != 1.0 and advantage_name.startswith("reinforce"):
+        d.reject("algorithm.gamma", "the return is not discounted")
+    d.set_field(
+        "algo.advantage", {"name": "gae", **gae} if advantage_name == "gae" else advantage_name, *of_advantage
+    )
     of_mode = f"{ACTOR}.policy_loss.loss_mode"
     mode = d.text(of_mode, "vanilla")
     loss: dict[str, Any] = {"name": LOSSES.get(mode, "clip")}
     if mode not in LOSSES:
-        d.refuse(of_mode, "not here by this name (rlsys algo list)")
+        d.reject(of_mode, "not here by this name (rlsys algo list)")
     low, high = (
         d.number(f"{ACTOR}.clip_ratio_{side}", d.number(f"{ACTOR}.clip_ratio", 0.2))
         for side in ("low", "high")
@@ -494,160 +500,171 @@ def _algorithm(d: Draft) -> None:
         "use_kl_loss",
         "entropy_coeff",
     ]
-    if loss["name"] == "clip" and d.present(f"{ACTOR}.clip_ratio_c"):
+    if loss["name"] == "clip" and d.is_present(f"{ACTOR}.clip_ratio_c"):
         loss = {"name": "dual_clip", "dual": d.number(f"{ACTOR}.clip_ratio_c", 3.0)}
         names.append("clip_ratio_c")
-    d.used.add(f"{ACTOR}.clip_ratio_c")
+    d.consumed.add(f"{ACTOR}.clip_ratio_c")
     if loss["name"] in ("clip", "dual_clip", "gspo", "gmpo", "cispo"):
         loss |= {"clip_low": min(1.0, low), "clip_high": high}  # below 0 there is no ratio
     terms: list[Any] = [loss]
-    if ours == "gae":
+    if advantage_name == "gae":
         terms.append({"name": "value"})
-        lr, warmup = d.number("critic.optim.lr", 1e-5), d.whole("trainer.critic_warmup", 0)
-        d.put("algo.critic", {"lr": lr}, "critic.optim.lr")
+        lr, warmup = d.number("critic.optim.lr", 1e-5), d.integer("trainer.critic_warmup", 0)
+        d.set_field("algo.critic", {"lr": lr}, "critic.optim.lr")
         if warmup:
-            d.put("algo.critic.warmup_steps", warmup, "trainer.critic_warmup", "critic.optim.lr")
-    elif d.whole("trainer.critic_warmup", 0):
-        d.refuse("trainer.critic_warmup", f"{estimator} has no critic")
+            d.set_field("algo.critic.warmup_steps", warmup, "trainer.critic_warmup", "critic.optim.lr")
+    elif d.integer("trainer.critic_warmup", 0):
+        d.reject("trainer.critic_warmup", f"{estimator} has no critic")
     for name in d.settings:
-        if name.startswith("critic.") and (ours != "gae" or re.search(r"\.(model\.path|enable)$", name)):
-            d.used.add(name)
-    if ours == "gae" and d.text("critic.model.path", d.text(f"{MODEL}.path")) != d.text(f"{MODEL}.path"):
-        d.refuse("critic.model.path", "the critic starts from the policy's folder")
+        if name.startswith("critic.") and (
+            advantage_name != "gae" or re.search(r"\.(model\.path|enable)$", name)
+        ):
+            d.consumed.add(name)
+    if advantage_name == "gae" and d.text("critic.model.path", d.text(f"{MODEL}.path")) != d.text(
+        f"{MODEL}.path"
+    ):
+        d.reject("critic.model.path", "the critic starts from the policy's folder")
     if d.flag(f"{ACTOR}.use_kl_loss"):
         names += ["kl_loss_coef", "kl_loss_type"]
         kind = d.text(f"{ACTOR}.kl_loss_type", "low_var_kl")
         if kind not in KL_KINDS:
-            d.refuse(f"{ACTOR}.kl_loss_type", f"{', '.join(KL_KINDS)} are here")
+            d.reject(f"{ACTOR}.kl_loss_type", f"{', '.join(KL_KINDS)} are here")
         if beta := d.number(f"{ACTOR}.kl_loss_coef", 0.001):
             terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
     if entropy := d.number(f"{ACTOR}.entropy_coeff", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
-    d.put("algo.loss", terms, "algorithm.adv_estimator", *(f"{ACTOR}.{n}" for n in names))
-    _around_the_loss(d, loss["name"])
+    d.set_field("algo.loss", terms, "algorithm.adv_estimator", *(f"{ACTOR}.{n}" for n in names))
+    _loss_modifiers(d, loss["name"])
 
 
-def _around_the_loss(d: Draft, loss: str) -> None:
-    """How it is summed, what is done to rewards before it, and what corrects for the engine's log-probs."""
+def _loss_modifiers(d: Draft, loss: str) -> None:
+    """Translate the reducer, the shaping of rewards, and the corrections of the engine's log-probs."""
     of_mode = f"{ACTOR}.loss_agg_mode"
     mode = d.text(of_mode, "token-mean")
     if mode not in REDUCERS:
-        d.refuse(of_mode, f"{', '.join(REDUCERS)} are here")
+        d.reject(of_mode, f"{', '.join(REDUCERS)} are here")
     reducer = REDUCERS.get(mode, "token_mean")
     if loss in ("gspo", "gmpo"):  # one ratio a sequence
         reducer = "sequence_mean"
-    length = d.whole("data.max_response_length", 512)
-    made = {"name": "constant", "length": length} if reducer == "constant" else reducer
-    d.put("algo.reducer", made, of_mode, *(["data.max_response_length"] if reducer == "constant" else []))
+    length = d.integer("data.max_response_length", 512)
+    reducer_config = {"name": "constant", "length": length} if reducer == "constant" else reducer
+    d.set_field(
+        "algo.reducer",
+        reducer_config,
+        of_mode,
+        *(["data.max_response_length"] if reducer == "constant" else []),
+    )
     if d.flag("algorithm.use_kl_in_reward"):
         if d.text("algorithm.kl_ctrl.type", "fixed") != "fixed":
-            d.refuse("algorithm.kl_ctrl.type", "the weight of the reward's KL is fixed")
+            d.reject("algorithm.kl_ctrl.type", "the weight of the reward's KL is fixed")
         if d.text("algorithm.kl_penalty", "kl") not in ("kl", "k1"):
-            d.refuse("algorithm.kl_penalty", "the reward's KL is k1")
+            d.reject("algorithm.kl_penalty", "the reward's KL is k1")
         if beta := d.number("algorithm.kl_ctrl.kl_coef", 0.001):
-            shaping = [*d.read("algo.shaping", []), {"name": "kl_reward", "beta": beta}]
-            d.put("algo.shaping", shaping, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
+            shaping = [*d.get_field("algo.shaping", []), {"name": "kl_reward", "beta": beta}]
+            d.set_field("algo.shaping", shaping, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
     filtered = d.flag("algorithm.filter_groups.enable")
     if filtered:
-        d.put("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
+        d.set_field("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
     generated = d.text("data.gen_batch_size", d.text("data.train_batch_size", "1024"))
     if not filtered and generated != d.text("data.train_batch_size", "1024"):
-        d.refuse("data.gen_batch_size", "a step asks for as many groups as it trains")
+        d.reject("data.gen_batch_size", "a step asks for as many groups as it trains")
     correction = "algorithm.rollout_correction"
     level = d.text(f"{correction}.rollout_is", "null")
-    capped = _present(
+    capped = _first_present(
         d,
         f"{ACTOR}.tis_imp_ratio_cap",
         "algorithm.rollout_is_threshold",
         f"{correction}.rollout_is_threshold",
     )
     if capped.startswith(correction) and level not in ("token", "sequence"):
-        d.used |= {capped} if level in ("null", "None") else set()
+        d.consumed |= {capped} if level in ("null", "None") else set()
     elif not re.fullmatch(r"[\d.eE+-]*|null|None", d.text(capped)):
-        d.refuse(capped, "a lower and an upper bound are algo.corrections: [icepop]")
-    elif (cap := d.number(capped, 0)) > 0 or d.open(capped):
-        chosen: dict[str, Any] = {"name": "tis", "cap": cap}
+        d.reject(capped, "a lower and an upper bound are algo.corrections: [icepop]")
+    elif (cap := d.number(capped, 0)) > 0 or d.is_unresolved(capped):
+        tis_correction: dict[str, Any] = {"name": "tis", "cap": cap}
         if capped.startswith(correction) and level == "sequence":
-            chosen["level"] = "sequence"
+            tis_correction["level"] = "sequence"
         names = [capped, f"{correction}.rollout_is"] if capped.startswith(correction) else [capped]
-        d.put("algo.corrections", [chosen], *names)
-    if d.present(f"{ACTOR}.ppo_epochs"):
-        d.move(f"{ACTOR}.ppo_epochs", int)
+        d.set_field("algo.corrections", [tis_correction], *names)
+    if d.is_present(f"{ACTOR}.ppo_epochs"):
+        d.copy(f"{ACTOR}.ppo_epochs", int)
 
 
 def _trainer(d: Draft) -> None:
     optim = f"{ACTOR}.optim"
-    steps, of_steps = put_steps(
+    steps, of_steps = set_steps(
         d, "trainer.total_training_steps", ("trainer.total_epochs", 30), "data.train_files",
         ("data.train_batch_size", 1024),
     )  # fmt: skip
     lr = d.number(f"{optim}.lr", 1e-6)
-    d.put("trainer.lr", lr, f"{optim}.lr")
-    warmup = d.whole(f"{optim}.lr_warmup_steps", -1)
+    d.set_field("trainer.lr", lr, f"{optim}.lr")
+    warmup = d.integer(f"{optim}.lr_warmup_steps", -1)
     ratio = d.number(f"{optim}.lr_warmup_steps_ratio", 0)
     names = [f"{optim}.lr_warmup_steps"]
     if warmup < 0:
         names += [f"{optim}.lr_warmup_steps_ratio", *(of_steps if ratio else [])]
-    d.put("trainer.warmup_steps", warmup if warmup >= 0 else round(ratio * steps), *names)
-    d.used.add(f"{optim}.lr_warmup_steps_ratio")
+    d.set_field("trainer.warmup_steps", warmup if warmup >= 0 else round(ratio * steps), *names)
+    d.consumed.add(f"{optim}.lr_warmup_steps_ratio")
     styles = [
         f"{optim}.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style", "decay_type")
     ]
-    chosen = _present(d, *styles)
-    style = d.text(chosen, "constant")
+    style_setting = _first_present(d, *styles)
+    style = d.text(style_setting, "constant")
     if style not in ("constant", "linear", "cosine"):
-        d.refuse(chosen, "constant, linear and cosine are here")
-    d.put("trainer.schedule", style, chosen)
+        d.reject(style_setting, "constant, linear and cosine are here")
+    d.set_field("trainer.schedule", style, style_setting)
     if ratio := d.number(f"{optim}.min_lr_ratio", 0.0):
-        d.put("trainer.lr_end", ratio, f"{optim}.min_lr_ratio")
-    elif least := d.number(f"{optim}.min_lr", 0.0):
-        d.put("trainer.lr_end", least / lr, f"{optim}.min_lr", f"{optim}.lr")
-    d.put("trainer.weight_decay", d.number(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
+        d.set_field("trainer.lr_end", ratio, f"{optim}.min_lr_ratio")
+    elif min_lr := d.number(f"{optim}.min_lr", 0.0):
+        d.set_field("trainer.lr_end", min_lr / lr, f"{optim}.min_lr", f"{optim}.lr")
+    d.set_field("trainer.weight_decay", d.number(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
     betas = d.get(f"{optim}.betas", [0.9, 0.999])
     if not (isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, float | int) for b in betas)):
         raise UserError(f"{optim}.betas = {str(betas)[:80]}: expected two numbers")
-    d.put("trainer.betas", betas, f"{optim}.betas")
-    clipped = _present(d, f"{ACTOR}.grad_clip", f"{optim}.clip_grad")
-    d.put("trainer.grad_clip", d.number(clipped, 1.0), clipped)
+    d.set_field("trainer.betas", betas, f"{optim}.betas")
+    clipped = _first_present(d, f"{ACTOR}.grad_clip", f"{optim}.clip_grad")
+    d.set_field("trainer.grad_clip", d.number(clipped, 1.0), clipped)
     checkpointed = f"{MODEL}.enable_gradient_checkpointing"
-    if not d.present(checkpointed) or d.open(checkpointed) or d.flag(checkpointed):
-        d.put("trainer.recompute", ["layer"], checkpointed)
+    if not d.is_present(checkpointed) or d.is_unresolved(checkpointed) or d.flag(checkpointed):
+        d.set_field("trainer.recompute", ["layer"], checkpointed)
     else:
-        d.used.discard(checkpointed)
+        d.consumed.discard(checkpointed)
     offloads = [
         f"{ACTOR}.{part}.optimizer_offload" for part in ("megatron", "fsdp_config", "veomni", "engine")
     ]
-    d.used.update(offloads)
+    d.consumed.update(offloads)
     if any(d.flag(name) for name in offloads):
-        d.put("trainer.offload_optimizer", 1.0, *offloads)
-    for name, place in (("save_freq", "trainer.checkpoint_every"), ("test_freq", "eval.every")):
-        every = d.whole(f"trainer.{name}", -1)
-        d.put(place, every if every > 0 else steps, f"trainer.{name}", *(of_steps if every <= 0 else []))
+        d.set_field("trainer.offload_optimizer", 1.0, *offloads)
+    for name, path in (("save_freq", "trainer.checkpoint_every"), ("test_freq", "eval.every")):
+        interval = d.integer(f"trainer.{name}", -1)
+        d.set_field(
+            path, interval if interval > 0 else steps, f"trainer.{name}", *(of_steps if interval <= 0 else [])
+        )
     balance = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
     if d.number(balance, 0.0):
-        d.put("trainer.balance_loss", d.number(balance, 0.0), balance)
-    d.move("trainer.max_actor_ckpt_to_keep", int)
-    _put_lora(d)
+        d.set_field("trainer.balance_loss", d.number(balance, 0.0), balance)
+    d.copy("trainer.max_actor_ckpt_to_keep", int)
+    _lora(d)
 
 
-def _put_lora(d: Draft) -> None:
-    """Its adapters of Hugging Face's matrices; those of its Megatron trainer have Megatron's names."""
+def _lora(d: Draft) -> None:
+    """Translate LoRA on Hugging Face's matrices; LoRA of verl's Megatron trainer uses Megatron's names."""
     rank, alpha, targets = (f"{MODEL}.{x}" for x in ("lora_rank", "lora_alpha", "target_modules"))
-    named = d.get(targets, "all-linear")
-    if d.whole(rank, 0) > 0 or d.open(rank):
-        d.put("trainer.lora.rank", d.whole(rank, 0), rank)
-        d.put("trainer.lora.alpha", d.number(alpha, 16), alpha, rank)
-        if isinstance(named, list):
-            d.put("trainer.lora.targets", named, targets, rank)
-        elif named != "all-linear":
-            d.refuse(targets, "expected all-linear or a list; give trainer.lora.targets")
+    target_modules = d.get(targets, "all-linear")
+    if d.integer(rank, 0) > 0 or d.is_unresolved(rank):
+        d.set_field("trainer.lora.rank", d.integer(rank, 0), rank)
+        d.set_field("trainer.lora.alpha", d.number(alpha, 16), alpha, rank)
+        if isinstance(target_modules, list):
+            d.set_field("trainer.lora.targets", target_modules, targets, rank)
+        elif target_modules != "all-linear":
+            d.reject(targets, "expected all-linear or a list; give trainer.lora.targets")
     else:
-        d.used |= {alpha, targets}
-    if d.whole(f"{MODEL}.lora.rank", 0):
-        d.refuse(f"{MODEL}.lora.rank", "not translated: give trainer.lora yourself")
+        d.consumed |= {alpha, targets}
+    if d.integer(f"{MODEL}.lora.rank", 0):
+        d.reject(f"{MODEL}.lora.rank", "not translated: give trainer.lora yourself")
     for name in d.settings:
         if name.startswith(f"{MODEL}.lora."):
-            d.used.add(name)
+            d.consumed.add(name)
 
 
 def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
@@ -662,19 +679,23 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         "cp": (f"{m}.context_parallel_size",), "ep": (f"{m}.expert_model_parallel_size",),
         "etp": (f"{m}.expert_tensor_parallel_size",), "engine_tp": (f"{ROLLOUT}.tensor_model_parallel_size",),
     }  # fmt: skip
-    n = d.whole(f"{ROLLOUT}.n", 1)
-    if n == 1 and not d.open(f"{ROLLOUT}.n") and d.read("algo.advantage", "") in ("grpo", "dr_grpo", "rloo"):
-        d.unknown(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
+    n = d.integer(f"{ROLLOUT}.n", 1)
+    if (
+        n == 1
+        and not d.is_unresolved(f"{ROLLOUT}.n")
+        and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
+    ):
+        d.mark_unresolved(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
     sizes = Sizes(
-        groups=d.whole("data.train_batch_size", 1024), group_size=n,
-        update=d.whole(f"{ACTOR}.ppo_mini_batch_size", 256) * n, prompt=d.whole("data.max_prompt_length", 512),
-        response=d.whole("data.max_response_length", 512),
-        micro=d.whole(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384), nodes=d.whole("trainer.nnodes", 1),
-        gpus=d.whole("trainer.n_gpus_per_node", 8), tp=d.whole(f"{m}.tensor_model_parallel_size", 1),
-        pp=d.whole(f"{m}.pipeline_model_parallel_size", 1),
-        vpp=d.whole(f"{m}.virtual_pipeline_model_parallel_size", 0), cp=d.whole(f"{m}.context_parallel_size", 1),
-        ep=d.whole(f"{m}.expert_model_parallel_size", 1),
-        etp=d.whole(f"{m}.expert_tensor_parallel_size", 0) or None,
-        engine_tp=d.whole(f"{ROLLOUT}.tensor_model_parallel_size", 2),
+        groups=d.integer("data.train_batch_size", 1024), group_size=n,
+        update=d.integer(f"{ACTOR}.ppo_mini_batch_size", 256) * n, prompt=d.integer("data.max_prompt_length", 512),
+        response=d.integer("data.max_response_length", 512),
+        micro=d.integer(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384), nodes=d.integer("trainer.nnodes", 1),
+        gpus=d.integer("trainer.n_gpus_per_node", 8), tp=d.integer(f"{m}.tensor_model_parallel_size", 1),
+        pp=d.integer(f"{m}.pipeline_model_parallel_size", 1),
+        vpp=d.integer(f"{m}.virtual_pipeline_model_parallel_size", 0), cp=d.integer(f"{m}.context_parallel_size", 1),
+        ep=d.integer(f"{m}.expert_model_parallel_size", 1),
+        etp=d.integer(f"{m}.expert_tensor_parallel_size", 0) or None,
+        engine_tp=d.integer(f"{ROLLOUT}.tensor_model_parallel_size", 2),
     )  # fmt: skip
     return sizes, names

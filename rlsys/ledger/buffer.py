@@ -1,4 +1,4 @@
-"""RolloutBuffer: every group that was ever issued, and its state. The one owner of both.
+"""RolloutBuffer: the state of every group that was ever issued, and its only owner.
 
     ACTIVE --finish--> READY --take--> TRAINED --restore (only what a lost trainer took)--> READY, reserved
        |                 |
@@ -6,14 +6,14 @@
        +--finish--> FILTERED | CENSORED | EXPIRED
 
 Invariants, true after every method and therefore at every commit:
-- every group issued is in exactly one state, and has all its samples (3);
+- every issued group is in exactly one state, and has all its samples (3);
 - a group is in the journal (`takes`) of at most one train step; once there, only that step can take it (4);
 - a weight version is handed out once, whatever crashes (versions.py).
 
-Methods write into one open transaction; `flush` commits it. Whoever tells another process about a change
-flushes first, so a crash takes back only what nobody has heard of. NOT guaranteed: tokens that the router
-appended to a sample since its last `save`, at most rollout.flush_tokens of all samples together (the runner sees
-to that); a restart samples them again, with the same seed.
+Methods write into one open transaction; `flush` commits it. A caller that reports a change to another process
+flushes first, so a crash undoes only changes that no other process has seen. NOT guaranteed: tokens that the
+router appended to a sample since its last `save`, at most rollout.flush_tokens over all samples (the runner
+enforces this); after a restart they are sampled again with the same seed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rlsys.algo.planners import Prefix
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.forks import fork
 from rlsys.core.owner import Owner
-from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Scored
-from rlsys.ledger.clock_record import ClockRecord
-from rlsys.ledger.ledger import Ledger, count
-from rlsys.ledger.sample_rows import SavedSamples, Told
-from rlsys.ledger.samples import SampleQuery, Seen
+from rlsys.core.types import GroupState, LogProbResult, Prompt, Sample, SampleGroup
+from rlsys.ledger.ledger import Ledger, read_ledger
+from rlsys.ledger.replay_log import ReplayLog
+from rlsys.ledger.sample_rows import SampleRows, WorkerUpdate
+from rlsys.ledger.samples import SampleQuery, SampleView
 from rlsys.ledger.store import ids_to_blob, read_groups, sqlite_errors
 from rlsys.ledger.versions import WeightVersions
 from rlsys.ledger.writer import StoreWriter
@@ -50,28 +50,44 @@ T = TypeVar("T")
 
 
 class RolloutBuffer:
-    """Opens `path`, or creates it. Raises UserError: the file is in use, damaged, foreign or another run's.
+    """The durable state of all groups and samples of a run.
 
     `groups` holds the live ones by id: ACTIVE, and READY that no step has taken yet. A trained group leaves
-    memory; `taken` reads its rows back, and `load` the tokens.
+    memory; `read_step` reads its rows back, and `load` the tokens.
     """
 
     def __init__(
-        self, path: Path, identity: str, largest_group: int, owner: Owner | None = None, in_hand: bool = True
+        self,
+        path: Path,
+        identity: str,
+        largest_group: int,
+        owner: Owner | None = None,
+        holds_tokens: bool = True,
     ) -> None:
-        """`owner`: see StoreWriter. `in_hand`: whether live samples have their tokens here; else workers will."""
+        """Open `path`, or create it.
+
+        Args:
+            path: the ledger's file.
+            identity: hash of the config that determines the rollouts; another run's file is refused.
+            largest_group: upper bound of the samples of a group.
+            owner: see StoreWriter.
+            holds_tokens: whether live samples hold their tokens in this process; otherwise workers do.
+
+        Raises:
+            UserError: the file is in use, damaged, not one of rlsys, or belongs to another run.
+        """
         self._path = path
-        self._largest_group, self._in_hand = largest_group, in_hand
+        self._largest_group, self._holds_tokens = largest_group, holds_tokens
         self._file = StoreWriter(path, identity, largest_group, owner)
         self._db = self._file.db
         self.groups: dict[int, SampleGroup] = {}
         self.counts: Counter[GroupState] = Counter()
         """Groups in each state."""
         self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
-        self._saved = SavedSamples(self._file)
+        self._sample_rows = SampleRows(self._file)
         try:
             self.versions = WeightVersions(self._file)
-            self.clock = ClockRecord(self._file, self.versions)
+            self.replay_log = ReplayLog(self._file, self.versions)
             self._load()
         except RlsysError:
             self._file.close()
@@ -82,15 +98,18 @@ class RolloutBuffer:
             live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
             self.groups = {g.group_id: g for g in read_groups(self._db, live)}
             for group in self.groups.values():
-                whole = self.load(group.samples)
-                if self._in_hand:
-                    group.samples = whole
-                for sample, own in zip(group.samples, whole, strict=True):
-                    for sequence, loaded in zip(sample.sequences, own.sequences, strict=True):
-                        sequence.behaviour = loaded.behaviour
-                        sequence.taught, sequence.opinions = bool(loaded.opinions), b""
+                loaded = self.load(group.samples)
+                if self._holds_tokens:
+                    group.samples = loaded
+                for sample, source in zip(group.samples, loaded, strict=True):
+                    for sequence, stored_sequence in zip(sample.sequences, source.sequences, strict=True):
+                        sequence.behaviour = stored_sequence.behaviour
+                        sequence.taught, sequence.teacher_logprobs = (
+                            bool(stored_sequence.teacher_logprobs),
+                            b"",
+                        )
                 for sample in group.samples:
-                    self._saved.know(sample)
+                    self._sample_rows.register(sample)
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
                 self.counts[GroupState(name)] = groups
             ready = "SELECT group_id FROM groups WHERE state = 'ready' AND train_step IS NULL"
@@ -98,7 +117,7 @@ class RolloutBuffer:
             (self._last_taken,) = self._db.execute(
                 "SELECT coalesce(max(train_step), 0) FROM takes"
             ).fetchone()
-        self._issued, self._completed, self._pruned_to, self._lost = (
+        self._issued, self._completed, self._pruned_to, self._lost_tokens = (
             self._file.counter(key) for key in ("issued", "completed", "pruned_to", "lost")
         )
 
@@ -106,11 +125,11 @@ class RolloutBuffer:
 
     @property
     def next_group_id(self) -> int:
-        """Ids count up from 0, so this is also the data position."""
+        """Id of the next group. Ids count up from 0, so this is also the data position."""
         return self._issued
 
     def issue(self, prompt: Prompt, seeds: Sequence[int]) -> SampleGroup:
-        """A new ACTIVE group of this prompt, one sample a seed."""
+        """Create an ACTIVE group for this prompt with one sample per seed."""
         group_id = self._issued
         group = SampleGroup(group_id, prompt.index, [])
         samples = self._new_samples(group, prompt.ids, seeds)
@@ -118,7 +137,7 @@ class RolloutBuffer:
             blob, size = ids_to_blob(prompt.ids), len(samples)
             row = (group_id, prompt.index, group.state.value, None, None, blob, size)
             self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            self._saved.write(samples)
+            self._sample_rows.write(samples)
             self._file.set_counter("issued", group_id + 1)
         self._issued += 1
         group.samples = samples
@@ -130,85 +149,105 @@ class RolloutBuffer:
         self,
         group: SampleGroup,
         seeds: Sequence[int],
-        drawn_from: Sequence[int] | None = None,
+        prompt_ids: Sequence[int] | None = None,
         prefixes: Sequence[Prefix] = (),
     ) -> list[Sample]:
-        """Further samples of an ACTIVE group, one a seed; what it has is written with them.
+        """Add samples to an ACTIVE group, one per seed, and save the samples it has.
 
-        `drawn_from`: their prompt, where it is not the group's; they are trained on the group's. `prefixes`: what
-        each begins with.
+        Args:
+            prompt_ids: the prompt of the new samples if it is not the group's; they are trained on the group's
+                prompt.
+            prefixes: the tokens that each new sample starts with.
         """
-        own = next((s.prompt_ids for s in group.samples if not s.own_prompt), group.samples[0].prompt_ids)
-        samples = self._new_samples(group, own if drawn_from is None else list(drawn_from), seeds)
-        if drawn_from is not None:
+        group_prompt = next(
+            (s.prompt_ids for s in group.samples if not s.own_prompt), group.samples[0].prompt_ids
+        )
+        samples = self._new_samples(group, group_prompt if prompt_ids is None else list(prompt_ids), seeds)
+        if prompt_ids is not None:
             for sample in samples:
-                sample.trained_prompt = own
-        for sample, (place, at, ids) in zip(samples, map(astuple, prefixes), strict=False):
-            (source,) = self.load([group.samples[place]])
+                sample.trained_prompt = group_prompt
+        for sample, (index, at, ids) in zip(samples, map(astuple, prefixes), strict=False):
+            (source,) = self.load([group.samples[index]])
             fork(source, at, sample, inserted=ids)
         size = len(group.samples) + len(samples)
         with self._file.writing():
-            self._saved.write(group.samples)
-            (self._saved.write if self._in_hand else self._saved.write_for_workers)(samples)
+            self._sample_rows.write(group.samples)
+            (self._sample_rows.write if self._holds_tokens else self._sample_rows.write_for_workers)(samples)
             self._db.execute("UPDATE groups SET size = ? WHERE group_id = ?", (size, group.group_id))
         group.samples.extend(samples)
         return samples
 
     def _new_samples(self, group: SampleGroup, prompt_ids: list[int], seeds: Sequence[int]) -> list[Sample]:
-        """Ids leave room for the largest group there can be."""
-        have = len(group.samples)
-        if not 0 < len(seeds) <= self._largest_group - have:
+        """Create samples whose ids leave room for the largest possible group."""
+        existing = len(group.samples)
+        if not 0 < len(seeds) <= self._largest_group - existing:
             raise ValueError(
-                f"{len(seeds)} seeds for a group that has {have} of at most {self._largest_group} samples"
+                f"{len(seeds)} seeds for a group that has {existing} of at most {self._largest_group} samples"
             )
         first = group.group_id * self._largest_group
-        return [Sample(first + i, group.group_id, i, prompt_ids, seed) for i, seed in enumerate(seeds, have)]
+        return [
+            Sample(first + i, group.group_id, i, prompt_ids, seed) for i, seed in enumerate(seeds, existing)
+        ]
 
     def save(self, samples: Iterable[Sample]) -> None:
         """Make the tokens and the status of samples of ACTIVE groups durable (with the next flush)."""
         with self._file.writing():
-            self._saved.write(self._active(samples))
+            self._sample_rows.write(self._active(samples))
 
-    def save_told(self, told: Iterable[Told]) -> None:
-        """The same for samples of workers, which have written their tokens out."""
+    def save_from_workers(self, updates: Iterable[WorkerUpdate]) -> None:
+        """Save samples of workers, which have already written the tokens to segments."""
         with self._file.writing():
-            self._saved.write_told((self._active([sample])[0], sequences) for sample, sequences in told)
+            self._sample_rows.write_from_workers(
+                (self._active([sample])[0], sequences) for sample, sequences in updates
+            )
 
     def _active(self, samples: Iterable[Sample]) -> list[Sample]:
-        """The same. Raises RunError for one of a group that is not active."""
-        found = list(samples)
-        for sample in found:
+        """Return the samples as a list. Raises RunError if the group of one is not active."""
+        active = list(samples)
+        for sample in active:
             group = self.groups.get(sample.group_id)
             if group is None or group.state is not GroupState.ACTIVE:
-                raise RunError(f"sample {sample.sample_id} of group {sample.group_id}: not an active one")
-        return found
+                raise RunError(
+                    f"sample {sample.sample_id} of group {sample.group_id}: its group is not active"
+                )
+        return active
 
     def unsaved(self, sample: Sample) -> bool:
-        """Whether it has tokens that `save` has not seen."""
-        return self._saved.unsaved(sample)
+        """Return whether the sample has tokens that are not saved."""
+        return self._sample_rows.unsaved(sample)
 
     @property
     def added_tokens(self) -> int:
-        """Tokens that a model sampled, saved since the file was opened."""
-        return self._saved.added_tokens
+        """Sampled tokens that were saved since the file was opened."""
+        return self._sample_rows.added_tokens
 
-    def store_scores(self, scores: Iterable[Scored]) -> None:
-        """What the trainer says about tokens of live samples. Raises RunError for a sample that is not live."""
+    def store_scores(self, scores: Iterable[LogProbResult]) -> None:
+        """Store the trainer's log-probs of tokens of live samples.
+
+        Raises:
+            RunError: a sample is not live, or the range of tokens does not continue its scores.
+        """
         with self._file.writing():
-            for found in scores:
-                group = self.groups.get(found.sample_id // self._largest_group)
+            for scored in scores:
+                group = self.groups.get(scored.sample_id // self._largest_group)
                 if group is None:
-                    raise RunError(f"sample {found.sample_id}: scored, but not in a live group")
-                sample = group.samples[found.sample_id % self._largest_group]
-                self._saved.write_scores(sample.sequences[found.sequence], found)
+                    raise RunError(
+                        f"sample {scored.sample_id}: the trainer scored it, but its group is no longer live"
+                    )
+                sample = group.samples[scored.sample_id % self._largest_group]
+                self._sample_rows.write_scores(sample.sequences[scored.sequence], scored)
 
     def finish(self, group: SampleGroup, state: GroupState) -> None:
-        """ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED. READY needs terminal samples."""
+        """Move a group: ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED.
+
+        Raises:
+            RunError: the transition is not allowed, or READY is requested while samples are not terminal.
+        """
         if state is GroupState.READY and not group.done:
             raise RunError(f"group {group.group_id}: not all of its samples are done")
         with self._file.writing():
             if group.state is GroupState.ACTIVE:
-                self._saved.write(group.samples)
+                self._sample_rows.write(group.samples)
             self._move(group, state)
             if state is GroupState.READY:
                 self._db.execute(
@@ -225,18 +264,18 @@ class RolloutBuffer:
         return [self.groups[g] for g in self._ready]
 
     def active(self) -> list[SampleGroup]:
-        """Oldest first."""
+        """ACTIVE groups, the oldest first."""
         return [g for g in self.groups.values() if g.state is GroupState.ACTIVE]
 
     def note(self, key: str) -> str | None:
-        """What `set_note` stored last; None before."""
+        """Return the value stored last by `set_note`, None if there is none."""
         row = self.read(
             lambda db: db.execute("SELECT value FROM meta WHERE key = ?", (f"note.{key}",)).fetchone()
         )
         return None if row is None else str(row[0])
 
     def set_note(self, key: str, value: str) -> None:
-        """State of somebody else, committed together with what was decided by it."""
+        """Store state of another component, in the same transaction as the changes that depend on it."""
         with self._file.writing():
             self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"note.{key}", value))
 
@@ -245,12 +284,20 @@ class RolloutBuffer:
     def take(
         self, train_step: int, groups: Sequence[SampleGroup], parts: Sequence[Sequence[int]] = ()
     ) -> None:
-        """READY -> TRAINED, written to the journal. Steps take in order, each once, else RunError.
+        """Record in the journal that a train step takes these READY groups, which become TRAINED.
 
-        `parts`: ids of those of the groups that the trainer had been given before, portion by portion.
+        Args:
+            train_step: the step after the last one that took groups.
+            groups: all groups of the step.
+            parts: ids of those groups that the trainer received before the take, by portion.
+
+        Raises:
+            RunError: the steps are not in order, or the groups lack one that is in training.
         """
         if train_step != self._last_taken + 1:
-            raise RunError(f"train step {train_step} cannot take: the last that did was {self._last_taken}")
+            raise RunError(
+                f"train step {train_step} cannot take groups: the last step that did is {self._last_taken}"
+            )
         ids = [g.group_id for g in groups]
         if missing := {i for part in parts for i in part} - set(ids):
             raise RunError(f"train step {train_step} leaves out groups that are in training: {missing}")
@@ -262,10 +309,13 @@ class RolloutBuffer:
                 self._drop(group)
         self._last_taken = train_step
 
-    def taken(self, train_step: int) -> tuple[int, list[SampleGroup]]:
-        """Weight version and groups, by id, of a step in the journal; those given back are trained again.
+    def read_step(self, train_step: int) -> tuple[int, list[SampleGroup]]:
+        """Read a step from the journal; its groups that `restore` returned to READY become TRAINED again.
 
-        Without their tokens, see `load`. Whoever tells another process where these lie flushes first.
+        Returns:
+            the weight version, and the groups by id without their tokens (see `load`). A caller that passes
+                their
+            location to another process flushes first.
         """
         query = "SELECT weight_version, group_ids FROM takes WHERE train_step = ?"
         with self._file.writing():
@@ -279,29 +329,37 @@ class RolloutBuffer:
         return version, groups
 
     def load(self, samples: Iterable[Sample]) -> list[Sample]:
-        """The same with their tokens in hand. Raises RunError: `prune` has forgotten them, or a file is damaged."""
+        """Return copies of the samples that hold their tokens.
+
+        Raises:
+            RunError: `prune` has deleted the tokens, or a file is damaged.
+        """
         return self._file.load(samples)
 
-    def unloaded(self, group_ids: Iterable[int]) -> list[SampleGroup]:
-        """Groups as `taken` gives them, by id; of their samples, what is saved."""
+    def read_groups(self, group_ids: Iterable[int]) -> list[SampleGroup]:
+        """Read the saved state of groups, by id, without their tokens."""
         ids = ", ".join(map(str, group_ids))
         return self.read(lambda db: read_groups(db, f"group_id IN ({ids})"))
 
     def parts(self, train_step: int) -> list[list[int]]:
-        """Group ids of the portions in which a step of the journal began."""
+        """Return the group ids of the portions in which a step of the journal started."""
         query = "SELECT parts FROM takes WHERE train_step = ?"
         row = self.read(lambda db: db.execute(query, (train_step,)).fetchone())
         return [list(part) for part in json.loads(row[0])]
 
     def restore(self, train_step: int) -> None:
-        """The trainer goes on from a checkpoint of this many steps: later ones take again what they took.
+        """Return the groups of later steps to READY, reserved for the same steps: the trainer resumes from this step.
 
-        Raises UserError when the checkpoint and this file are not of one run.
+        Args:
+            train_step: the number of train steps in the trainer's checkpoint.
+
+        Raises:
+            UserError: the checkpoint and this file do not belong together.
         """
         if train_step > self._last_taken:
             raise UserError(
-                f"{self._path}: knows {self._last_taken} train steps, but the checkpoint has {train_step}; "
-                "one of them is from elsewhere"
+                f"{self._path}: has {self._last_taken} train steps, but the checkpoint has {train_step}; "
+                "they are not of one run"
             )
         if train_step < self._pruned_to:
             raise UserError(
@@ -309,29 +367,33 @@ class RolloutBuffer:
                 f"{self._pruned_to + 1} on"
             )
         with self._file.writing():
-            back = f"UPDATE groups SET state = '{GroupState.READY}' WHERE state = ? AND train_step > ?"
-            given_back = self._db.execute(back, (GroupState.TRAINED, train_step)).rowcount
-        self.counts[GroupState.TRAINED] -= given_back
-        self.counts[GroupState.READY] += given_back
+            query = f"UPDATE groups SET state = '{GroupState.READY}' WHERE state = ? AND train_step > ?"
+            restored = self._db.execute(query, (GroupState.TRAINED, train_step)).rowcount
+        self.counts[GroupState.TRAINED] -= restored
+        self.counts[GroupState.READY] += restored
 
     @property
     def last_taken_step(self) -> int:
-        """The last step in the journal; 0 before the first. Steps up to it take what they took."""
+        """The last step in the journal, 0 before the first. Repeated steps take the same groups again."""
         return self._last_taken
 
     def prune(self, train_step: int) -> None:
-        """Forget the arrays of groups that this step or an earlier one took: no checkpoint can want them."""
+        """Delete the tokens of groups taken by this or an earlier step, which no checkpoint can need again."""
         if train_step <= self._pruned_to:
             return
         with self._file.writing():
-            self._saved.prune(self._pruned_to, train_step)
+            self._sample_rows.prune(self._pruned_to, train_step)
             self._file.set_counter("pruned_to", train_step)
         self._pruned_to = train_step
 
     # The file
 
     def check_counts(self) -> None:
-        """Conservation of groups (invariant 3), cheaply: the issue counter, memory and file agree, else RunError."""
+        """Check that the counter of issued groups, memory and file agree (invariant 3), without reading samples.
+
+        Raises:
+            RunError: they differ.
+        """
         rows = dict(
             self.read(lambda db: db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
         )
@@ -340,45 +402,52 @@ class RolloutBuffer:
             raise RunError(f"ledger: {self._issued} groups issued; in memory {memory}, in the file {rows}")
 
     def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
-        """What a query finds in the file, what is not flushed included."""
+        """Run a query on the file, including changes that are not flushed."""
         return self._file.read(query)
 
-    def samples(self, query: SampleQuery) -> list[Seen]:
-        """What is not flushed included. Raises UserError for a step, group or sample that is not there."""
+    def samples(self, query: SampleQuery) -> list[SampleView]:
+        """Return one page of samples, including changes that are not flushed.
+
+        Raises:
+            UserError: there is no such step, group or sample.
+        """
         return self._file.samples(query)
 
     def ledger(self) -> Ledger:
-        return self.read(count)
+        return self.read(read_ledger)
 
     async def committed_ledger(self) -> Ledger:
-        """As of the last commit. Counting a long run takes seconds, and others go on meanwhile."""
-        return await self._file.read_committed(count)
+        """Count the ledger as of the last commit, without blocking the event loop: a long run takes seconds."""
+        return await self._file.read_committed(read_ledger)
 
     @property
-    def lost(self) -> int:
-        """Tokens lost so far, see `add_lost`."""
-        return self._lost
+    def lost_tokens(self) -> int:
+        """Tokens lost so far, see `add_lost_tokens`."""
+        return self._lost_tokens
 
-    def add_lost(self, tokens: int) -> None:
-        """Tokens that engines generated and no sample got; the file keeps the sum over all sessions."""
+    def add_lost_tokens(self, tokens: int) -> None:
+        """Count tokens that engines generated but no sample received. The file keeps the sum over all sessions."""
         if tokens:
             with self._file.writing():
-                self._file.set_counter("lost", self._lost + tokens)
-            self._lost += tokens
+                self._file.set_counter("lost", self._lost_tokens + tokens)
+            self._lost_tokens += tokens
 
     def new_writer(self) -> str:
-        """A name for a worker that will write segments. On disk when this returns: a worker may write before the next
-        commit, and nobody after a crash may get its name."""
+        """Return a unique name for a worker that will write segments.
+
+        The name is committed first: a worker may write before the next commit, and no other may ever get its
+        name.
+        """
         name = self._file.new_writer()
         self.flush()
         return name
 
     def retire(self, writer: str) -> None:
-        """A worker is gone: what it had not told is cut off and counted."""
+        """Truncate the segments of a worker that exited to what was reported, and count the rest as torn."""
         self._file.retire(writer)
 
     def flush(self) -> None:
-        """Commit: on disk when this returns."""
+        """Commit the open transaction to disk."""
         self._file.flush()
 
     def close(self) -> None:
@@ -394,10 +463,10 @@ class RolloutBuffer:
         group.state, group.train_step = state, train_step
 
     def _drop(self, group: SampleGroup) -> None:
-        """Out of memory; the arrays of a group that nobody will train leave the file too."""
+        """Remove a group from memory; if it will never be trained, delete its tokens too."""
         del self.groups[group.group_id]
         if group.group_id in self._ready:
             self._ready.remove(group.group_id)
-        self._saved.forget(group.samples)
+        self._sample_rows.forget(group.samples)
         if group.state in DEAD:
-            self._saved.drop_tokens(group.samples)
+            self._sample_rows.drop_tokens(group.samples)

@@ -1,7 +1,7 @@
-"""The ledger: how many groups, samples and tokens are in each state, and whether they add up (invariant 3).
+"""The ledger: how many groups, samples and tokens are in each state, and whether the numbers agree (invariant 3).
 
-Counted from the rows, and held against what is kept apart from them: the counter of issued groups, each group's
-size, the journal of takes. `rlsys ledger RUN` reads it through RunReader.
+They are counted from the rows and compared with data stored separately: the counter of issued groups, the size
+of each group, the journal of takes. `rlsys ledger RUN` reads it through RunReader.
 """
 
 from __future__ import annotations
@@ -19,51 +19,59 @@ _TERMINAL = ", ".join(f"'{s}'" for s in Status if s.terminal)
 
 @dataclass(frozen=True)
 class Ledger:
-    """`issued_groups` is the counter, everything else comes from rows. By state: all of them, also at 0."""
+    """Counts of a run. `issued_groups` is the counter, all others come from rows. Dicts by state have every state."""
 
     issued_groups: int
     sizes: dict[str, int]
-    """Samples that the groups of each state say they have."""
+    """Samples by state of their group, according to the sizes stored with the groups."""
     groups: dict[str, int]
     samples: dict[str, int]
     tokens: dict[str, int]
     parked_samples: int
-    """Samples of active groups that are not terminal: in the file, in flight counts as parked."""
+    """Unfinished samples of active groups; those in flight are stored as parked."""
     journal: dict[int, list[int]] = field(repr=False)
     """Train step -> ids of the groups that it took."""
     in_step: dict[int, int] = field(repr=False)
-    """Group id -> its train step, of trained groups and of those given back to their step."""
-    lost: int
-    """Tokens that engines generated and no sample got: measured by the router, never a remainder."""
-    given: int
-    """Of the tokens: those that begin a sample and were made for another one, or forced (rlsys/core/forks.py)."""
-    discarded: int
-    """Tokens, beside the others, that engines made for a sample and that were cut off again."""
+    """Group id -> its train step, for trained groups and those reserved for their step."""
+    lost_tokens: int
+    """Tokens that engines generated but no sample received: measured by the router, not computed as a difference."""
+    inherited_tokens: int
+    """Tokens that start a sample and were sampled for another one, or forced (rlsys/core/forks.py)."""
+    discarded_tokens: int
+    """Tokens that were sampled and cut off again; not part of `tokens`."""
     torn_bytes: int
-    """Bytes of segments that a launch had written and not committed when it was killed."""
+    """Bytes of segments that a launch had written but not committed when it was killed."""
 
     @property
     def trained_twice(self) -> int:
-        """Groups in the journal of more than one train step."""
+        """Number of groups in the journal of more than one train step."""
         return sum(n > 1 for n in Counter(g for ids in self.journal.values() for g in ids).values())
 
     def figures(self) -> dict[str, int | dict[str, int]]:
-        """What `rlsys ledger` prints: groups, but for parked and in_flight (samples), lost (tokens), torn_bytes."""
+        """Return the numbers that `rlsys ledger` prints.
+
+        Parked and in_flight count samples, lost tokens, torn_bytes bytes, and all other states groups.
+        """
         return {
             "issued": self.issued_groups,
             **self.groups,
             "parked": self.parked_samples,
             "in_flight": 0,
-            "lost": self.lost,
+            "lost": self.lost_tokens,
             "torn_bytes": self.torn_bytes,
             "trained_twice": self.trained_twice,
             "samples": self.samples,
             "tokens": self.tokens,
-            **({"given": self.given, "discarded": self.discarded} if self.given or self.discarded else {}),
+            **(
+                {"given": self.inherited_tokens, "discarded": self.discarded_tokens}
+                if self.inherited_tokens or self.discarded_tokens
+                else {}
+            ),
         }
 
 
-def count(db: sqlite3.Connection) -> Ledger:
+def read_ledger(db: sqlite3.Connection) -> Ledger:
+    """Count a ledger file."""
     meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('issued', 'lost', 'torn_bytes')"))
     groups, sizes, samples, tokens = ({s.value: 0 for s in GroupState} for _ in range(4))
     for state, n, size in db.execute("SELECT state, count(*), sum(size) FROM groups GROUP BY state"):
@@ -74,7 +82,7 @@ def count(db: sqlite3.Connection) -> Ledger:
     parked = f"WHERE state = 'active' AND status NOT IN ({_TERMINAL})"
     journal = {step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")}
     in_step = dict(db.execute("SELECT group_id, train_step FROM groups WHERE train_step IS NOT NULL"))
-    given, discarded = db.execute(
+    copied, discarded = db.execute(
         "SELECT coalesce(sum(given), 0), coalesce(sum(discarded), 0) FROM samples"
     ).fetchone()
     return Ledger(
@@ -88,15 +96,19 @@ def count(db: sqlite3.Connection) -> Ledger:
         ).fetchone()[0],
         journal=journal,
         in_step=in_step,
-        lost=meta["lost"],
-        given=given,
-        discarded=discarded,
+        lost_tokens=meta["lost"],
+        inherited_tokens=copied,
+        discarded_tokens=discarded,
         torn_bytes=meta["torn_bytes"],
     )
 
 
 def check_conservation(ledger: Ledger) -> None:
-    """Raises RunError that names the numbers when something does not add up."""
+    """Check that the counts agree.
+
+    Raises:
+        RunError: they do not; the message has the numbers.
+    """
     states = " + ".join(f"{name} {n}" for name, n in ledger.groups.items())
     if sum(ledger.groups.values()) != ledger.issued_groups:
         raise RunError(f"ledger: {ledger.issued_groups} groups were issued, but {states}")
@@ -114,8 +126,12 @@ def check_conservation(ledger: Ledger) -> None:
         raise RunError(f"ledger: journal and groups disagree on the train step of groups {wrong[:4]}")
 
 
-def check(ledger: Ledger) -> None:
-    """`check_conservation`, and that no token was lost: what `rlsys ledger` demands of a run."""
+def check_ledger(ledger: Ledger) -> None:
+    """Check a finished run: `check_conservation`, and that no token was lost.
+
+    Raises:
+        RunError: a check failed.
+    """
     check_conservation(ledger)
-    if ledger.lost:
-        raise RunError(f"ledger: {ledger.lost} tokens that engines generated never reached a sample")
+    if ledger.lost_tokens:
+        raise RunError(f"ledger: {ledger.lost_tokens} tokens that engines generated never reached a sample")

@@ -1,7 +1,8 @@
-"""RunReader: what a run folder says of its tokens, to those who change nothing. It alone knows where they lie.
+"""RunReader: read access to the tokens of a run folder. Only this file knows where they are stored.
 
-While a run lives its coordinator is asked, because nobody else may have the file open: on a shared file system the
-coordinator holds it for itself, and SQLite's WAL is for the processes of one machine. Once it has ended, the file.
+The coordinator of a live run is asked, because other processes may not open the file: on a shared file system
+the coordinator locks it exclusively, and SQLite's WAL supports the processes of one machine only. After the run
+the file is read.
 """
 
 from __future__ import annotations
@@ -22,121 +23,137 @@ from rlsys.core.arrays import log_probs, token_ids
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.messages import decode
 from rlsys.core.types import SampleGroup, Status
-from rlsys.ledger.ledger import Ledger, count
-from rlsys.ledger.samples import SampleQuery, SamplesAnswer, Seen, check_query, find_samples, last_step
+from rlsys.ledger.ledger import Ledger, read_ledger
+from rlsys.ledger.samples import SampleQuery, SamplesAnswer, SampleView, check_query, find_samples, last_step
 from rlsys.ledger.store import FILE_NAME, blob_to_ids, open_readonly, read_groups
-from rlsys.obs.coordinator import Silent, ask
+from rlsys.obs.coordinator import CoordinatorUnreachable, query_coordinator
 from rlsys.obs.filesystem import is_local
-from rlsys.obs.trained import TokenFigures, read_floats, read_trained
+from rlsys.obs.token_records import TokenRecord, read_floats, read_records
 from rlsys.segments.records import SegmentReader
 
 
 class Length(NamedTuple):
-    """Of a response, in tokens. `ended`: by itself or at the limit; else it would have become longer. `prompt`: None
-    where it is not known, as of one that was read more than once."""
+    """Length of a response in tokens.
+
+    `complete` is False if it was still growing. `prompt` is None if unknown, for example after several
+    prefills.
+    """
 
     tokens: int
-    ended: bool
+    complete: bool
     prompt: int | None
 
 
 class RunReader:
-    """Of one run folder; holds nothing open between calls."""
+    """Reads one run folder. No file stays open between calls."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
     def status(self) -> dict[str, Any] | None:
-        """What the live coordinator says of itself; None when there is none.
+        """Return the status of the live coordinator, None if there is none.
 
-        Raises Silent: it does not answer, or not with a status.
+        Raises:
+            CoordinatorUnreachable: the coordinator does not respond, or not with a status.
         """
-        body = ask(self._run_dir, "status")
+        body = query_coordinator(self._run_dir, "status")
         if not body:
             return None
-        with _understood():
+        with _decode_errors():
             status = json.loads(body)
             if not isinstance(status, dict):
                 raise ValueError
         return status
 
     def ledger(self) -> Ledger:
-        """Of a live run as its coordinator counts it, else from the file.
+        """Return the ledger, from the coordinator of a live run, otherwise from the file.
 
-        Raises UserError: there is none, or it is damaged; Silent: the coordinator does not answer, and no other
-        process may look into its file.
+        Raises:
+            UserError: there is no file, or it is damaged.
+            CoordinatorUnreachable: the coordinator does not respond, and no other process may open its file.
         """
         try:
-            if body := ask(self._run_dir, "ledger"):
-                with _understood():
+            if body := query_coordinator(self._run_dir, "ledger"):
+                with _decode_errors():
                     return decode(body, Ledger)
-        except Silent:
+        except CoordinatorUnreachable:
             if not is_local(self._run_dir):
                 raise
         with self.database() as db:
-            return count(db)
+            return read_ledger(db)
 
-    def groups(self, where: str, *values: object) -> list[SampleGroup]:
-        """Whole groups with their tokens, by id, of a run as `database` takes it. Raises UserError."""
+    def groups(self, condition: str, *values: object) -> list[SampleGroup]:
+        """Return the groups that fulfil an SQL condition, with all tokens, by id.
+
+        Raises:
+            UserError: see `database`; or a segment is damaged.
+        """
         try:
             with self.database() as db, SegmentReader(self._run_dir) as segments:
-                groups = read_groups(db, where, *values)
+                groups = read_groups(db, condition, *values)
                 for group in groups:
-                    group.samples = [segments.loaded(sample) for sample in group.samples]
+                    group.samples = [segments.load(sample) for sample in group.samples]
                 return groups
         except RunError as e:
             raise UserError(str(e)) from None
 
     def lengths(self) -> list[list[Length]]:
-        """Of every sample that has begun, by group, in the order of the groups. Raises UserError."""
-        ended = Status.FINISHED, Status.TRUNCATED
+        """Return the length of every sample that has tokens, one list per group in the order of the groups.
+
+        Raises:
+            UserError: see `database`.
+        """
+        complete_statuses = Status.FINISHED, Status.TRUNCATED
         with self.database() as db:
-            found = db.execute(
+            rows = db.execute(
                 "SELECT group_id, tokens, status, prefilled_tokens, resumes FROM samples WHERE tokens > 0 "
                 "ORDER BY group_id, place"
             )
             return [
                 [
-                    Length(int(n), s in ended, None if again or not read else int(read))
-                    for _, n, s, read, again in group
+                    Length(
+                        int(n), s in complete_statuses, None if resumes or not prefilled else int(prefilled)
+                    )
+                    for _, n, s, prefilled, resumes in group
                 ]
-                for _, group in groupby(found, key=lambda row: row[0])
+                for _, group in groupby(rows, key=lambda row: row[0])
             ]
 
-    def samples(self, query: SampleQuery) -> list[Seen]:
-        """One page of them. On a local disk as of the writer's last commit, also while the run lives.
+    def samples(self, query: SampleQuery) -> list[SampleView]:
+        """Return one page of samples. On a local disk it is read as of the last commit, also while the run is live.
 
-        Raises UserError: a value that cannot be, no such step, group or sample, or no usable file; Silent: as for
-        `ledger`.
+        Raises:
+            UserError: an invalid value, no such step, group or sample, or no usable file.
+            CoordinatorUnreachable: as for `ledger`.
         """
         check_query(query)
-        found = self._from_coordinator(query) if not is_local(self._run_dir) else None
-        if found is None:
+        views = self._from_coordinator(query) if not is_local(self._run_dir) else None
+        if views is None:
             try:
                 with self.database() as db, SegmentReader(self._run_dir) as segments:
-                    found = find_samples(db, segments, query)
+                    views = find_samples(db, segments, query)
             except RunError as e:
                 raise UserError(str(e)) from None
-        steps = {seen.train_step for seen in found if seen.train_step is not None}
-        figures = {step: read_trained(self._run_dir, step) for step in steps}
-        for seen in found:
-            if seen.train_step is not None:
-                add_kept(seen, figures[seen.train_step].get(seen.sample.sample_id))
-        return found
+        steps = {view.train_step for view in views if view.train_step is not None}
+        training_log = {step: read_records(self._run_dir, step) for step in steps}
+        for view in views:
+            if view.train_step is not None:
+                add_training_log(view, training_log[view.train_step].get(view.sample.sample_id))
+        return views
 
-    def _from_coordinator(self, query: SampleQuery) -> list[Seen] | None:
-        """None: the run has none."""
-        body = ask(self._run_dir, "samples", query=msgspec.json.encode(query))
+    def _from_coordinator(self, query: SampleQuery) -> list[SampleView] | None:
+        """Ask the coordinator for samples; None if the run has none."""
+        body = query_coordinator(self._run_dir, "samples", query=msgspec.json.encode(query))
         if not body:
             return None
-        with _understood():
+        with _decode_errors():
             answer = decode(body, SamplesAnswer)
         if answer.error:
             raise UserError(answer.error)
         return answer.samples
 
     def last_step(self) -> int:
-        """The last train step that took groups, of those whose samples can be asked for; 0 before the first."""
+        """Return the last train step that took groups and whose samples can be read, 0 before the first."""
         if not is_local(self._run_dir) and (status := self.status()) is not None:
             return int(status["train_step"])
         with self.database() as db:
@@ -144,17 +161,18 @@ class RunReader:
 
     @contextlib.contextmanager
     def database(self) -> Iterator[sqlite3.Connection]:
-        """The file of a run that has ended, or, on a local disk, of one that lives; as of one commit.
+        """Open the file read-only, in one transaction: that of a finished run or, on a local disk, of a live one.
 
-        Raises UserError.
+        Raises:
+            UserError: there is no such file, or it is damaged.
         """
         path = self._run_dir / FILE_NAME
         with contextlib.ExitStack() as stack:
-            if _interrupted(path):
+            if _needs_recovery(path):
                 path = _copy(path, Path(stack.enter_context(tempfile.TemporaryDirectory())))
             db = stack.enter_context(contextlib.closing(open_readonly(path)))
             try:
-                db.execute("BEGIN")  # what a live writer commits between two queries is in neither
+                db.execute("BEGIN")  # a snapshot: later commits of a live writer are invisible
                 yield db
             except (sqlite3.Error, KeyError, ValueError, TypeError) as e:  # a page, a counter, a row not ours
                 raise UserError(
@@ -162,32 +180,32 @@ class RunReader:
                 ) from None
 
 
-def add_kept(seen: Seen, figures: TokenFigures | None) -> None:
-    """What the trainer wrote down of the sample; its tokens too, where the ledger has forgotten them."""
-    if figures is None:
+def add_training_log(view: SampleView, logged: TokenRecord | None) -> None:
+    """Add the values that the trainer logged for the sample, and its tokens if the ledger has pruned them."""
+    if logged is None:
         return
-    if not seen.kept:
-        seen.sample.response_ids = token_ids(blob_to_ids(figures.ids))
-        seen.sample.mu = log_probs(read_floats(figures.mu))
-    seen.logp, seen.advantages = read_floats(figures.logp), read_floats(figures.advantages)
+    if not view.has_tokens:
+        view.sample.response_ids = token_ids(blob_to_ids(logged.ids))
+        view.sample.mu = log_probs(read_floats(logged.mu))
+    view.logp, view.advantages = read_floats(logged.logp), read_floats(logged.advantages)
 
 
 @contextlib.contextmanager
-def _understood() -> Iterator[None]:
-    """An answer that cannot be decoded is not the coordinator's: its port is another process's by now."""
+def _decode_errors() -> Iterator[None]:
+    """Translate decoding errors to Silent: the port now belongs to another process."""
     try:
         yield
     except (ValueError, msgspec.DecodeError):
-        raise Silent("what answers in the place of its coordinator is none") from None
+        raise CoordinatorUnreachable("the process on its coordinator's port is not a coordinator") from None
 
 
-def _interrupted(path: Path) -> bool:
-    """Whether the writer was killed in a transaction whose undoing, which a reader is not allowed, comes first."""
-    journal, wal = (path.with_name(path.name + end) for end in ("-journal", "-wal"))
-    return _filled(journal) or (_filled(wal) and not is_local(path))
+def _needs_recovery(path: Path) -> bool:
+    """Return whether a killed writer left a transaction that must be rolled back, which a reader cannot."""
+    journal, wal = (path.with_name(path.name + suffix) for suffix in ("-journal", "-wal"))
+    return _is_nonempty(journal) or (_is_nonempty(wal) and not is_local(path))
 
 
-def _filled(path: Path) -> bool:
+def _is_nonempty(path: Path) -> bool:
     try:
         return path.stat().st_size > 0
     except FileNotFoundError:
@@ -195,13 +213,11 @@ def _filled(path: Path) -> bool:
 
 
 def _copy(path: Path, folder: Path) -> Path:
-    """With what SQLite keeps beside it, to where it may be recovered."""
-    for end in ("-journal", "-wal", ""):
+    """Copy the file and its journals to a folder where SQLite may recover it."""
+    for suffix in ("-journal", "-wal", ""):
         with contextlib.suppress(FileNotFoundError):
-            shutil.copy(path.with_name(path.name + end), folder)
+            shutil.copy(path.with_name(path.name + suffix), folder)
     copy = folder / path.name
     with contextlib.closing(sqlite3.connect(copy)) as db, contextlib.suppress(sqlite3.Error):
-        db.execute(
-            "SELECT count(*) FROM sqlite_master"
-        ).fetchone()  # recovers; what fails is told by who reads
+        db.execute("SELECT count(*) FROM sqlite_master").fetchone()  # recovers; the reader reports errors
     return copy

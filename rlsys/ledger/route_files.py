@@ -1,12 +1,12 @@
-"""What the ledger knows of the engines' own segments: which samples want which file, and when one may go.
+"""RouteFiles: the ledger's references to files of routed experts that engines write, and when these are deleted.
 
-Engines write these files (rlsys/segments/route_records.py) and the rollout process reads none of them. A pointer
-that came with an answer is claimed in the transaction that saves the sample; the file is synced before its COMMIT.
-What an engine wrote and nobody claimed is absent, and counted in torn_bytes when its file goes.
+Engines write the files (rlsys/segments/route_records.py); the rollout process reads none of them. A pointer
+from a response is claimed in the transaction that saves the sample, and the file is synced before its COMMIT.
+Records that were never claimed do not exist, and are counted in torn_bytes when their file is deleted.
 
-A file goes when no sample wants it and its writer is done with it: the engine has been started again since, or by a
-later launch, or has begun two further files. A late answer that points into a file that is gone is like the answer of
-an engine that died: these tokens have no routes.
+A file is deleted when no sample references it and its writer is done with it: the engine was restarted, belongs
+to an earlier launch, or has started two further files. A late response that points into a deleted file is
+treated like that of a crashed engine: its tokens have no routes.
 """
 
 from __future__ import annotations
@@ -21,52 +21,69 @@ from pathlib import Path
 from rlsys.core.errors import UserError, disk_errors
 from rlsys.core.spans import RouteSpan
 from rlsys.segments.records import FOLDER
-from rlsys.segments.route_records import RouteFile, written_bytes
+from rlsys.segments.route_records import RouteFile, file_size
 
 STILL_OPEN = 2
-"""Of a living process's files, so many of the newest stay: it writes the last one, and answers are on their way."""
+"""Number of newest files of a live process that are kept: it writes the last one, and responses are under way."""
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class RouteFiles:
-    """Owns the tables route_files and route_places of `db`. Raises RunError for what the disk refuses."""
+    """Owns the tables route_files and route_places of `db`. Disk errors are raised as RunError."""
 
     def __init__(self, folder: Path, db: sqlite3.Connection, epoch: int) -> None:
-        """`folder`: the run's. `epoch`: of the launch that writes, 0 where there is none."""
+        """Create the table for a run.
+
+        Args:
+            folder: the run folder.
+            db: the ledger's connection.
+            epoch: of the launch that writes, 0 without launches.
+        """
         self._folder = folder / FOLDER
         self._db = db
         self._epoch = epoch
         self._unsynced: set[str] = set()
         self.unused: list[str] = []
-        """Files that nobody wants: `remove` deletes them."""
+        """Files without references, to be deleted by `remove_unused`."""
 
     def open(self) -> None:
-        """Raises UserError when a file that a sample wants is not there, or not whole."""
-        wanted = "SELECT name, length FROM route_files WHERE file IN (SELECT file FROM route_places)"
-        for name, length in self._db.execute(wanted).fetchall():
+        """Check that all referenced files are complete.
+
+        Raises:
+            UserError: a file is missing or truncated.
+        """
+        query = "SELECT name, length FROM route_files WHERE file IN (SELECT file FROM route_places)"
+        for name, length in self._db.execute(query).fetchall():
             with disk_errors(self._folder, UserError):
-                found = written_bytes(self._folder / name)
-            if found < length:
-                has = f"it has {found}" if found >= 0 else "it is not there"
+                size = file_size(self._folder / name)
+            if size < length:
+                actual = f"it has {size}" if size >= 0 else "it is not there"
                 raise UserError(
-                    f"{self._folder / name}: {length} bytes of it are in use, but {has}; restore it"
+                    f"{self._folder / name}: {length} bytes of it are in use, but {actual}; restore it"
                 )
 
-    def claim(self, sample_id: int, spans: Sequence[RouteSpan], *, again: bool = False) -> list[RouteSpan]:
-        """Inside a transaction: those of a sample's new spans that are in hand, or lie where they say. `again`: some
-        are not new, and are not counted once more."""
+    def claim(self, sample_id: int, spans: Sequence[RouteSpan], *, resent: bool = False) -> list[RouteSpan]:
+        """Add references to the files of a sample's new spans. Call inside a transaction.
+
+        Args:
+            spans: the new spans.
+            resent: some spans may have been claimed before, and are not counted again.
+
+        Returns:
+            the spans whose experts are in memory or exist on disk.
+        """
         return [
             span
             for span in spans
-            if span.place is None
-            or (again and self._claimed(sample_id, span))
+            if span.location is None
+            or (resent and self._claimed(sample_id, span))
             or self._claim(sample_id, span)
         ]
 
     def _claimed(self, sample_id: int, span: RouteSpan) -> bool:
-        assert span.place is not None
-        name, offset, length, _ = span.place
+        assert span.location is not None
+        name, offset, length, _ = span.location
         query = (
             "SELECT 1 FROM route_files JOIN route_places USING (file) "
             "WHERE sample_id = ? AND name = ? AND length >= ?"
@@ -74,14 +91,14 @@ class RouteFiles:
         return self._db.execute(query, (sample_id, name, offset + length)).fetchone() is not None
 
     def _claim(self, sample_id: int, span: RouteSpan) -> bool:
-        assert span.place is not None
-        name, offset, length, _ = span.place
+        assert span.location is not None
+        name, offset, length, _ = span.location
         with disk_errors(self._folder):
-            found = written_bytes(self._folder / name)
-        if found < offset + length:
+            size = file_size(self._folder / name)
+        if size < offset + length:
             log.warning(
                 "sample %d: no routes of positions [%d, %d): %s ends at %d bytes, and they lie at %d",
-                sample_id, span.start, span.end, self._folder / name, found, offset,
+                sample_id, span.start, span.end, self._folder / name, size, offset,
             )  # fmt: skip
             return False
         self._db.execute(
@@ -96,7 +113,7 @@ class RouteFiles:
         return True
 
     def sync(self) -> None:
-        """What was claimed is on disk when this returns; the COMMIT may follow."""
+        """Flush all claimed files to disk; the COMMIT may follow."""
         for name in self._unsynced:
             with disk_errors(self._folder / name):
                 fd = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -107,8 +124,11 @@ class RouteFiles:
         self._unsynced.clear()
 
     def forget_unused(self) -> int:
-        """Inside a transaction. Files that may go do so after the COMMIT: `remove`. Returns the bytes in them that
-        nobody ever claimed."""
+        """Remove files without references from the table. Call inside a transaction; `remove_unused` deletes them.
+
+        Returns:
+            the bytes in them that were never claimed.
+        """
         with disk_errors(self._folder):
             sizes = {
                 file: entry.stat().st_size
@@ -117,19 +137,19 @@ class RouteFiles:
                 for entry in os.scandir(folder)
                 if (file := RouteFile.of(f"{folder.name}/{entry.name}")) is not None
             }
-        wanted = "SELECT name FROM route_files WHERE file IN (SELECT file FROM route_places)"
-        kept = {row[0] for row in self._db.execute(wanted)}
-        gone = [f for f in self._finished(sizes) if f.name not in kept]
+        query = "SELECT name FROM route_files WHERE file IN (SELECT file FROM route_places)"
+        referenced = {row[0] for row in self._db.execute(query)}
+        unused = [f for f in self._complete_files(sizes) if f.name not in referenced]
         torn = 0
-        for file in gone:
+        for file in unused:
             row = self._db.execute("SELECT claimed FROM route_files WHERE name = ?", (file.name,)).fetchone()
             torn += sizes[file] - (row[0] if row else 0)
             self._db.execute("DELETE FROM route_files WHERE name = ?", (file.name,))
-        self.unused += [file.name for file in gone]
+        self.unused += [file.name for file in unused]
         return torn
 
-    def _finished(self, files: Collection[RouteFile]) -> set[RouteFile]:
-        """Those that their writers do not touch again."""
+    def _complete_files(self, files: Collection[RouteFile]) -> set[RouteFile]:
+        """Return the files that their writers do not touch again."""
         newest_start: dict[tuple[int, str], int] = {}
         newest_number: dict[tuple[str, int], int] = {}
         for f in files:
@@ -144,11 +164,11 @@ class RouteFiles:
             or f.number <= newest_number[f.folder, f.rank] - STILL_OPEN
         }
 
-    def remove(self) -> None:
-        """What `forget_unused` found. After the COMMIT."""
+    def remove_unused(self) -> None:
+        """Delete the files found by `forget_unused`. Call after the COMMIT."""
         while self.unused:
             path = self._folder / self.unused.pop()
             with disk_errors(path):
                 path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty: other files of it are wanted, or to come
+            with contextlib.suppress(OSError):  # not empty: it has, or will have, other files
                 path.parent.rmdir()

@@ -1,4 +1,4 @@
-"""What the file has of live samples: their rows, and the pieces of their tokens in segments."""
+"""SampleRows: writes live samples to the ledger, their rows and the pieces of their tokens in segments."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ import numpy as np
 from rlsys.core.arrays import log_probs, token_ids
 from rlsys.core.errors import RunError
 from rlsys.core.spans import Piece, RouteSpan
-from rlsys.core.types import Sample, Scored, Status
+from rlsys.core.types import LogProbResult, Sample, Status
 from rlsys.ledger.segments import SegmentFile
 from rlsys.ledger.store import ids_to_blob, row_of_sequence
 from rlsys.ledger.writer import StoreWriter
-from rlsys.segments.records import Kind, Whose, encode
+from rlsys.segments.records import Kind, SequenceKey, encode
 
-New = tuple[list[Piece], list[RouteSpan], bool]
-"""Where new tokens of a sequence lie, and where engines have put new routes. True: it has lost tokens, and these are
-all that it has."""
-ToldSequence = tuple[int, Sequence[Piece], Sequence[RouteSpan], bool]
-"""The same with the sequence's number."""
-Told = tuple[Sample, Sequence[ToldSequence]]
-"""What a worker says of a sample, and what came of its sequences."""
+NewTokens = tuple[list[Piece], list[RouteSpan], bool]
+"""Pieces with new tokens of a sequence, its new routes, and whether they replace all earlier tokens."""
+SequenceUpdate = tuple[int, Sequence[Piece], Sequence[RouteSpan], bool]
+"""The same, preceded by the number of the sequence."""
+WorkerUpdate = tuple[Sample, Sequence[SequenceUpdate]]
+"""A sample as reported by a worker, and the new tokens of its sequences."""
 
 
-class Stored(NamedTuple):
-    """How much of a sample's arrays the file has."""
+class StoredLengths(NamedTuple):
+    """Lengths of the stored part of a sequence's arrays."""
 
     tokens: int = 0
     routes: int = 0
     received: int = 0
-    """Tokens that engines made for it, those that were cut off again included."""
+    """Tokens that engines generated for it, including those cut off again."""
     support: int = 0
-    """Bytes."""
+    """In bytes."""
     scores: int = 0
 
     @classmethod
-    def of(cls, sample: Sample) -> Stored:
+    def of(cls, sample: Sample) -> StoredLengths:
         return cls(
             sample.tokens,
             len(sample.routes),
@@ -49,175 +48,191 @@ class Stored(NamedTuple):
         )
 
 
-class SavedSamples:
-    """Owns the rows of samples and what points at their tokens. Every method that writes does so inside a `writing`
-    block of the caller."""
+class SampleRows:
+    """Owns the rows of samples and the references to their tokens. Call its methods inside a `writing` block."""
 
     def __init__(self, file: StoreWriter) -> None:
         self._file = file
-        self._stored: dict[int, list[Stored]] = {}  # by sample id, of live groups; of each of its sequences
+        self._stored_lengths: dict[int, list[StoredLengths]] = {}  # by sample id, then sequence
         self._rows: dict[tuple[int, int], tuple[object, list[int]]] = {}
-        """Of further sequences, what the file has: all that changes while one goes on, and its prompt."""
+        """By (sample id, sequence), for sequences after the first: the stored mutable fields, and the prompt."""
         self.added_tokens = 0
-        """Tokens that a model sampled, written since the file was opened."""
+        """Sampled tokens that were written since the file was opened."""
 
-    def know(self, sample: Sample) -> None:
-        """All of it is in the file."""
-        self._stored[sample.sample_id] = [Stored.of(q) for q in sample.sequences]
-        self._rows |= {(q.sample_id, q.sequence): (changing(q), q.prompt_ids) for q in sample.further}
+    def register(self, sample: Sample) -> None:
+        """Note that the sample is completely stored."""
+        self._stored_lengths[sample.sample_id] = [StoredLengths.of(q) for q in sample.sequences]
+        self._rows |= {
+            (q.sample_id, q.sequence): (mutable_fields(q), q.prompt_ids) for q in sample.extra_sequences
+        }
 
     def unsaved(self, sample: Sample) -> bool:
-        """Whether it has tokens that `write` has not seen."""
-        return sample.all_tokens > sum(stored.tokens for stored in self._stored[sample.sample_id])
+        """Return whether the sample has tokens that are not written."""
+        return sample.all_tokens > sum(lengths.tokens for lengths in self._stored_lengths[sample.sample_id])
 
     def write_for_workers(self, samples: Sequence[Sample]) -> None:
-        """As `write`, of new samples that other processes go on with: their tokens lie where these can read them."""
-        placed = self.write(samples)
+        """Write new samples that workers continue, and replace their tokens by references to segments."""
+        locations = self.write(samples)
         self._file.tokens.write_out()
-        for sample, (_, _, pieces) in zip(samples, placed, strict=True):
+        for sample, (_, _, pieces) in zip(samples, locations, strict=True):
             sample.pieces = pieces
             sample.response_ids, sample.mu = token_ids(), log_probs()
             sample.routes, sample.support = [], bytearray()
-            self.know(sample)
+            self.register(sample)
 
     def write(self, samples: Iterable[Sample]) -> list[tuple[int, int, list[Piece]]]:
-        """Their rows, and what their arrays and those of their sequences have beyond what was written of them. One
-        that has lost tokens is to be written before it gets others: all of it is written anew. Returns where it lies,
-        by sample and sequence."""
-        rows, placed = [], []
+        """Write the rows of samples, and the parts of their arrays that are not stored yet.
+
+        A sample that lost tokens must be written before it gets new ones; it is then rewritten completely.
+
+        Returns:
+            (sample id, sequence, new pieces) for each sequence.
+        """
+        rows, locations = [], []
         for sample in samples:
             rows.append(_row(sample))
-            stored = self._stored.setdefault(sample.sample_id, [])
-            stored += [Stored()] * (1 + len(sample.further) - len(stored))
-            placed += [
-                (q.sample_id, q.sequence, self._append(q, stored[q.sequence])) for q in sample.sequences
+            lengths = self._stored_lengths.setdefault(sample.sample_id, [])
+            lengths += [StoredLengths()] * (1 + len(sample.extra_sequences) - len(lengths))
+            locations += [
+                (q.sample_id, q.sequence, self._append(q, lengths[q.sequence])) for q in sample.sequences
             ]
             for q in sample.sequences:
-                before, now = stored[q.sequence], Stored.of(q)
-                stored[q.sequence] = now
-                self.added_tokens += now.received - before.received
-        self._put(rows)
-        self._file.segments.point(placed)
-        return placed
+                previous, current = lengths[q.sequence], StoredLengths.of(q)
+                lengths[q.sequence] = current
+                self.added_tokens += current.received - previous.received
+        self._write_rows(rows)
+        self._file.segments.add_pieces(locations)
+        return locations
 
-    def _append(self, q: Sample, before: Stored) -> list[Piece]:
-        """What a sequence has in hand beyond `before`, in a segment; and the row of a further one."""
-        new = q.routes[before.routes :]
-        q.routes[before.routes :] = self._file.routes.claim(q.sample_id, new)
+    def _append(self, q: Sample, lengths: StoredLengths) -> list[Piece]:
+        """Append the unsaved part of a sequence's arrays to a segment, and write its row unless it is the first."""
+        new = q.routes[lengths.routes :]
+        q.routes[lengths.routes :] = self._file.routes.claim(q.sample_id, new)
         if q.sequence:
-            self._write_further(q)
-        if q.tokens < before.tokens:
-            before = self._forget_tokens(q)
-        pieces = append_tokens(self._file.tokens, q, before, q.routes[before.routes :])
-        return pieces + append_scores(self._file.tokens, q, before.scores)
+            self._write_sequence(q)
+        if q.tokens < lengths.tokens:
+            lengths = self._forget_tokens(q)
+        pieces = append_tokens(self._file.tokens, q, lengths, q.routes[lengths.routes :])
+        return pieces + append_scores(self._file.tokens, q, lengths.scores)
 
-    def write_told(self, told: Iterable[Told]) -> None:
-        """As `write`, of samples whose tokens another process has: new ones lie in pieces, which it has written out,
-        and new routes where an engine has put them. A sample may be there twice, as it was then and as it is now."""
+    def write_from_workers(self, updates: Iterable[WorkerUpdate]) -> None:
+        """Write samples whose new tokens a worker has already written to segments, and engines their routes.
+
+        A sample may occur several times, in the order of its updates.
+        """
         rows: list[tuple[object, ...]] = []
-        placed: list[tuple[int, int, Sequence[Piece]]] = []
-        for sample, sequences in told:
+        locations: list[tuple[int, int, Sequence[Piece]]] = []
+        for sample, sequences in updates:
             rows.append(_row(sample))
-            stored = self._stored.setdefault(sample.sample_id, [])
-            for number, pieces, routes, anew in sequences:
+            lengths = self._stored_lengths.setdefault(sample.sample_id, [])
+            for number, pieces, routes, rewritten in sequences:
                 q = sample.sequences[number]
-                if number == len(stored):
-                    stored.append(Stored())
-                received, before = stored[number].received, stored[number]
-                if anew:
-                    before = self._forget_tokens(q)
-                    placed = [one for one in placed if one[:2] != (sample.sample_id, number)]
-                if claimed := self._file.routes.claim(sample.sample_id, routes, again=anew):
+                if number == len(lengths):
+                    lengths.append(StoredLengths())
+                received, previous = lengths[number].received, lengths[number]
+                if rewritten:
+                    previous = self._forget_tokens(q)
+                    locations = [
+                        location for location in locations if location[:2] != (sample.sample_id, number)
+                    ]
+                if claimed := self._file.routes.claim(sample.sample_id, routes, resent=rewritten):
                     encoded = encode_routes(claimed)
-                    record = encode(Kind.TOKENS, Whose.of(q), before.tokens, 0, encoded, len(encoded))
+                    record = encode(Kind.TOKENS, SequenceKey.of(q), previous.tokens, 0, encoded, len(encoded))
                     pieces = [*pieces, self._file.tokens.append(record)]
                 if number:
-                    self._write_further(q)
-                pieces = [*pieces, *append_scores(self._file.tokens, q, before.scores)]
-                placed.append((sample.sample_id, number, pieces))
+                    self._write_sequence(q)
+                pieces = [*pieces, *append_scores(self._file.tokens, q, previous.scores)]
+                locations.append((sample.sample_id, number, pieces))
                 q.pieces += pieces
-                now = stored[number] = Stored.of(q)
-                self.added_tokens += now.received - received
-        self._put(rows)
-        self._file.segments.point(placed)
+                current = lengths[number] = StoredLengths.of(q)
+                self.added_tokens += current.received - received
+        self._write_rows(rows)
+        self._file.segments.add_pieces(locations)
 
-    def _put(self, rows: Sequence[tuple[object, ...]]) -> None:
-        """Of the table samples."""
+    def _write_rows(self, rows: Sequence[tuple[object, ...]]) -> None:
+        """Insert or replace rows of the table samples."""
         if rows:
             self._file.db.executemany(
                 f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(rows[0]))})", rows
             )
 
-    def _forget_tokens(self, q: Sample) -> Stored:
-        """It has lost tokens, and will be written anew. What the file has of it then."""
-        place = q.sample_id, q.sequence
-        self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", place)
+    def _forget_tokens(self, q: Sample) -> StoredLengths:
+        """Delete the references to a sequence that lost tokens. Returns its new, empty lengths."""
+        key = q.sample_id, q.sequence
+        self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", key)
         q.pieces = []
         del q.behaviour[q.tokens :]
-        return Stored()
+        return StoredLengths()
 
-    def _write_further(self, sequence: Sample) -> None:
-        """Its row, where that is another one than the file has: most of a sample's sequences stay as they are."""
-        key, now = (sequence.sample_id, sequence.sequence), changing(sequence)
-        before, prompt_ids = self._rows.get(key, (None, None))
-        if before != now or prompt_ids is not sequence.prompt_ids:
+    def _write_sequence(self, sequence: Sample) -> None:
+        """Write the row of a sequence if it changed: most sequences of a sample do not."""
+        key, current = (sequence.sample_id, sequence.sequence), mutable_fields(sequence)
+        previous, prompt_ids = self._rows.get(key, (None, None))
+        if previous != current or prompt_ids is not sequence.prompt_ids:
             row = row_of_sequence(sequence)
             self._file.db.execute(
                 f"INSERT OR REPLACE INTO sequences VALUES ({', '.join('?' * len(row))})", row
             )
-            self._rows[key] = now, sequence.prompt_ids
+            self._rows[key] = current, sequence.prompt_ids
 
-    def write_scores(self, sample: Sample, found: Scored) -> None:
-        """What the trainer says about tokens of this sequence. Raises RunError for tokens that it has not, or that
-        have scores."""
-        if not len(sample.behaviour) <= found.start <= sample.tokens - len(found.logp):
+    def write_scores(self, sample: Sample, scored: LogProbResult) -> None:
+        """Store the trainer's log-probs of tokens of a sequence.
+
+        Raises:
+            RunError: the tokens do not exist, or have log-probs already.
+        """
+        if not len(sample.behaviour) <= scored.start <= sample.tokens - len(scored.logp):
             raise RunError(
-                f"sample {found.sample_id}: scores from token {found.start} on, but "
+                f"sample {scored.sample_id}: scores from token {scored.start} on, but "
                 f"{len(sample.behaviour)} of {sample.tokens} have one"
             )
-        extend_scores(sample.behaviour, found.start, found.logp)
-        pieces = append_scores(self._file.tokens, sample, found.start)
-        self._file.segments.point([(found.sample_id, found.sequence, pieces)])
-        stored = self._stored[found.sample_id]
-        stored[found.sequence] = stored[found.sequence]._replace(scores=len(sample.behaviour))
+        extend_scores(sample.behaviour, scored.start, scored.logp)
+        pieces = append_scores(self._file.tokens, sample, scored.start)
+        self._file.segments.add_pieces([(scored.sample_id, scored.sequence, pieces)])
+        lengths = self._stored_lengths[scored.sample_id]
+        lengths[scored.sequence] = lengths[scored.sequence]._replace(scores=len(sample.behaviour))
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        """They are not live any more."""
+        """Stop tracking samples that are no longer live."""
         for sample in samples:
-            self._stored.pop(sample.sample_id, None)
-            for q in sample.further:
+            self._stored_lengths.pop(sample.sample_id, None)
+            for q in sample.extra_sequences:
                 self._rows.pop((q.sample_id, q.sequence), None)
 
     def drop_tokens(self, samples: Iterable[Sample]) -> None:
-        """Nobody will train them."""
+        """Delete the references to tokens that will never be trained."""
         ids = [(s.sample_id,) for s in samples]
         for table in ("pieces", "route_places"):
             self._file.db.executemany(f"DELETE FROM {table} WHERE sample_id = ?", ids)
         self._file.db.executemany("UPDATE sequences SET prompt_ids = x'' WHERE sample_id = ?", ids)
 
     def prune(self, after: int, upto: int) -> None:
-        """Nobody will train again what these steps took."""
-        taken = (
+        """Delete the references to tokens taken by train steps in (after, upto], which are never repeated."""
+        condition = (
             "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
             "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
         )
         for table in ("pieces", "route_places"):
-            self._file.db.execute(f"DELETE FROM {table} WHERE {taken}", (after, upto))
-        self._file.db.execute(f"UPDATE sequences SET prompt_ids = x'' WHERE {taken}", (after, upto))
+            self._file.db.execute(f"DELETE FROM {table} WHERE {condition}", (after, upto))
+        self._file.db.execute(f"UPDATE sequences SET prompt_ids = x'' WHERE {condition}", (after, upto))
         self._file.forget_unused()
 
 
-def changing(q: Sample) -> tuple[object, ...]:
-    """Cheap to compare: an agent has hundreds of conversations with long prompts, of which one or two go on."""
+def mutable_fields(q: Sample) -> tuple[object, ...]:
+    """Return the fields that change while a sequence runs.
+
+    They are cheap to compare: an agent has hundreds of sequences with long prompts, and continues one or two of
+    them.
+    """
     last = q.spans[-1].version if q.spans else None
     return (
-        q.status, q.tokens, len(q.spans), last, len(q.observed), q.spoke, q.parent, q.aside, q.resumes, q.engine,
+        q.status, q.tokens, len(q.spans), last, len(q.observed), q.last_turn, q.parent, q.aside, q.resumes, q.engine,
         q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens,
     )  # fmt: skip
 
 
 def _row(sample: Sample) -> tuple[object, ...]:
-    """Of the table samples. In flight is stored as parked: what would be resumed."""
+    """Row of the table samples. In flight is stored as parked, the state after a restart."""
     status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
     return (
         sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
@@ -227,9 +242,9 @@ def _row(sample: Sample) -> tuple[object, ...]:
         None if sample.named_rewards is None else _json(sample.named_rewards),
         sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
         None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
-        sample.deaths, sample.faults, int(sample.own_prompt), sample.spoke, *(sample.fork or (None, None)),
-        sample.given, sample.discarded,
-        None if sample.turn_marks is None else _json(sample.turn_marks),
+        sample.deaths, sample.faults, int(sample.own_prompt), sample.last_turn, *(sample.fork or (None, None)),
+        sample.inherited_tokens, sample.discarded,
+        None if sample.turn_rewards is None else _json(sample.turn_rewards),
     )  # fmt: skip
 
 
@@ -238,41 +253,50 @@ def _json(value: object) -> str:
 
 
 def append_tokens(
-    file: SegmentFile, sample: Sample, before: Stored, new_routes: Sequence[RouteSpan]
+    file: SegmentFile, sample: Sample, lengths: StoredLengths, new_routes: Sequence[RouteSpan]
 ) -> list[Piece]:
-    """What the sample's arrays have beyond `before`, as records of `file`. `new_routes`: those to keep."""
-    pieces, new = [], sample.tokens - before.tokens
+    """Append the unsaved part of the sample's arrays to `file`.
+
+    Args:
+        stored: lengths of the stored part.
+        new_routes: the new routes that exist on disk or in memory.
+    """
+    pieces, new = [], sample.tokens - lengths.tokens
     if new or new_routes:
-        ids = ids_to_blob(sample.response_ids[before.tokens :])
-        mu = np.asarray(sample.mu[before.tokens :], "<f8").tobytes()
+        ids = ids_to_blob(sample.response_ids[lengths.tokens :])
+        mu = np.asarray(sample.mu[lengths.tokens :], "<f8").tobytes()
         routes = encode_routes(new_routes)
-        record = encode(Kind.TOKENS, Whose.of(sample), before.tokens, new, ids + mu + routes, len(routes))
+        record = encode(
+            Kind.TOKENS, SequenceKey.of(sample), lengths.tokens, new, ids + mu + routes, len(routes)
+        )
         pieces.append(file.append(record))
-    if len(sample.support) != before.support:
-        kept = bytes(sample.support[before.support :])
-        pieces.append(file.append(encode(Kind.SUPPORT, Whose.of(sample), before.tokens, new, kept)))
-    if sample.opinions:  # they come once, of the whole response
-        record = encode(Kind.OPINIONS, Whose.of(sample), 0, sample.tokens, sample.opinions)
+    if len(sample.support) != lengths.support:
+        mask = bytes(sample.support[lengths.support :])
+        pieces.append(file.append(encode(Kind.SUPPORT, SequenceKey.of(sample), lengths.tokens, new, mask)))
+    if sample.teacher_logprobs:  # set once, for the whole response
+        record = encode(
+            Kind.TEACHER_LOGPROBS, SequenceKey.of(sample), 0, sample.tokens, sample.teacher_logprobs
+        )
         pieces.append(file.append(record))
-        sample.opinions = b""
+        sample.teacher_logprobs = b""
     return pieces
 
 
 def append_scores(file: SegmentFile, sample: Sample, start: int) -> list[Piece]:
-    """The trainer's log-probs from token `start` on, as a record of `file`; none for none."""
+    """Append the trainer's log-probs from token `start` on to `file`. Returns no piece if there are none."""
     if len(sample.behaviour) <= start:
         return []
     logp = np.array(sample.behaviour[start:], dtype="<f4").tobytes()
-    record = encode(Kind.SCORES, Whose.of(sample), start, len(sample.behaviour) - start, logp)
+    record = encode(Kind.SCORES, SequenceKey.of(sample), start, len(sample.behaviour) - start, logp)
     return [file.append(record)]
 
 
 def encode_routes(spans: Sequence[RouteSpan]) -> bytes:
-    """As a record of tokens holds them."""
+    """Encode routes as stored in a record of tokens."""
     return msgspec.msgpack.encode(spans)
 
 
 def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> None:
-    """Put `logp` at `start`; what nobody scored before it is NaN."""
+    """Write `logp` at position `start`; positions without log-probs become NaN."""
     behaviour += [math.nan] * (start - len(behaviour))
     behaviour += logp

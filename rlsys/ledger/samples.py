@@ -1,4 +1,4 @@
-"""Samples for people to read: which ones, and what the ledger still has of each. A page at a time, read only."""
+"""Queries for samples as shown to users: one page at a time, read-only."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SQL_ORDERS = {
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Samples with a token that fulfil all conditions; None and False ask for nothing.
+    """Selects samples that have tokens and fulfil all conditions; None and False impose none.
 
-    `worst` and `best` go by reward and leave out samples that have none. `skip`: how many of the order come before
-    the page of at most `limit`.
+    `worst` and `best` order by reward and skip samples without one. `skip` is the offset of the page, `limit`
+    its size.
     """
 
     sample: int | None = None
@@ -43,20 +43,19 @@ class SampleQuery:
     limit: int = 20
 
 
-FATES = {
+GROUP_OUTCOMES = {
     GroupState.ACTIVE: "not complete yet",
     GroupState.READY: "waits for a step",
     GroupState.FILTERED: "filtered: never trained",
     GroupState.EXPIRED: "too old: never trained",
     GroupState.CENSORED: "censored: never trained",
 }
-"""Of a group that no step took: what it waits for, or why none will."""
+"""Outcome of a group that no step has taken."""
 
 
 @dataclass(slots=True)
-class Seen:
-    """A sample, and where its group is. Without tokens where these are no longer kept: `tokens` says how many there
-    were."""
+class SampleView:
+    """A sample with the state of its group. If its tokens were pruned, `tokens` is still their number."""
 
     sample: Sample
     tokens: int
@@ -64,32 +63,37 @@ class Seen:
     state: GroupState
     train_step: int | None
     interrupts: list[tuple[int, int]] = field(default_factory=list)
-    """(response tokens it had, weight version then), each time it was taken out of an engine."""
+    """(response tokens, weight version) at each interruption."""
     trained_steps: dict[int, int] = field(default_factory=dict)
-    """Of each weight version that sampled a token of it: the train steps that these weights contain."""
+    """Weight version that sampled some of its tokens -> train steps contained in these weights."""
     logp: list[float] = field(default_factory=list)
-    """The trainer's, of each response token, before the step's first update; NaN: not computed. Empty: not kept."""
+    """The trainer's log-prob of each response token before the step's first update, or NaN. Empty: not logged."""
     advantages: list[float] = field(default_factory=list)
-    """Of each response token; empty: not kept."""
+    """Advantage of each response token; empty: not logged."""
 
     @property
-    def fate(self) -> str:
-        """The step that took it, or why none did."""
-        return FATES[self.state] if self.train_step is None else f"step {self.train_step}"
+    def outcome(self) -> str:
+        """The step that took it, or why no step has."""
+        return GROUP_OUTCOMES[self.state] if self.train_step is None else f"step {self.train_step}"
 
     @property
-    def kept(self) -> bool:
+    def has_tokens(self) -> bool:
+        """Whether the tokens are still stored."""
         return len(self.sample.response_ids) == self.tokens
 
 
 def last_step(db: sqlite3.Connection) -> int:
-    """The last train step that took groups; 0 before the first."""
+    """Return the last train step that took groups, 0 before the first."""
     return int(db.execute("SELECT coalesce(max(train_step), 0) FROM takes").fetchone()[0])
 
 
-def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQuery) -> list[Seen]:
-    """What the ledger has of them. Raises UserError for a sample, group or step that does not exist, RunError for
-    tokens that are damaged."""
+def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQuery) -> list[SampleView]:
+    """Read the samples that a query selects.
+
+    Raises:
+        UserError: there is no such sample, group or step.
+        RunError: stored tokens are damaged.
+    """
     conditions, values = _conditions(db, query)
     columns = "samples.*, prompt_ids, prompt_index, state, train_step"
     rows = db.execute(
@@ -98,21 +102,21 @@ def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQ
         (*values, query.limit, query.skip),
     ).fetchall()
     interrupts = _interrupts(db, [row[0] for row in rows])
-    return [_seen(db, segments, row, interrupts.get(row[0], [])) for row in rows]
+    return [_view(db, segments, row, interrupts.get(row[0], [])) for row in rows]
 
 
 def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """Of a whole page at once: the table has no index, and each look goes through all of it."""
-    marks = ", ".join("?" * len(sample_ids))
-    found: dict[int, list[tuple[int, int]]] = {}
+    """Read the interruptions of a whole page at once: the table has no index, so each query scans it."""
+    placeholders = ", ".join("?" * len(sample_ids))
+    interrupts: dict[int, list[tuple[int, int]]] = {}
     rows = db.execute(
         "SELECT sample_id, tokens, weight_version FROM interrupts "
-        f"WHERE sample_id IN ({marks}) AND NOT sequence AND tokens ORDER BY place",
+        f"WHERE sample_id IN ({placeholders}) AND NOT sequence AND tokens ORDER BY place",
         sample_ids,
     )
     for sample_id, tokens, version in rows:
-        found.setdefault(sample_id, []).append((tokens, version))
-    return found
+        interrupts.setdefault(sample_id, []).append((tokens, version))
+    return interrupts
 
 
 def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], list[object]]:
@@ -144,35 +148,41 @@ def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], 
     return conditions, values
 
 
-def _seen(
+def _view(
     db: sqlite3.Connection, segments: SegmentReader, row: Sequence, interrupts: list[tuple[int, int]]
-) -> Seen:
-    *of_sample, prompt_ids, prompt_index, state, train_step = row
-    places = (
+) -> SampleView:
+    *sample_row, prompt_ids, prompt_index, state, train_step = row
+    query = (
         "SELECT sequence, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
         "WHERE sample_id = ? ORDER BY piece"
     )
     pieces: dict[int, list[Piece]] = {}
-    for sequence, *place in db.execute(places, (row[0],)):
-        pieces.setdefault(sequence, []).append(Piece(*place))
-    sample = sample_of_row(tuple(of_sample), blob_to_ids(prompt_ids), pieces.get(0, []))
-    for found in db.execute("SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (row[0],)):
-        sample.further.append(sequence_of_row(found, pieces.get(found[1], [])))
+    for sequence, *location in db.execute(query, (row[0],)):
+        pieces.setdefault(sequence, []).append(Piece(*location))
+    sample = sample_of_row(tuple(sample_row), blob_to_ids(prompt_ids), pieces.get(0, []))
+    for sequence_row in db.execute(
+        "SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (row[0],)
+    ):
+        sample.extra_sequences.append(sequence_of_row(sequence_row, pieces.get(sequence_row[1], [])))
     if pieces:
-        sample = replace(segments.loaded(sample), routes=[], opinions=b"")  # large, and nothing to read
-        for sequence in sample.further:
-            sequence.routes, sequence.opinions = [], b""
+        sample = replace(segments.load(sample), routes=[], teacher_logprobs=b"")  # large, and nothing to read
+        for sequence in sample.extra_sequences:
+            sequence.routes, sequence.teacher_logprobs = [], b""
     versions = sorted({span.version for span in sample.spans})
-    marks = ", ".join("?" * len(versions))
-    steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({marks})"
-    return Seen(
+    placeholders = ", ".join("?" * len(versions))
+    steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({placeholders})"
+    return SampleView(
         sample, sample.tokens, prompt_index, GroupState(state), train_step,
         interrupts, dict(db.execute(steps, versions).fetchall()),
     )  # fmt: skip
 
 
 def check_query(query: SampleQuery) -> None:
-    """Raises UserError for a value that can never be right."""
+    """Validate the values of a query.
+
+    Raises:
+        UserError: a value is out of range.
+    """
     statuses = [s.value for s in Status if s is not Status.IN_FLIGHT]
     if query.status is not None and query.status not in statuses:
         raise UserError(f"status {query.status}: expected one of {', '.join(statuses)}")
@@ -180,21 +190,21 @@ def check_query(query: SampleQuery) -> None:
         raise UserError(f"order {query.order}: expected one of {', '.join(ORDERS)}")
     for name in ("sample", "group", "step", "skip"):
         value = getattr(query, name)
-        if value is not None and not 0 <= value <= LARGEST:
-            raise UserError(f"{name} {value}: expected 0 or more, at most {LARGEST}")
-    if not 1 <= query.limit <= MOST:
-        raise UserError(f"limit {query.limit}: expected 1 to {MOST}")
+        if value is not None and not 0 <= value <= MAX_INTEGER:
+            raise UserError(f"{name} {value}: expected 0 or more, at most {MAX_INTEGER}")
+    if not 1 <= query.limit <= MAX_PAGE_SAMPLES:
+        raise UserError(f"limit {query.limit}: expected 1 to {MAX_PAGE_SAMPLES}")
 
 
-MOST = 256
-"""Samples of one page."""
-LARGEST = 2**63 - 1
-"""Integer of SQLite."""
+MAX_PAGE_SAMPLES = 256
+"""Largest number of samples of a page."""
+MAX_INTEGER = 2**63 - 1
+"""Largest integer of SQLite."""
 
 
 @dataclass
 class SamplesAnswer:
-    """`error`: what the reader's user can mend; empty: nothing."""
+    """Response to a SampleQuery. `error` is shown to the reader's user; empty if there is none."""
 
-    samples: list[Seen] = field(default_factory=list)
+    samples: list[SampleView] = field(default_factory=list)
     error: str = ""

@@ -1,9 +1,9 @@
 """Segments: append-only files with records of tokens (rlsys/segments/records.py), and the ledger's table of them.
 
-A file has one writer, which made it: a launch that takes a run over begins files of its own, so one that was deposed
-can harm nothing. The order is: write, fsync, then the COMMIT of the rows that point there. Who commits does the
-fsync, also for files that another process writes. What a kill cut off has no row, so it is absent; how many bytes
-that were is counted when the writer is found gone. A file goes when no row points into it.
+Each file has one writer, which created it. A launch that takes over a run starts new files, so a deposed launch
+can do no harm. The order is: write, fsync, then the COMMIT of the rows that reference the bytes. The process
+that commits calls fsync, also for files of other writers. Bytes without a row do not exist; they are counted
+when the writer is found dead. A file is deleted when no row references it.
 """
 
 from __future__ import annotations
@@ -18,119 +18,131 @@ from rlsys.core.spans import Piece
 from rlsys.segments.records import FOLDER
 
 SEGMENT_BYTES = 64 * 2**20
-"""A file that has so many gets no further record. What a late sample still needs keeps the whole file."""
+"""Size at which a file gets no further records. One sample that needs a record keeps the whole file."""
 
 
 class SegmentFile:
-    """Appends records to files of its own, WRITER-NUMBER.seg in a run's folder. Raises RunError for what the disk
-    refuses; then the caller writes nothing more."""
+    """Appends records to a writer's own files, WRITER-NUMBER.seg in the run folder.
+
+    Disk errors are raised as RunError; the caller must not write after one.
+    """
 
     def __init__(self, folder: Path, writer: str, size: int = SEGMENT_BYTES) -> None:
-        """`writer`: nobody else's name, ever. `size`: see SEGMENT_BYTES."""
+        """Create a writer; its first file is created by the first record.
+
+        Args:
+            folder: the run folder.
+            writer: a name that no other writer ever uses.
+            size: see SEGMENT_BYTES.
+        """
         self._folder = folder / FOLDER
         self._writer = writer
-        self._most = size
+        self._max_bytes = size
         self._fd = -1
         self._name = ""
         self._number = 0
-        self._written = 0
-        self._waiting = bytearray()
+        self._written_bytes = 0
+        self._pending = bytearray()
 
     def append(self, record: bytes) -> Piece:
-        """In memory until `write_out`."""
-        if self._fd < 0 or self._written + len(self._waiting) >= self._most:
+        """Buffer a record until `write_out`. Returns its location."""
+        if self._fd < 0 or self._written_bytes + len(self._pending) >= self._max_bytes:
             self._begin()
-        piece = Piece(self._name, self._written + len(self._waiting), len(record))
-        self._waiting += record
+        piece = Piece(self._name, self._written_bytes + len(self._pending), len(record))
+        self._pending += record
         return piece
 
     def _begin(self) -> None:
-        """A new file; the one before is not touched again."""
+        """Start a new file; the previous one is not touched again."""
         self.write_out()
         self.close()
         self._number += 1
-        self._name, self._written = f"{self._writer}-{self._number:06d}.seg", 0
+        self._name, self._written_bytes = f"{self._writer}-{self._number:06d}.seg", 0
         with disk_errors(self._folder / self._name):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self._folder / self._name, flags, 0o644)
             _sync_folder(self._folder)
 
     def write_out(self) -> None:
-        """So that readers see it, and a `SegmentTable` can make it last."""
-        while self._waiting:
+        """Write buffered records to the file, where readers see them and a `SegmentTable` can sync them."""
+        while self._pending:
             with disk_errors(self._folder):
-                done = os.write(self._fd, self._waiting)
-            self._written += done
-            del self._waiting[:done]
+                count = os.write(self._fd, self._pending)
+            self._written_bytes += count
+            del self._pending[:count]
 
     def close(self) -> None:
-        """What waits is dropped: nobody has heard of it."""
-        self._waiting.clear()
+        """Close the file. Buffered records are dropped: no process knows of them."""
+        self._pending.clear()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
 
 class SegmentTable:
-    """Owns the tables segments and pieces of `db`: which files there are, how far they count, who points there."""
+    """Owns the tables segments and pieces of `db`: files, committed lengths, and references into the files."""
 
     def __init__(self, folder: Path, db: sqlite3.Connection) -> None:
         self._folder = folder / FOLDER
         self._db = db
         self._numbers: dict[str, int] = {}
         self._last: dict[str, str] = {}
-        """Writer -> the file that it was last heard to append to. No earlier one of its files grows any more."""
-        self._reach: dict[str, int] = {}
-        """File -> where its last piece ends, of those whose pieces are not on disk yet."""
+        """Writer -> the newest file it is known to have written. Its earlier files do not grow any more."""
+        self._ends: dict[str, int] = {}
+        """File -> end of its last uncommitted piece."""
         self.unused: list[str] = []
-        """Files that no row points into: `remove` deletes them."""
+        """Files without references, to be deleted by `remove_unused`."""
 
     def open(self) -> int:
-        """Cuts off what earlier writers had not committed. Returns how many bytes that were.
+        """Truncate what earlier writers had not committed. Returns the number of bytes.
 
-        Raises UserError when a file that rows point into is not there, or not whole.
+        Raises:
+            UserError: a referenced file is missing or truncated.
         """
         with disk_errors(self._folder, UserError):
             self._folder.mkdir(exist_ok=True)
-        return self._cut(lambda name: True, UserError)
+        return self._truncate_uncommitted(lambda name: True, UserError)
 
     def retire(self, writer: str) -> int:
-        """Inside a transaction. The writer is gone: cuts off what it had not told. Returns how many bytes that were.
+        """Truncate the unreported bytes of a writer that exited. Returns their number. Call inside a transaction.
 
-        Raises RunError when what it told is not there.
+        Raises:
+            RunError: reported bytes are missing.
         """
         self._last.pop(writer, None)
-        return self._cut(lambda name: writer_of(name) == writer, RunError)
+        return self._truncate_uncommitted(lambda name: writer_of(name) == writer, RunError)
 
-    def _cut(self, of: Callable[[str], bool], error: type[RlsysError]) -> int:
+    def _truncate_uncommitted(self, selected: Callable[[str], bool], error: type[RlsysError]) -> int:
         rows = self._db.execute("SELECT name, length FROM segments").fetchall()
-        known = {name: max(length, self._reach.get(name, 0)) for name, length in rows if of(name)}
+        lengths = {name: max(length, self._ends.get(name, 0)) for name, length in rows if selected(name)}
         with disk_errors(self._folder, error):
-            own = (entry for entry in os.scandir(self._folder) if not entry.is_dir() and of(entry.name))
-            there = {entry.name: entry.stat().st_size for entry in own}
-            for name, length in known.items():
-                if there.get(name, -1) < length:
-                    found = f"it has {there[name]}" if name in there else "it is not there"
+            entries = (
+                entry for entry in os.scandir(self._folder) if not entry.is_dir() and selected(entry.name)
+            )
+            sizes = {entry.name: entry.stat().st_size for entry in entries}
+            for name, length in lengths.items():
+                if sizes.get(name, -1) < length:
+                    actual = f"it has {sizes[name]}" if name in sizes else "it is not there"
                     raise error(
-                        f"{self._folder / name}: {length} bytes of it are in use, but {found}; restore it"
+                        f"{self._folder / name}: {length} bytes of it are in use, but {actual}; restore it"
                     )
-                if there[name] > length:
+                if sizes[name] > length:
                     os.truncate(self._folder / name, length)
-            for name in there.keys() - known.keys() - set(self.unused):
+            for name in sizes.keys() - lengths.keys() - set(self.unused):
                 os.unlink(self._folder / name)
-        return sum(size - known.get(name, 0) for name, size in there.items() if name not in self.unused)
+        return sum(size - lengths.get(name, 0) for name, size in sizes.items() if name not in self.unused)
 
-    def point(self, placed: Iterable[tuple[int, int, Iterable[Piece]]]) -> None:
-        """Inside a transaction: what came of these sequences, by sample and number, lies there."""
+    def add_pieces(self, locations: Iterable[tuple[int, int, Iterable[Piece]]]) -> None:
+        """Add references to new pieces, given as (sample id, sequence, pieces). Call inside a transaction."""
         rows: list[tuple[int, int, int, int, int]] = []
-        for sample_id, sequence, pieces in placed:
+        for sample_id, sequence, pieces in locations:
             for name, offset, length in pieces:
                 if name not in self._numbers:
-                    self._insert(rows)  # first: `_begin` looks which files nothing points into
+                    self._insert(rows)  # first: `_begin` deletes files without references
                     rows = []
                     self._begin(name)
                 rows.append((sample_id, sequence, self._numbers[name], offset, length))
-                self._reach[name] = max(self._reach.get(name, 0), offset + length)
+                self._ends[name] = max(self._ends.get(name, 0), offset + length)
         self._insert(rows)
 
     def _insert(self, rows: Sequence[tuple[int, int, int, int, int]]) -> None:
@@ -142,19 +154,18 @@ class SegmentTable:
         assert number is not None
         self._numbers[name] = number
         self._last[writer_of(name)] = name
-        self.forget_unused()  # of groups that nobody will train, long before the next checkpoint
+        self.forget_unused()  # of dropped groups, long before the next checkpoint
 
     def sync(self) -> None:
-        """Inside a transaction. Everything that was pointed at and written out is on disk when this returns; the
-        COMMIT may follow."""
-        for name, end in self._reach.items():
+        """Flush all referenced bytes to disk. Call inside a transaction, after `write_out` and before COMMIT."""
+        for name, end in self._ends.items():
             with disk_errors(self._folder / name):
                 _sync_file(self._folder / name)
             self._db.execute("UPDATE segments SET length = ? WHERE name = ?", (end, name))
-        self._reach.clear()
+        self._ends.clear()
 
     def forget_unused(self) -> None:
-        """Inside a transaction. Files without a row that points into them go after the COMMIT: `remove`."""
+        """Remove files without references from the table. Call inside a transaction; `remove_unused` deletes them."""
         unused = (
             "SELECT name FROM segments "
             "WHERE NOT EXISTS (SELECT 1 FROM pieces WHERE pieces.segment = segments.segment)"
@@ -164,23 +175,23 @@ class SegmentTable:
             if name not in growing:
                 self._db.execute("DELETE FROM segments WHERE name = ?", (name,))
                 self._numbers.pop(name, None)
-                self._reach.pop(name, None)
+                self._ends.pop(name, None)
                 self.unused.append(name)
 
-    def remove(self) -> None:
-        """What `forget_unused` found. After the COMMIT."""
+    def remove_unused(self) -> None:
+        """Delete the files found by `forget_unused`. Call after the COMMIT."""
         while self.unused:
             with disk_errors(self._folder / self.unused[-1]):
                 (self._folder / self.unused.pop()).unlink(missing_ok=True)
 
 
 def writer_of(name: str) -> str:
-    """Of a segment file's name, WRITER-NUMBER.seg."""
+    """Return the writer of a segment file WRITER-NUMBER.seg."""
     return name.rpartition("-")[0]
 
 
 def _sync_file(path: Path) -> None:
-    """All of its bytes, whoever wrote them."""
+    """Flush all bytes of a file to disk, including those of other writers."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)
@@ -189,7 +200,7 @@ def _sync_file(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that a power cut does not take a new file's name away."""
+    """Flush a folder, so that a new file's name survives a power failure."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,31 +1,30 @@
-"""rollouts.sqlite: how it is opened, what its tables are, how rows become samples. No state of a run here.
+"""rollouts.sqlite: opening the file, its schema, and conversion between rows and samples. Stateless.
 
-    meta     counters that only grow: issued groups, weight_version, tokens lost, the epoch of the launch that writes;
-             and the planners' state
-    groups   one row a group ever issued: its prompt, its size, its state, its place in the order of completion
-    samples  one row a sample ever issued: status, lengths, reward; small, so that counting stays cheap; and the
-             prompt that it was drawn from, where that is not its group's; with own_prompt it is trained on that too.
-             `tokens` are those of all its sequences, the rest is the first one's; `given` and `discarded`: of these
-             tokens those that no engine made for it, and those that one made and that were cut off
-    sequences   the further sequences of samples that have some, with their prompts as long as `pieces` are kept
-    pieces   where the tokens of samples lie in segment files (rlsys/segments/records.py), in the order in which they
-             came:
-             ids, mu and routes, and the trainer's log-probs of what its weights sampled; dropped when no checkpoint
-             can want them
-    segments the files: name, and how many bytes of each are committed
-    route_files, route_places   of the engines' own segments: name, bytes that samples claimed, where the last of them
-             ends; and which sample wants which of them (route_files.py)
-    takes    the journal: which groups a train step took, at which weight version; `parts`: which of them the trainer
-             had been given before, in which portions
+    meta     monotonic counters: issued groups, weight_version, lost tokens, the epoch of the launch that writes; and
+             the state of planners
+    groups   one row per issued group: its prompt, size, state, rank in the order of completion
+    samples  one row per issued sample: status, lengths, reward. Rows are small, so that counting is cheap.
+             `drawn_from` is the prompt it was sampled from if that is not its group's; with `own_prompt`
+             it is trained on it too.
+             `tokens` counts all its sequences, the other columns describe the first. Of these tokens, `given` were
+             copied from another sample or forced; `discarded` counts further tokens that were cut off
+    sequences   the other sequences of samples that have several; prompts are kept as long as `pieces`
+    pieces   references into segment files (rlsys/segments/records.py), in the order of the records: ids, mu,
+             routes, and the trainer's log-probs; deleted when no checkpoint can need them
+    segments name and committed length of each file
+    route_files, route_places   the engines' own segments: name, bytes claimed by samples, end of the last claim; and
+             which samples reference which file (route_files.py)
+    takes    the journal: the groups a train step took, at which weight version; `parts`: those that the trainer
+             received before, by portion
     pushes   the train step whose weights a weight version holds
-    admissions, interrupts   what the clock decided: which group was let in when, and at how many tokens a sample
-             was interrupted, each under which weight version
+    admissions, interrupts   timing-dependent decisions: when a group was admitted, and at how many tokens a sample
+             was interrupted, each with the weight version
 
-synchronous=FULL: what is committed survives kill -9 and a power cut. On a local disk the journal is a WAL: readers
-of this machine never wait for the writer. On a shared file system, or one that cannot be told, a WAL would be wrong,
-because its index is shared memory of one machine: there the writer locks the file for itself from its opening to its
-close, with a rollback journal, and others ask the coordinator (reader.py). A lock beside the file keeps a second
-writer out. Where locks may not reach, each launch works on a copy of its own (takeover.py).
+synchronous=FULL: committed data survives kill -9 and a power failure. On a local disk the journal is a WAL, so
+readers on this machine never wait for the writer. On a shared file system, or one of unknown type, a WAL would
+be unsafe, because its index is shared memory of one machine: there the writer locks the file exclusively while
+it is open and uses a rollback journal, and readers ask the coordinator (reader.py). A lock file excludes a
+second writer. Where file locks are not reliable, each launch works on its own copy (takeover.py).
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from pathlib import Path
 import numpy as np
 
 from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
-from rlsys.core.spans import Fork, Piece, TokenSpan, TurnMark, VersionSpan
+from rlsys.core.spans import Fork, Piece, TokenSpan, TurnReward, VersionSpan
 from rlsys.core.types import GroupState, Sample, SampleGroup, Status
 from rlsys.obs.filesystem import is_local
 
 FILE_NAME = "rollouts.sqlite"
 
-_APPLICATION_ID = 0x726C7379  # "rlsy": tells our files from other people's
+_APPLICATION_ID = 0x726C7379  # "rlsy": marks the files of rlsys
 _SCHEMA_VERSION = 16
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -104,27 +103,27 @@ CREATE TABLE interrupts (
 
 
 COUNTERS = ("issued", "completed", "weight_version", "pruned_to", "lost", "torn_bytes", "owner_epoch")
-"""Of the table meta, by name; they begin with 0 and only grow."""
+"""Keys of monotonic counters in the table meta; they start at 0."""
 READER_SECONDS = 1.0
-"""How long a reader waits for a file that its writer may hold for days."""
+"""Timeout of a reader on a locked file; the writer may hold its lock for days."""
 FOREIGN_LOCK_SECONDS = 60.0
-"""How long a write waits while somebody else's tool (a sqlite3 shell, a VACUUM) holds the file."""
+"""Timeout of a write while another program (a sqlite3 shell, a VACUUM) holds the file."""
 
 
 class WriterLock:
-    """Keeps a second process from writing to the same file; free again when the process ends, however."""
+    """Prevents a second process from writing to the same file. The lock ends with the process."""
 
     def __init__(self, path: Path) -> None:
         with disk_errors(path):
             self._fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
             with disk_errors(path):
-                self._take(path)
+                self._acquire(path)
         except RlsysError:
             os.close(self._fd)
             raise
 
-    def _take(self, path: Path) -> None:
+    def _acquire(self, path: Path) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -139,7 +138,7 @@ class WriterLock:
 
 @contextlib.contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """A failing disk (full, read-only, gone) ends the run in one line; what was committed stays."""
+    """Translate SQLite errors, such as a full or read-only disk, to a one-line RunError. Committed data stays."""
     try:
         yield
     except sqlite3.Error as e:
@@ -147,10 +146,11 @@ def sqlite_errors(path: Path) -> Iterator[None]:
 
 
 def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connection:
-    """Create the file or open the one of this run. In autocommit: the caller begins transactions.
+    """Create the file, or open the one of this run, in autocommit mode: the caller starts transactions.
 
-    Raises UserError, with nothing written, when the file is no SQLite file, damaged, not ours, of another
-    schema, or of another run (`identity`).
+    Raises:
+        UserError: the file is no SQLite file, damaged, not one of rlsys, of another schema, or belongs to
+            another run (`identity`). It is not changed.
     """
     try:
         db = connect(path)
@@ -158,9 +158,7 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
         raise UserError(f"{path}: cannot open: {e}") from None
     try:
         shared = is_shared(path)
-        if (
-            shared
-        ):  # before the first look at the file: a WAL that was left there is then read without shared memory
+        if shared:  # before the first read: a leftover WAL is then read without shared memory
             db.execute("PRAGMA locking_mode=EXCLUSIVE")
         new = is_new(db, path)
         if not new:
@@ -170,7 +168,7 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
             _create(db, identity, largest_group)
         else:
             _check_pages(db, path)
-            _claim(db, path, identity, largest_group)
+            _adopt(db, path, identity, largest_group)
         db.execute("PRAGMA synchronous=FULL")
     except sqlite3.Error as e:
         db.close()
@@ -182,13 +180,16 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
 
 
 def is_shared(path: Path) -> bool:
-    """Whether another machine may have the file open."""
+    """Return whether another machine may have the file open."""
     return not is_local(path)
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """In autocommit. Opened in a thread, because a large one takes minutes; used in another one afterwards, never in
-    two at once."""
+    """Open a connection in autocommit mode.
+
+    It is opened in one thread, because a large file takes minutes, and then used in another, never in two at
+    once.
+    """
     return sqlite3.connect(path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS, check_same_thread=False)
 
 
@@ -199,19 +200,21 @@ def unusable(path: Path, error: sqlite3.Error) -> UserError:
 
 
 def set_journal(db: sqlite3.Connection, path: Path, mode: str) -> None:
-    """Also of a file that was on another file system before."""
-    got = str(db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0])
-    if got != mode:
-        raise UserError(f"{path}: its file system allows no journal of the mode {mode}, only {got}")
+    """Set the journal mode, also for a file that was moved from another file system."""
+    actual = str(db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0])
+    if actual != mode:
+        raise UserError(f"{path}: its file system allows no journal of the mode {mode}, only {actual}")
     if mode != "wal":
-        db.execute(
-            "BEGIN EXCLUSIVE"
-        )  # the lock, which stays; others learn it now and not in the middle of a run
+        db.execute("BEGIN EXCLUSIVE")  # takes the exclusive lock now instead of in the middle of a run
         db.execute("COMMIT")
 
 
 def open_readonly(path: Path) -> sqlite3.Connection:
-    """For those who only count. Raises UserError when there is no such file or it is not ours."""
+    """Open the file read-only.
+
+    Raises:
+        UserError: there is no such file, or it is not one of rlsys.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file: not a run, or one that has not begun")
     uri = path.absolute().as_uri() + "?mode=ro"
@@ -228,7 +231,7 @@ def open_readonly(path: Path) -> sqlite3.Connection:
 
 
 def is_new(db: sqlite3.Connection, path: Path) -> bool:
-    """Also a file whose creation a crash cut short: a journal mode, but no table yet."""
+    """Return whether the file has no table yet, also after a crash during its creation."""
     if path.stat().st_size == 0:
         return True
     tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -248,18 +251,18 @@ def _create(db: sqlite3.Connection, identity: str, largest_group: int) -> None:
 
 
 def _check_pages(db: sqlite3.Connection, path: Path) -> None:
-    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
-        raise UserError(f"{path}: damaged ({' '.join(found.split())}); move it away or restore it")
+    result = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if result != "ok":
+        raise UserError(f"{path}: damaged ({' '.join(result.split())}); move it away or restore it")
 
 
-def _claim(db: sqlite3.Connection, path: Path, identity: str, largest_group: int) -> None:
-    """Another config may have a file into which nothing was issued: its first start failed."""
+def _adopt(db: sqlite3.Connection, path: Path, identity: str, largest_group: int) -> None:
+    """Check that the file belongs to this run. A file without issued groups, left by a failed start, is adopted."""
     meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
     if meta["identity"] == identity:
         return
     if meta["issued"]:
-        raise UserError(f"{path}: rollouts of another config ({meta['identity']} there, {identity} here)")
+        raise UserError(f"{path}: has rollouts of another config ({meta['identity']} there, {identity} here)")
     with db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'identity'", (identity,))
         db.execute("UPDATE meta SET value = ? WHERE key = 'largest_group'", (largest_group,))
@@ -271,7 +274,7 @@ def check_format(db: sqlite3.Connection, path: Path) -> None:
     version = _pragma(db, "user_version")
     if version != _SCHEMA_VERSION:
         raise UserError(
-            f"{path}: schema version {version}, this rlsys reads {_SCHEMA_VERSION}; take the rlsys that wrote it"
+            f"{path}: schema version {version}, this rlsys reads {_SCHEMA_VERSION}; use the rlsys that wrote it"
         )
 
 
@@ -280,7 +283,11 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 
 def ids_to_blob(ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32. Raises OverflowError for an id that does not fit."""
+    """Encode token ids as little-endian int32.
+
+    Raises:
+        OverflowError: an id does not fit.
+    """
     return np.asarray(ids, "<i4").tobytes()
 
 
@@ -289,59 +296,59 @@ def blob_to_ids(blob: bytes) -> list[int]:
     return ids
 
 
-def read_groups(db: sqlite3.Connection, where: str, *values: object) -> list[SampleGroup]:
-    """Whole groups, by id, without the tokens: `pieces` of each sample say where they lie."""
+def read_groups(db: sqlite3.Connection, condition: str, *values: object) -> list[SampleGroup]:
+    """Read the groups that fulfil an SQL condition, by id, without tokens; `pieces` has their location."""
     groups: dict[int, SampleGroup] = {}
     prompts: dict[int, list[int]] = {}
     columns = "group_id, prompt_index, state, train_step, prompt_ids"
-    for row in db.execute(f"SELECT {columns} FROM groups WHERE {where} ORDER BY group_id", values):
+    for row in db.execute(f"SELECT {columns} FROM groups WHERE {condition} ORDER BY group_id", values):
         groups[row[0]] = SampleGroup(row[0], row[1], [], GroupState(row[2]), row[3])
         prompts[row[0]] = blob_to_ids(row[4])
-    of_groups = f"group_id IN (SELECT group_id FROM groups WHERE {where})"
+    of_groups = f"group_id IN (SELECT group_id FROM groups WHERE {condition})"
     pieces: dict[tuple[int, int], list[Piece]] = {}
-    places = (
+    query = (
         "SELECT sample_id, sequence, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
         f"JOIN samples USING (sample_id) WHERE {of_groups} ORDER BY piece"
     )
-    for sample_id, sequence, *place in db.execute(places, values):
-        pieces.setdefault((sample_id, sequence), []).append(Piece(*place))
+    for sample_id, sequence, *location in db.execute(query, values):
+        pieces.setdefault((sample_id, sequence), []).append(Piece(*location))
     samples: dict[int, Sample] = {}
     for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
         samples[row[0]] = sample_of_row(row, prompts[row[1]], pieces.get((row[0], 0), []))
         groups[row[1]].samples.append(samples[row[0]])
-    further = f"SELECT * FROM sequences WHERE {of_groups} ORDER BY sample_id, sequence"
-    for row in db.execute(further, values):
-        samples[row[0]].further.append(sequence_of_row(row, pieces.get(row[:2], [])))
+    sequence_query = f"SELECT * FROM sequences WHERE {of_groups} ORDER BY sample_id, sequence"
+    for row in db.execute(sequence_query, values):
+        samples[row[0]].extra_sequences.append(sequence_of_row(row, pieces.get(row[:2], [])))
     return list(groups.values())
 
 
 def row_of_sequence(q: Sample) -> tuple[object, ...]:
-    """Of the table sequences. In flight is stored as parked: what would be resumed."""
+    """Row of the table sequences. In flight is stored as parked, the state after a restart."""
     status = Status.PARKED if q.status is Status.IN_FLIGHT else q.status
     return (
         q.sample_id, q.sequence, q.group_id, q.index, q.seed, status.value, ids_to_blob(q.prompt_ids), q.parent,
-        int(q.aside), q.spoke, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
+        int(q.aside), q.last_turn, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
         json.dumps([(s.start, s.end) for s in q.observed]), q.mu_sum, q.resumes, q.cached_tokens, q.prefilled_tokens,
         q.engine, q.deaths, q.faults,
     )  # fmt: skip
 
 
 def sequence_of_row(row: tuple, pieces: list[Piece]) -> Sample:
-    """`pieces`: where its tokens lie."""
-    sample_id, number, group_id, place, seed, status, prompt_ids, *more = row
-    parent, aside, spoke, spans, observed, *rest = more
-    mu_sum, resumes, cached, prefilled, engine, deaths, faults = rest
+    """Create a sequence from its row and the location of its tokens."""
+    sample_id, number, group_id, index, seed, status, prompt_ids, *columns = row
+    parent, aside, last_turn, spans, observed, *counters = columns
+    mu_sum, resumes, cached, prefilled, engine, deaths, faults = counters
     return Sample(
-        sample_id, group_id, place, blob_to_ids(prompt_ids), seed, sequence=number, parent=parent, aside=bool(aside),
-        spoke=spoke, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
+        sample_id, group_id, index, blob_to_ids(prompt_ids), seed, sequence=number, parent=parent, aside=bool(aside),
+        last_turn=last_turn, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
         pieces=pieces, observed=[TokenSpan(*s) for s in json.loads(observed)], resumes=resumes, deaths=deaths,
         faults=faults, cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, own_prompt=True,
     )  # fmt: skip
 
 
 def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sample:
-    """`row`: of the table samples. `prompt_ids`: of its group. `pieces`: where its tokens lie."""
-    sample_id, group_id, place, seed, status, _, mu_sum, spans, *rest = row
+    """Create a sample from its row, the prompt of its group, and the location of its tokens."""
+    sample_id, group_id, index, seed, status, _, mu_sum, spans, *columns = row
     (
         reward,
         censor_reason,
@@ -357,21 +364,22 @@ def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sam
         deaths,
         faults,
         own_prompt,
-        spoke,
+        last_turn,
         fork_place,
         fork_at,
-        given,
+        inherited_tokens,
         discarded,
         turn_marks,
-    ) = rest
+    ) = columns
     return Sample(
-        sample_id, group_id, place, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
+        sample_id, group_id, index, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
         spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum, pieces=pieces,
         reward=reward, censor_reason=censor_reason, resumes=resumes, deaths=deaths, faults=faults,
         cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
         named_rewards=json.loads(named_rewards) if named_rewards else None,
         observed=[TokenSpan(*s) for s in json.loads(observed)],
         trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
-        spoke=spoke, fork=None if fork_place is None else Fork(fork_place, fork_at), given=given,
-        discarded=discarded, turn_marks=[TurnMark(*m) for m in json.loads(turn_marks)] if turn_marks else None,
+        last_turn=last_turn, fork=None if fork_place is None else Fork(fork_place, fork_at),
+        inherited_tokens=inherited_tokens,
+        discarded=discarded, turn_rewards=[TurnReward(*m) for m in json.loads(turn_marks)] if turn_marks else None,
     )  # fmt: skip

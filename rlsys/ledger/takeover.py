@@ -1,10 +1,10 @@
-"""Gives each launch a ledger file of its own where locks may not reach: what an earlier one still writes is not read.
+"""Takeover: each launch works on its own copy of the ledger file where file locks are not reliable.
 
-A writer looks at who owns the run directly before each commit (writer.py). It may be stopped after that look, while
-another launch takes over. On a local disk SQLite's own lock orders the two: the new writer waits for that commit, and
-then has it. On a shared file system nothing holds it back, and the commit would change pages under the new writer.
-There the new launch puts a copy in the file's place. The old writer keeps the old file, which nobody reads any more:
-what it commits from then on has never been.
+A writer checks the owner of the run directly before each commit (writer.py). It may be suspended after that
+check, while another launch takes over. On a local disk SQLite's lock orders the two: the new writer waits for
+that commit, and then sees it. On a shared file system nothing delays it, and the commit would change pages
+under the new writer. There the new launch replaces the file by a copy. The old writer keeps the old file, which
+no process reads any more: its later commits have no effect.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from rlsys.ledger.store import check_format, connect, is_new, is_shared, set_jou
 
 
 def take_over(path: Path, epoch: int) -> None:
-    """For the launch of this epoch, before it opens the file. Nothing for a local file, and the second time.
+    """Replace the file by a copy for the launch of this epoch, before it is opened.
 
-    Raises UserError as `open_store` does, RunError when the disk refuses the copy.
+    Does nothing for a local file, or if the epoch has its copy.
+
+    Raises:
+        UserError: as `open_store`.
+        RunError: the copy cannot be written.
     """
     if not is_shared(path) or not path.exists() or not path.stat().st_size:
         return
@@ -32,8 +36,8 @@ def take_over(path: Path, epoch: int) -> None:
                 return
             check_format(db, path)
             set_journal(db, path, "truncate")  # undoes what a killed writer left half done
-            (before,) = db.execute("SELECT value FROM meta WHERE key = 'owner_epoch'").fetchone()
-            if before < epoch:
+            (previous_epoch,) = db.execute("SELECT value FROM meta WHERE key = 'owner_epoch'").fetchone()
+            if previous_epoch < epoch:
                 with disk_errors(path):
                     _replace(db, path)
     except sqlite3.Error as e:

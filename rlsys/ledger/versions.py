@@ -1,4 +1,4 @@
-"""Weight versions: numbers of pushes, each handed out once, and how old they make a token."""
+"""WeightVersions: unique numbers of weight updates, and the age of tokens in train steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlsys.ledger.writer import StoreWriter
 
 
 class WeightVersions:
-    """Owns the newest one and the table pushes."""
+    """Owns the newest version and the table pushes."""
 
     def __init__(self, file: StoreWriter) -> None:
         self._file = file
@@ -21,7 +21,7 @@ class WeightVersions:
         """The version handed out last; 0 before the first push."""
 
     def new(self, train_step: int) -> int:
-        """The next weight version, for the weights after this many train steps."""
+        """Return the next weight version, for the weights after this many train steps."""
         version = self.newest + 1
         with self._file.writing():
             self._file.db.execute("INSERT INTO pushes VALUES (?, ?)", (version, train_step))
@@ -31,18 +31,22 @@ class WeightVersions:
         return version
 
     def trained_steps(self, version: int) -> int:
-        """Train steps that the weights of a version contain. Raises RunError for one that was never handed out.
+        """Return the number of train steps that the weights of a version contain.
 
-        Ages are differences of these: after a restart the version counter goes on but the weights go back,
-        and pushing the same weights again makes no token older.
+        Ages are differences of these numbers: after a restart the version counter continues while the weights
+        are those of the checkpoint, and pushing the same weights again makes no token older.
+
+        Raises:
+            RunError: the version was never handed out.
         """
         if version not in self._trained_steps:
             raise RunError(f"an engine reported weight version {version}, which was never pushed to it")
         return self._trained_steps[version]
 
     def age(self, group: SampleGroup, train_step: int) -> int:
-        """Train steps between the weights that sampled the group's oldest token and the weights after `train_step`
-        steps; 0 for a group without tokens.
+        """Return the age of the group's oldest token in train steps, 0 for a group without tokens.
+
+        It is the difference between the weights after `train_step` steps and those that sampled the token.
         """
         versions = {x.version for s in group.samples for q in s.trained_sequences for x in q.spans}
         return max((train_step - self.trained_steps(v) for v in versions), default=0)

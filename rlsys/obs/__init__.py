@@ -1,1 +1,1 @@
-"""What a run tells: metrics (the truth, JSON lines), the live display, the report."""
+"""Observability of a run: metrics (JSON lines, the source of truth), live display, report, spans, diagnosis."""

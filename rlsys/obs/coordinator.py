@@ -1,12 +1,12 @@
-"""How readers outside a run reach its coordinator, the rollout process, which alone may have the ledger open.
+"""Access to a run's coordinator, the rollout process, for readers outside the run. Only it may open the ledger.
 
-    RUN/coordinator.json   {epoch, host}: written once it listens (on the Unix socket that the launch's file in
-                           RUN/owners names), deleted when it ends in order
-    RUN/.ask/NAME          a question of another machine, which the coordinator's socket does not hear; the
-                           supervisor asks for it, and puts the answer into NAME.told. A question with a query has it
-                           as its content, and a number of its own behind its name, because answers differ
+    RUN/coordinator.json   {epoch, host}: written when it listens (on the Unix socket that the launch's file in
+                           RUN/owners names), deleted at an orderly end
+    RUN/.ask/NAME          a request from another machine, which cannot reach the coordinator's socket; the supervisor
+                           forwards it, and writes the response into NAME.told. A request with a query has it as its
+                           content, and a random number in its name, because responses differ
 
-The questions are the paths that the coordinator answers to a GET: `status`, `ledger`, `samples`.
+Requests are the paths that the coordinator serves on GET: `status`, `ledger`, `samples`.
 """
 
 from __future__ import annotations
@@ -24,131 +24,154 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rlsys.core.errors import RunError, disk_errors
-from rlsys.core.owner import FOLDER, KEY_HEADER, Owner, current
+from rlsys.core.owner import FOLDER, KEY_HEADER, Owner, current_owner
 from rlsys.core.sockets import UnixConnection, exchange
 
 FILE_NAME = "coordinator.json"
 MAILBOX = ".ask"
-QUESTIONS = ("status", "ledger", "samples")
-ANSWER_SECONDS = 30.0
-"""A count of a large ledger takes seconds; caches of a shared file system hide a new file for as long."""
-LOOK_SECONDS = 0.2
-_GONE = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
+ENDPOINTS = ("status", "ledger", "samples")
+RESPONSE_SECONDS = 30.0
+"""Counting a large ledger takes seconds, and caches of a shared file system delay a new file as long."""
+POLL_SECONDS = 0.2
+_NOT_LISTENING = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
 
-class Silent(RunError):
-    """There is a coordinator, and it does not answer."""
+class CoordinatorUnreachable(RunError):
+    """The run has a coordinator, and it does not respond."""
 
 
 @dataclass(frozen=True)
 class Address:
+    """Address of a coordinator: the launch's number, and its host."""
+
     epoch: int
     host: str
 
 
-def publish(owner: Owner) -> None:
-    """The coordinator of this launch listens on this machine."""
+def publish_address(owner: Owner) -> None:
+    """Publish that the coordinator of this launch listens on this machine."""
     address = Address(owner.epoch, socket.gethostname())
     with disk_errors(owner.run_dir / FILE_NAME):
-        replace(owner.run_dir / FILE_NAME, json.dumps(asdict(address)).encode())
+        replace_file(owner.run_dir / FILE_NAME, json.dumps(asdict(address)).encode())
 
 
-def withdraw(owner: Owner) -> None:
-    """It ends. Another launch's file stays."""
-    if (address := published(owner.run_dir)) is not None and address.epoch == owner.epoch:
+def withdraw_address(owner: Owner) -> None:
+    """Delete the published address, unless it is another launch's."""
+    if (address := read_address(owner.run_dir)) is not None and address.epoch == owner.epoch:
         (owner.run_dir / FILE_NAME).unlink(missing_ok=True)
 
 
-def published(run_dir: Path) -> Address | None:
+def read_address(run_dir: Path) -> Address | None:
+    """Return the published address; None if there is none."""
     try:
-        found = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
-        return Address(int(found["epoch"]), str(found["host"]))
+        fields = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
+        return Address(int(fields["epoch"]), str(fields["host"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def ask(run_dir: Path, question: str, patience: float = ANSWER_SECONDS, query: bytes = b"") -> bytes | None:
-    """The answer of the run's coordinator; None when there is none: the run has ended, or not begun.
+def query_coordinator(
+    run_dir: Path, endpoint: str, timeout_s: float = RESPONSE_SECONDS, query: bytes = b""
+) -> bytes | None:
+    """Return the coordinator's response; None if the run is not running.
 
-    `query`: what exactly is asked for, where the question takes one.
+    Args:
+        run_dir: the run folder.
+        endpoint: one of ENDPOINTS.
+        timeout_s: time limit in seconds.
+        query: the query, for endpoints that have one.
 
-    Raises Silent when it does not answer within `patience` seconds, or not yet, with its words.
+    Raises:
+        CoordinatorUnreachable: no response in time, or the coordinator is not ready.
     """
-    address, owner = published(run_dir), current(run_dir)
+    address, owner = read_address(run_dir), current_owner(run_dir)
     if address is None or owner is None or address.epoch != owner.epoch:
         return None
     if address.host == socket.gethostname():
-        return _by_socket(owner, path_of(question, query), patience)
-    return _by_mailbox(address, run_dir, question, query, patience)
+        return _by_socket(owner, request_path(endpoint, query), timeout_s)
+    return _by_mailbox(address, run_dir, endpoint, query, timeout_s)
 
 
-def path_of(question: str, query: bytes) -> str:
-    """What to GET from the coordinator."""
-    return f"/{question}?query={quote(query, safe='')}" if query else f"/{question}"
+def request_path(endpoint: str, query: bytes) -> str:
+    """Return the path of a request."""
+    return f"/{endpoint}?query={quote(query, safe='')}" if query else f"/{endpoint}"
 
 
-def _by_socket(owner: Owner, path: str, patience: float) -> bytes | None:
-    # Root may look at the run of another user, who then listens.
+def _by_socket(owner: Owner, path: str, timeout_s: float) -> bytes | None:
+    # Root may read the run of another user, who then listens.
+    """Send a request to the Unix socket."""
     users = {os.geteuid(), (owner.run_dir / FOLDER).stat().st_uid}
     try:
-        connection = UnixConnection(owner.rollout_socket, patience, users)
+        connection = UnixConnection(owner.rollout_socket, timeout_s, users)
         status, body = exchange(connection, "GET", path, headers={KEY_HEADER: owner.key})
-    except _GONE:  # killed: nobody listens there
+    except _NOT_LISTENING:  # killed: no process listens there
         return None
     except (OSError, http.client.HTTPException) as e:
-        raise Silent(f"the run's coordinator does not answer: {e or type(e).__name__}") from None
+        raise CoordinatorUnreachable(
+            f"the run's coordinator does not respond: {e or type(e).__name__}"
+        ) from None
     if status != http.client.OK:
-        raise Silent(f"the run's coordinator: {body.decode(errors='replace')[:200]}")
+        raise CoordinatorUnreachable(f"the run's coordinator: {body.decode(errors='replace')[:200]}")
     return body
 
 
-def _by_mailbox(address: Address, run_dir: Path, question: str, query: bytes, patience: float) -> bytes:
+def _by_mailbox(address: Address, run_dir: Path, endpoint: str, query: bytes, timeout_s: float) -> bytes:
+    """Send a request through the supervisor's mailbox."""
     box = run_dir / MAILBOX
-    with disk_errors(box, Silent):
+    with disk_errors(box, CoordinatorUnreachable):
         box.mkdir(exist_ok=True)
-        name = f"{question}-{secrets.token_hex(8)}" if query else question
-        told = box / f"{name}.told"
-        told.unlink(missing_ok=True)
-        replace(box / name, query)
-        deadline = time.monotonic() + patience
+        name = f"{endpoint}-{secrets.token_hex(8)}" if query else endpoint
+        response_file = box / f"{name}.told"
+        response_file.unlink(missing_ok=True)
+        replace_file(box / name, query)
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError):
-                answer = told.read_bytes()
-                if query:  # nobody else asks by this name
-                    told.unlink()
+                answer = response_file.read_bytes()
+                if query:  # the name is unique to this request
+                    response_file.unlink()
                 return answer
-            time.sleep(LOOK_SECONDS)
-    raise Silent(f"the run's supervisor on {address.host} does not answer within {patience:g} s")
+            time.sleep(POLL_SECONDS)
+    raise CoordinatorUnreachable(
+        f"the run's supervisor on {address.host} does not respond within {timeout_s:g} s"
+    )
 
 
-def asked(run_dir: Path) -> list[tuple[str, str]]:
-    """Questions in the mailbox, taken out of it: their names there, and what to GET. For the supervisor."""
-    found = []
+def take_requests(run_dir: Path) -> list[tuple[str, str]]:
+    """Remove all requests from the mailbox, for the supervisor; return their names and paths."""
+    requests = []
     for path in sorted((run_dir / MAILBOX).glob("*")):
-        question = path.name.partition("-")[0]
-        if question in QUESTIONS and not path.suffix:
+        endpoint = path.name.partition("-")[0]
+        if endpoint in ENDPOINTS and not path.suffix:
             query = path.read_bytes()
             path.unlink(missing_ok=True)
-            found.append((path.name, path_of(question, query)))
-    return found
+            requests.append((path.name, request_path(endpoint, query)))
+    return requests
 
 
-def tell(run_dir: Path, name: str, answer: bytes) -> None:
-    replace(run_dir / MAILBOX / f"{name}.told", answer)
+def write_response(run_dir: Path, name: str, answer: bytes) -> None:
+    """Write the response to a request into the mailbox."""
+    replace_file(run_dir / MAILBOX / f"{name}.told", answer)
 
 
-def answer(run_dir: Path, get: Callable[[str], bytes | None], say: Callable[[str], None]) -> None:
-    """What is asked in the mailbox. For the supervisor: `get` gives the coordinator's answer, None for none."""
-    for name, path in asked(run_dir):
+def answer_requests(run_dir: Path, get: Callable[[str], bytes | None], report: Callable[[str], None]) -> None:
+    """Answer the requests in the mailbox, for the supervisor.
+
+    Args:
+        run_dir: the run folder.
+        get: returns the coordinator's response to a path; None for none.
+        report: receives error messages.
+    """
+    for name, path in take_requests(run_dir):
         if (body := get(path)) is not None:
             try:
-                tell(run_dir, name, body)
-            except OSError as e:  # the reader gives up by itself
-                say(f"the answer to rlsys {name} cannot be written: {e.strerror}")
+                write_response(run_dir, name, body)
+            except OSError as e:  # the reader has a timeout
+                report(f"cannot write the response to rlsys {name}: {e.strerror}")
 
 
-def replace(path: Path, content: bytes) -> None:
-    """In one step: whoever reads sees the old content or the new."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers see the old content or the new."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(content)
     os.replace(part, path)

@@ -1,7 +1,8 @@
-"""HTTP straight to the address that is named: through no proxy, and to no other address.
+"""HTTP without proxies and redirects.
 
-Engines, the rollout process and the coordinator are on this machine or its network. A proxy that the environment
-names would see their keys. So would the target of a redirect: urllib sends the headers of a request there too.
+Engines, the rollout process and the coordinator are on this machine or its network. A proxy in the
+environment would see their keys, and so would the target of a redirect, since urllib repeats the request's
+headers there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect becomes an HTTPError with its status, as every other answer that is not 2xx."""
+    """Handler that turns a redirect into an HTTPError with its status, like any other response that is not 2xx."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

@@ -1,4 +1,4 @@
-"""`rlsys doctor`: what this machine has, what is missing, and what takes its place."""
+"""`rlsys doctor`: what this machine has, what is missing, and what is used instead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 from rlsys.core.devices import VARIABLE, gpu_names, have_cuda, visible_devices
 from rlsys.obs import filesystem
 from rlsys.obs.lock_probe import examine_locks
-from rlsys.obs.packages import installed, mismatches, other_than_sglang_pins
+from rlsys.obs.packages import installed_version, mismatches, sglang_pin_mismatch
 
 PACKAGES = ("torch", "sglang", "megatron-core", "transformers", "reasoning-gym", "ray", "rlsys")
 PROBE_MIB = 32
@@ -29,7 +29,7 @@ PORTS_TRIED = 20
 
 @dataclass(frozen=True)
 class Finding:
-    """`ok` is False for what a run cannot do without."""
+    """Result of one check. `ok` is False for something that a run needs."""
 
     name: str
     value: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Looks, and imports nothing heavy."""
+    """Run all checks. Imports nothing heavy."""
     gpus = gpu_names()
     return [
         Finding("python", platform.python_version(), sys.executable),
@@ -59,27 +59,30 @@ def examine() -> list[Finding]:
 
 
 def _packages(gpus: bool) -> list[Finding]:
-    """The main ones, and those whose version is another than rlsys asks for. A CPU environment may have another torch
-    than the one that SGLang pins."""
+    """Check the main packages, and those with a version that rlsys does not support.
+
+    A CPU environment may have another torch than the one that SGLang pins.
+    """
     unmet = mismatches()
-    pinned = other_than_sglang_pins("torch")
-    found = []
+    pinned = sglang_pin_mismatch("torch")
+    findings = []
     for name in (*PACKAGES, *(n for n in unmet if n not in PACKAGES)):
-        version = installed(name)
+        version = installed_version(name)
         if name == "torch" and pinned is not None and (gpus or name in unmet):
-            ours = f"expected {unmet[name].expected}: run `make setup`; " if name in unmet else ""
-            note = f"{ours}SGLang {installed('sglang')}, whose compiled parts need it, pins {pinned.expected}"
-            found.append(Finding(name, version or "not installed", note, ok=False))
+            prefix = f"expected {unmet[name].expected}: run `make setup`; " if name in unmet else ""
+            sglang = installed_version("sglang")
+            note = f"{prefix}SGLang {sglang}, whose compiled parts need it, pins {pinned.expected}"
+            findings.append(Finding(name, version or "not installed", note, ok=False))
         elif name in unmet:
             note = f"expected {unmet[name].expected}: run `make setup`"
-            found.append(Finding(name, version or "not installed", note, ok=False))
+            findings.append(Finding(name, version or "not installed", note, ok=False))
         elif version is None:
             optional = name == "ray"
             note = "only for many machines" if optional else "run `make setup`"
-            found.append(Finding(name, "not installed", note, ok=optional))
+            findings.append(Finding(name, "not installed", note, ok=optional))
         else:
-            found.append(Finding(name, version))
-    return found
+            findings.append(Finding(name, version))
+    return findings
 
 
 def _gpu(names: list[str]) -> Finding:
@@ -93,8 +96,10 @@ def _gpu(names: list[str]) -> Finding:
 
 
 def _compilers() -> list[Finding]:
-    """Engines compile kernels at their first use: SGLang looks for nvcc in CUDA_HOME, else CUDA_PATH, else beside the
-    nvcc on PATH, else in /usr/local/cuda, and calls ninja."""
+    """Check nvcc and ninja, with which engines compile kernels at first use.
+
+    SGLang searches nvcc in CUDA_HOME, else CUDA_PATH, else beside the nvcc on PATH, else in /usr/local/cuda.
+    """
     ninja = shutil.which("ninja")
     return [
         _nvcc(),
@@ -108,7 +113,7 @@ def _compilers() -> list[Finding]:
 
 
 def _nvcc() -> Finding:
-    """Of the folder that SGLang and torch take for the CUDA toolkit's."""
+    """Check nvcc in the folder that SGLang and torch use as CUDA toolkit."""
     variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
     on_path = shutil.which("nvcc")
     if variable is not None:
@@ -117,33 +122,31 @@ def _nvcc() -> Finding:
         home = Path(on_path).parents[1] if on_path else Path("/usr/local/cuda")
     nvcc = home / "bin" / "nvcc"
     if not nvcc.exists():
-        place = f"{variable} = {home}" if variable else "PATH, /usr/local/cuda"
-        note = (
-            f"no bin/nvcc ({place}): engines compile kernels; set CUDA_HOME to the folder of CUDA's toolkit"
-        )
+        searched = f"{variable} = {home}" if variable else "PATH, /usr/local/cuda"
+        note = f"no bin/nvcc ({searched}): engines compile kernels; set CUDA_HOME to the folder of the CUDA toolkit"
         return Finding("nvcc", "not found", note, ok=False)
     toolkit = nvcc.resolve().parents[1]
-    if toolkit != home.resolve():  # a link to it alone: headers and libraries are elsewhere
+    if toolkit != home.resolve():  # a link to nvcc only: headers and libraries are elsewhere
         note = f"a link into {toolkit}, whose headers are not found from {home}: set CUDA_HOME={toolkit}"
         return Finding("nvcc", str(nvcc), note, ok=False)
     return Finding("nvcc", str(nvcc), "engines compile kernels with it")
 
 
 def _shared_memory() -> Finding:
-    """Weight buckets go through it when weights.method is tensor."""
+    """Check /dev/shm, which transports weights if weights.method is tensor."""
     if not os.path.isdir("/dev/shm"):
         return Finding("shared memory", "no /dev/shm", "use weights.method=disk")
     free = shutil.disk_usage("/dev/shm").free / 1e9
-    return Finding("shared memory", f"{free:.1f} GB free in /dev/shm", "weight buckets pass through it")
+    return Finding("shared memory", f"{free:.1f} GB free in /dev/shm", "used for weight buckets")
 
 
 def _folder(folder: Path) -> Finding:
-    """A run's folder must be seen by all of its machines, know locks, and take checkpoints in reasonable time."""
+    """Check the current folder as a run folder: visible to all machines, with working locks, and fast enough."""
     kind = filesystem.kind_of(folder)
     note = (
-        "other machines do not see it; one machine needs no more"
+        "not visible to other machines; sufficient for one machine"
         if kind in filesystem.LOCAL
-        else "other machines may see it: the ledger is locked for one process, without WAL"
+        else "may be visible to other machines: the ledger is locked for one process, without WAL"
     )
     data = os.urandom(2**20) * PROBE_MIB
     try:
@@ -163,15 +166,18 @@ def _communication(gpus: bool) -> Finding:
     torch = importlib.util.find_spec("torch")
     library = Path(torch.origin).parent / "lib" / "libtorch_cuda.so" if torch and torch.origin else None
     cuda = library is not None and library.exists()
-    found = "nccl and gloo" if cuda else "gloo"
-    lacks = gpus and not cuda
+    backends = "nccl and gloo" if cuda else "gloo"
+    is_missing = gpus and not cuda
     return Finding(
-        "ranks talk by", found, "torch has no CUDA, but there are GPUs" if lacks else "", ok=not lacks
+        "ranks talk by",
+        backends,
+        "torch has no CUDA, but there are GPUs" if is_missing else "",
+        ok=not is_missing,
     )
 
 
 def _address() -> Finding:
-    """Other machines reach this one by its name."""
+    """Check the address by which other machines reach this one."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -186,24 +192,24 @@ def _address() -> Finding:
 
 
 def _ports() -> Finding:
-    """Roles listen below the ports that the system gives to outgoing connections; see launch/ports.py."""
+    """Sample the ports below the range of outgoing connections, on which roles listen; see launch/ports.py."""
     range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
     below = int(range_file.read_text().split()[0]) if range_file.exists() else 32768
-    taken = 0
+    busy_ports = 0
     for port in random.sample(range(1024, below), PORTS_TRIED):
         with socket.socket() as s:
-            taken += s.connect_ex(("127.0.0.1", port)) == 0
-    return Finding("ports", f"{PORTS_TRIED - taken} of {PORTS_TRIED} tried below {below} are free")
+            busy_ports += s.connect_ex(("127.0.0.1", port)) == 0
+    return Finding("ports", f"{PORTS_TRIED - busy_ports} of {PORTS_TRIED} tried below {below} are free")
 
 
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
         return Finding("slurm", "not installed", "only for launch.backend=slurm")
-    done = subprocess.run(["sbatch", "--version"], capture_output=True, text=True)
-    if done.returncode:
-        return Finding("slurm", "installed, belongs to no cluster", "only for launch.backend=slurm")
+    result = subprocess.run(["sbatch", "--version"], capture_output=True, text=True)
+    if result.returncode:
+        return Finding("slurm", "installed, but not connected to a cluster", "only for launch.backend=slurm")
     job = os.environ.get("SLURM_JOB_ID")
-    return Finding("slurm", done.stdout.strip(), f"inside job {job}" if job else "not inside a job")
+    return Finding("slurm", result.stdout.strip(), f"inside job {job}" if job else "not inside a job")
 
 
 def _transformer_engine() -> Finding:
@@ -213,7 +219,7 @@ def _transformer_engine() -> Finding:
 
 
 def _apex() -> Finding:
-    """The registry's package of that name is another one: only NVIDIA's has the compiled module amp_C."""
+    """Check NVIDIA's Apex by its compiled module amp_C: the package `apex` on PyPI is another one."""
     if importlib.util.find_spec("amp_C"):
         return Finding("apex", "found", "fused optimizer and gradient norm")
     return Finding("apex", "not found", "torch's AdamW and gradient norm instead")

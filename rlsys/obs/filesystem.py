@@ -1,4 +1,4 @@
-"""What kind of file system a path is on: whether its locks and its shared memory mean anything to other machines."""
+"""Type of the file system of a path: whether its locks and shared memory work across machines."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ LOCAL = frozenset(
         "tmpfs", "xfs", "zfs",
     }
 )  # fmt: skip
-"""Only one machine mounts these. Everything else is taken for shared: NFS, Lustre, GPFS, BeeGFS, FUSE, 9p, and what
-nobody has told us of yet."""
+"""File systems of one machine. All others count as shared: NFS, Lustre, GPFS, BeeGFS, FUSE, 9p, and unknown ones."""
 UNKNOWN = "unknown"
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def kind_of(path: Path) -> str:
-    """The type of the mount that `path` is on, as `ext4` or `nfs4`; `unknown` where the system does not tell."""
+    """Return the type of the mount that contains `path`, such as `ext4` or `nfs4`; `unknown` if unavailable."""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -27,13 +26,16 @@ def kind_of(path: Path) -> str:
 
 
 def kind_in(mountinfo: list[str], path: Path) -> str:
-    """`kind_of` by the lines of /proc/PID/mountinfo (proc_pid_mountinfo(5)); `path` is without links."""
-    longest, found = -1, UNKNOWN
+    """Return `kind_of` from the lines of /proc/PID/mountinfo. `path` has no symbolic links.
+
+    See proc_pid_mountinfo(5).
+    """
+    longest, kind = -1, UNKNOWN
     for line in mountinfo:
-        before, dash, after = line.partition(" - ")
+        fields, dash, source_fields = line.partition(" - ")
         if not dash:
             continue
-        point = before.split(" ")[4]
+        point = fields.split(" ")[4]
         for escape in (
             "040",
             "011",
@@ -44,10 +46,10 @@ def kind_in(mountinfo: list[str], path: Path) -> str:
         if (
             path.is_relative_to(point) and len(point) >= longest
         ):  # of two mounts on one point the later one counts
-            longest, found = len(point), after.split(" ")[0]
-    return found
+            longest, kind = len(point), source_fields.split(" ")[0]
+    return kind
 
 
 def is_local(path: Path) -> bool:
-    """Whether no other machine can have `path` open. False where that cannot be told."""
+    """Return whether no other machine can open `path`; False if unknown."""
     return kind_of(path) in LOCAL

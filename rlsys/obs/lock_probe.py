@@ -1,8 +1,8 @@
-"""Whether a lock that one process holds keeps another one out: `python -m rlsys.obs.lock_probe FOLDER`.
+"""Probe whether a lock of one process excludes another: `python -m rlsys.obs.lock_probe FOLDER`.
 
-Asked in another process, or on another node of a Slurm job: file systems that keep locks to one machine (Lustre's
-localflock, NFS with local_lock) show themselves only there. Both kinds of locks are tried, because a run folder's is
-a flock and SQLite's are POSIX ones, and what rlsys.core.owner rests on: creating a file exclusively.
+The probe runs in another process, or on another node of a Slurm job: only there do file systems with local
+locks (Lustre's localflock, NFS with local_lock) show. It tries both kinds of locks, because a run folder's is
+a flock and SQLite's are POSIX locks, and exclusive creation of a file, on which rlsys.core.owner relies.
 """
 
 from __future__ import annotations
@@ -23,38 +23,45 @@ SRUN_SECONDS = 60.0
 
 
 def examine_locks(folder: Path, environment: Mapping[str, str] = os.environ) -> tuple[str, bool]:
-    """In words who tried what, and whether every lock kept the other process out. Raises OSError."""
+    """Describe which process tried the locks, and return whether every lock excluded it.
+
+    Raises:
+        OSError: the folder is not writable.
+    """
     node = other_node(environment)
-    where = f"node {node}" if node else "another process here"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".rlsys-doctor-") as held, holding(Path(held)):
-        command = [sys.executable, "-m", "rlsys.obs.lock_probe", held]
+    location = f"node {node}" if node else "another process here"
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".rlsys-doctor-") as lock_folder,
+        hold_locks(Path(lock_folder)),
+    ):
+        command = [sys.executable, "-m", "rlsys.obs.lock_probe", lock_folder]
         if node:
             command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *command]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SRUN_SECONDS)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=SRUN_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"locks: {where} gave no answer within {SRUN_SECONDS:g} s", False
-    taken = done.stdout.split()
-    if done.returncode:
-        return f"locks: {where} could not try: {' '.join(done.stderr.split())[-200:]}", False
-    if taken:
-        return f"locks do NOT work: {where} took {', '.join(taken)} held here", False
-    return f"locks work between here and {where}", True
+            return f"locks: {location} gave no answer within {SRUN_SECONDS:g} s", False
+    acquired = result.stdout.split()
+    if result.returncode:
+        return f"locks: {location} could not try: {' '.join(result.stderr.split())[-200:]}", False
+    if acquired:
+        return f"locks do NOT work: {location} took {', '.join(acquired)} held here", False
+    return f"locks work between here and {location}", True
 
 
 def other_node(environment: Mapping[str, str]) -> str | None:
-    """A second node of the Slurm job that this process is in; None outside of one, or in a job of one node."""
+    """Return a second node of this process's Slurm job; None without a job, or in a job of one node."""
     names = environment.get("SLURM_JOB_NODELIST")
     if names is None or shutil.which("scontrol") is None:
         return None
-    done = subprocess.run(["scontrol", "show", "hostnames", names], capture_output=True, text=True)
-    here = {environment.get("SLURMD_NODENAME"), socket.gethostname()}
-    return next((name for name in done.stdout.split() if name not in here), None)
+    result = subprocess.run(["scontrol", "show", "hostnames", names], capture_output=True, text=True)
+    own_names = {environment.get("SLURMD_NODENAME"), socket.gethostname()}
+    return next((name for name in result.stdout.split() if name not in own_names), None)
 
 
 @contextlib.contextmanager
-def holding(folder: Path) -> Iterator[None]:
-    """One file of each kind, locked by this process; one that exists."""
+def hold_locks(folder: Path) -> Iterator[None]:
+    """Hold one lock of each kind, and create a file."""
     with (folder / "flock").open("w") as flock, (folder / "posix").open("w") as posix:
         fcntl.flock(flock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.lockf(posix, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,8 +69,8 @@ def holding(folder: Path) -> Iterator[None]:
         yield
 
 
-def taken(folder: Path) -> list[str]:
-    """Which of the locks that somebody holds this process gets all the same."""
+def acquire_locks(folder: Path) -> list[str]:
+    """Return the kinds of locks that this process acquires although another process holds them."""
     got = []
     for kind, lock in (("flock", fcntl.flock), ("posix", fcntl.lockf)):
         with (folder / kind).open("r+") as file, contextlib.suppress(BlockingIOError, PermissionError):
@@ -76,4 +83,4 @@ def taken(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*taken(Path(sys.argv[1])))
+    print(*acquire_locks(Path(sys.argv[1])))

@@ -1,7 +1,8 @@
-"""Sends spans by OTLP over HTTP, with the OpenTelemetry SDK, from a thread of its own.
+"""Export of spans by OTLP over HTTP with the OpenTelemetry SDK, in a background thread.
 
-Where to: OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else http://localhost:4318; the SDK's
-other variables count too. A receiver that is gone costs spans, which are counted, and no step.
+The endpoint is OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, by default
+http://localhost:4318; the SDK's other variables apply. If the receiver is unreachable, spans are dropped and
+counted; steps are not affected.
 """
 
 from __future__ import annotations
@@ -13,38 +14,46 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.core.errors import UserError
-from rlsys.obs.metrics import run_id_of
+from rlsys.obs.metrics import read_run_id
 from rlsys.obs.spans import Span, SpanId
 
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 QUEUE = 2**16
-"""Spans that wait to be sent; further ones are dropped by the SDK, with a line in the log."""
+"""Maximum number of queued spans; the SDK drops further ones, and logs it."""
 SEND_SECONDS = 5.0
-"""For one attempt. What ends the process waits no longer for what is left."""
+"""Time limit of one attempt, and of the export at the end of the process."""
 _NANO = 1_000_000_000
 
 
-def check_spans(wanted: bool) -> None:
-    """Raises UserError when the packages are missing."""
-    if wanted and not sent_from_here():
+def check_spans(enabled: bool) -> None:
+    """Check that the packages are installed, if spans are enabled.
+
+    Raises:
+        UserError: they are missing.
+    """
+    if enabled and not is_available():
         raise UserError(
             "run.spans = true: the package opentelemetry-sdk is not installed: pip install 'rlsys[otel]'"
         )
 
 
-def sent_from_here() -> bool:
-    """Whether the packages are installed."""
+def is_available() -> bool:
+    """Return whether the packages are installed."""
     try:
         return all(map(importlib.util.find_spec, PACKAGES))
-    except ModuleNotFoundError:  # one of their parents
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 class SpanSender:
-    """Owns the thread that sends. `service`: the process, as traces name it."""
+    """Owns the exporting thread. `service`: name of the process in traces."""
 
     def __init__(self, run: Path, service: str) -> None:
-        """Raises UserError when the packages are missing."""
+        """Start the exporter.
+
+        Raises:
+            UserError: the packages are missing.
+        """
         check_spans(True)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -57,30 +66,30 @@ class SpanSender:
         )
         self._exporter = _Counting(OTLPSpanExporter(timeout=SEND_SECONDS))
         self._processor = BatchSpanProcessor(self._exporter, max_queue_size=QUEUE)
-        self.made = 0
-        """Spans, since the process started."""
+        self.span_count = 0
+        """Number of spans since the process started."""
         self.seconds = 0.0
-        """Of the caller's time that they took."""
+        """Time of the callers spent on spans."""
 
     @property
     def run_id(self) -> str:
-        """A line of metrics must be there."""
+        """Id of the run, which must have a line of metrics."""
         if self._run_id is None:
-            self._run_id = run_id_of(self._run)
+            self._run_id = read_run_id(self._run)
         return self._run_id
 
     @property
-    def lost(self) -> int:
-        """Spans that the receiver did not take."""
-        return self._exporter.lost
+    def dropped(self) -> int:
+        """Number of spans that could not be exported."""
+        return self._exporter.dropped
 
     def send(self, spans: Iterable[Span]) -> None:
-        """Returns at once."""
-        begun = time.perf_counter()
+        """Queue spans for export."""
+        start = time.perf_counter()
         for span in spans:
             self._processor.on_end(self._readable(span))
-            self.made += 1
-        self.seconds += time.perf_counter() - begun
+            self.span_count += 1
+        self.seconds += time.perf_counter() - start
 
     def _readable(self, span: Span) -> object:
         from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -100,22 +109,22 @@ class SpanSender:
         )
 
     def close(self) -> None:
-        """Send what is left, for at most SEND_SECONDS."""
+        """Export the remaining spans, for at most SEND_SECONDS."""
         self._processor.force_flush(round(SEND_SECONDS * 1000))
         self._processor.shutdown()
 
 
 class _Counting:
-    """An exporter that counts what it could not send."""
+    """Exporter that counts spans that could not be sent."""
 
     def __init__(self, exporter: Any) -> None:
         self._exporter = exporter
-        self.lost = 0
+        self.dropped = 0
 
     def export(self, spans: Sequence[Any]) -> Any:
         result = self._exporter.export(spans)
         if result.name != "SUCCESS":
-            self.lost += len(spans)
+            self.dropped += len(spans)
         return result
 
     def force_flush(self, timeout_millis: int = 0) -> bool:
@@ -125,7 +134,9 @@ class _Counting:
         self._exporter.shutdown()
 
 
-def _context(of: SpanId) -> object:
+def _context(span_id: SpanId) -> object:
     from opentelemetry.trace import SpanContext, TraceFlags
 
-    return SpanContext(of.trace, of.span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    return SpanContext(
+        span_id.trace, span_id.span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+    )

@@ -1,4 +1,4 @@
-"""Installed packages against the versions that rlsys asks for: what tests ran, by rlsys' own metadata."""
+"""Installed packages compared with the tested versions in rlsys' own metadata."""
 
 from __future__ import annotations
 
@@ -10,44 +10,47 @@ from packaging.requirements import Requirement
 
 EXTRAS = ("cpu", "gpu")
 SGLANG_PINS = ("torch", "transformers")
-"""SGLang's kernels and its prefix tree are compiled for one torch."""
+"""Packages that must match SGLang's pins: its kernels and prefix tree are compiled for one torch."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """`version` None: not installed."""
+    """A package with an unsupported version; `version` None: not installed."""
 
     name: str
     version: str | None
     expected: str
 
     def __str__(self) -> str:
-        found = f"{self.version} is installed" if self.version else "is not installed"
-        return f"{self.name} {found}, expected {self.expected}"
+        state = f"{self.version} is installed" if self.version else "is not installed"
+        return f"{self.name} {state}, expected {self.expected}"
 
 
 def mismatches() -> dict[str, Mismatch]:
-    """By name, the packages whose version is outside the range that rlsys asks for, and those that are missing.
+    """Return by name the packages with an unsupported version, and those that are missing.
 
-    An environment is set up for a host of one kind: it is compared with the extra that it fits best.
+    An environment is set up for one kind of host: it is compared with the extra that it matches best.
     """
     try:
-        wanted = [Requirement(line) for line in importlib.metadata.requires("rlsys") or ()]
+        requirements = [Requirement(line) for line in importlib.metadata.requires("rlsys") or ()]
     except importlib.metadata.PackageNotFoundError:
-        return {"rlsys": Mismatch("rlsys", None, "a package: versions are compared with what it asks for")}
-    sglang = next((r for r in wanted if r.name == "sglang"), None)
+        return {"rlsys": Mismatch("rlsys", None, "a package, whose metadata has the supported versions")}
+    sglang = next((r for r in requirements if r.name == "sglang"), None)
     kinds = []
     for extra in EXTRAS:
-        asked = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": extra})]
+        extra_requirements = [
+            r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})
+        ]
         if extra == "cpu" and sglang is not None:
-            asked.append(sglang)  # installed there without what its metadata asks for
+            extra_requirements.append(sglang)  # installed there without its dependencies
         elif extra == "gpu":
-            asked += _pins_of_sglang()
-        kinds.append(dict(_unmet(asked)))
+            extra_requirements += _pins_of_sglang()
+        kinds.append(dict(_unmet(extra_requirements)))
     return min(kinds, key=len)
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -56,14 +59,13 @@ def installed(name: str) -> str | None:
 
 def _unmet(requirements: list[Requirement]) -> Iterator[tuple[str, Mismatch]]:
     for r in requirements:
-        version = installed(r.name)
+        version = installed_version(r.name)
         if version is None or not r.specifier.contains(version, prereleases=True):
             yield r.name, Mismatch(r.name, version, str(r.specifier) or "any version")
 
 
-def other_than_sglang_pins(name: str) -> Mismatch | None:
-    """How the installed package differs from what the installed SGLang pins; None where it does not, or where SGLang
-    pins none."""
+def sglang_pin_mismatch(name: str) -> Mismatch | None:
+    """Return the mismatch of a package with the pin of the installed SGLang, if there is one."""
     pins = [r for r in _pins_of_sglang() if r.name == name]
     return dict(_unmet(pins)).get(name)
 

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a piece of work, for metrics."""
+"""Durations of phases, for metrics."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ R = TypeVar("R")
 
 
 class Phases:
-    """Seconds of phases: of one after the other (`add`, `call`), or of several engines at once (`at_once`)."""
+    """Timer of phases: sequential ones (`add`, `call`), or concurrent ones of several engines (`concurrent`)."""
 
     def __init__(self, prefix: str, names: Sequence[str]) -> None:
-        """Metrics are called `{prefix}_{name}`."""
+        """Start the timer. Metrics are called `{prefix}_{name}`."""
         self._prefix = prefix
         self._seconds = dict.fromkeys(names, 0.0)
         self._started = time.monotonic()
 
     def call(self, name: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What `work` returns; its seconds are added to the phase's."""
+        """Call `work`, add its duration to the phase, and return its result."""
         with self.add(name):
             return work(*args, **kwargs)
 
     @contextmanager
-    def at_once(self, name: str) -> Iterator[None]:
-        """Around a phase of one engine, beside those of others: the slowest counts."""
+    def concurrent(self, name: str) -> Iterator[None]:
+        """Time a phase of one engine, concurrent with those of others: the slowest counts."""
         start = time.monotonic()
         try:
             yield
@@ -36,7 +36,7 @@ class Phases:
 
     @contextmanager
     def add(self, name: str) -> Iterator[None]:
-        """Around a phase whose times add up."""
+        """Time a phase whose durations are summed."""
         start = time.monotonic()
         try:
             yield
@@ -45,9 +45,10 @@ class Phases:
 
     @property
     def metrics(self) -> dict[str, float]:
+        """Metrics of the phases."""
         return {f"{self._prefix}_{name}": seconds for name, seconds in self._seconds.items()}
 
     @property
     def with_total(self) -> dict[str, float]:
-        """The metrics, and `{prefix}`: seconds since the beginning."""
+        """Metrics of the phases, and the total time as `{prefix}`."""
         return {self._prefix: time.monotonic() - self._started, **self.metrics}

@@ -1,4 +1,4 @@
-"""The figures of a report: one function a figure, drawn by matplotlib without a display."""
+"""Plots of a report: one function per figure, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _SMOOTH = 5
 
 
 def reward(metrics: Metrics) -> Figure:
+    """Plot the mean reward per step."""
     figure, axes = _frame("Reward of the trained samples", "mean reward")
     steps, values = _series(metrics.steps, "reward")
     axes.plot(steps, values, color=BLUE, alpha=0.35, linewidth=1, label="step")
@@ -27,6 +28,7 @@ def reward(metrics: Metrics) -> Figure:
 
 
 def accuracy(metrics: Metrics) -> Figure:
+    """Plot the accuracy of evaluations."""
     figure, axes = _frame("Held-out accuracy (greedy)", "accuracy")
     steps, values = _series(metrics.evals, "accuracy")
     axes.plot(steps, values, color=GREEN, linewidth=2, marker="o", markersize=5)
@@ -41,6 +43,7 @@ def accuracy(metrics: Metrics) -> Figure:
 
 
 def lengths(metrics: Metrics) -> Figure:
+    """Plot the lengths of trained responses."""
     figure, axes = _frame("Length of trained responses", "tokens")
     for key, colour, label in (
         ("response_len_max", GREY, "max"),
@@ -55,6 +58,7 @@ def lengths(metrics: Metrics) -> Figure:
 
 
 def staleness(metrics: Metrics) -> Figure:
+    """Plot staleness and the fraction of off-policy tokens."""
     figure, axes = _frame("Staleness and off-policy tokens", "train steps")
     axes.plot(*_series(metrics.steps, "staleness_max"), color=GREY, linewidth=1.5, label="staleness, max")
     axes.plot(*_series(metrics.steps, "staleness_mean"), color=BLUE, linewidth=1.8, label="staleness, mean")
@@ -74,7 +78,8 @@ def staleness(metrics: Metrics) -> Figure:
 
 
 def time_split(metrics: Metrics) -> Figure:
-    figure, axes = _frame("Where the time of a step goes", "seconds")
+    """Plot the duration of a step by phase."""
+    figure, axes = _frame("Time per step by phase", "seconds")
     colours = {"rollout": BLUE, "train": PURPLE, "sync": ORANGE}
     complete = [s for s in metrics.steps if all(s.get(f"time_{part}") is not None for part in colours)]
     axes.stackplot(
@@ -88,14 +93,14 @@ def time_split(metrics: Metrics) -> Figure:
 
 
 def mismatch(metrics: Metrics) -> Figure:
-    """Over the whole run. Exact agreement falls into the leftmost bin."""
-    title = "Trainer against engine, tokens of the current version"
+    """Plot |logp - mu| over the whole run. Exact agreement falls into the leftmost bin."""
+    title = "Trainer vs. engine, tokens of the current weight version"
     figure, axes = _frame(title, "tokens", "|logp - mu| (nats)")
     counts = merge_counts(s["mismatch_hist"] for s in metrics.steps if s.get("mismatch_hist"))
     if any(counts):
         axes.stairs(counts, MISMATCH_EDGES, fill=True, color=BLUE, alpha=0.8)
-        filled = [i for i, count in enumerate(counts) if count]
-        axes.set_xlim(MISMATCH_EDGES[filled[0]] / 2, MISMATCH_EDGES[filled[-1] + 1] * 2)
+        nonempty = [i for i, count in enumerate(counts) if count]
+        axes.set_xlim(MISMATCH_EDGES[nonempty[0]] / 2, MISMATCH_EDGES[nonempty[-1] + 1] * 2)
         axes.set_yscale("log")
     axes.set_xscale("log")
     return figure
@@ -130,7 +135,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _series(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values; a missing value breaks the line instead of joining its neighbours."""
+    """Return steps and values; a missing value interrupts the line."""
     steps = [int(e["step"]) for e in entries]
     return steps, [math.nan if e.get(key) is None else float(e[key]) for e in entries]
 

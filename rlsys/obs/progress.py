@@ -1,7 +1,7 @@
-"""The live display of a run; plain lines where there is no terminal.
+"""Live display of a run; plain lines without a terminal.
 
-Fed by the supervisor: `phase` (what happens now), `entry` (a line of metrics.jsonl), `status` (the rollout
-process's counts, about once a second). Warnings are shown with their samples.
+The supervisor calls `phase` (current activity), `entry` (a line of metrics.jsonl) and `status` (the rollout
+process's status, about once a second). Warnings are shown with their samples.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _PARTS = (
 _COUNTS = ("in_flight", "parked", "ready")
 _BAR_WIDTH = 36
 _LINE = 160
-"""Characters of a sample's text in a warning."""
+"""Maximum characters of a sample's text in a warning."""
 
 
 class RunView:
-    """What a display shows, gathered from entries and status: no drawing here."""
+    """State of a display, from entries and status, without drawing."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -43,10 +43,11 @@ class RunView:
         self.evals: list[dict[str, Any]] = []
         self.warnings: list[dict[str, Any]] = []
         self.status: dict[str, Any] = {}
-        self._resumed: dict[int, int] = {}  # by step: a step trained again counts once
+        self._resumed: dict[int, int] = {}  # by step: a repeated step counts once
         self._seconds: deque[float] = deque(maxlen=_RECENT)
 
-    def take_entry(self, entry: dict[str, Any]) -> None:
+    def add_entry(self, entry: dict[str, Any]) -> None:
+        """Update the state with a line of metrics.jsonl."""
         if entry["kind"] == "step":
             self.step = entry
             self._resumed[entry["step"]] = int(entry.get("resumed_samples") or 0)
@@ -62,15 +63,17 @@ class RunView:
 
     @property
     def done_steps(self) -> int:
+        """Number of finished steps."""
         return int(self.step.get("step", 0))
 
     @property
     def resumed_samples(self) -> int:
+        """Number of resumed samples."""
         return sum(self._resumed.values())
 
     @property
     def eta_seconds(self) -> float | None:
-        """Steps left times the median of the last ones; evaluations and checkpoints are not in it."""
+        """Remaining steps times the median of recent ones; without evaluations and checkpoints."""
         return median(self._seconds) * (self.total_steps - self.done_steps) if self._seconds else None
 
     @property
@@ -83,20 +86,21 @@ class RunView:
 
     @property
     def fresh_warnings(self) -> list[dict[str, Any]]:
-        """Those of the last steps: a symptom that lasts is told again only after it was gone."""
+        """Warnings of recent steps: a lasting symptom is repeated only after it was absent."""
         return [w for w in self.warnings if w["step"] > self.done_steps - QUIET]
 
     def number(self, key: str, spec: str = ",.0f") -> str:
-        """A value of the last step, `-` where it has none."""
+        """Return a value of the last step; `-` if it has none."""
         return show(self.step.get(key), spec)
 
 
 def show(value: object, spec: str) -> str:
+    """Format a number; `-` for anything else."""
     return format(value, spec) if isinstance(value, int | float) else "-"
 
 
-def clock(seconds: float | None) -> str:
-    """m:ss or h:mm:ss."""
+def format_clock(seconds: float | None) -> str:
+    """Format seconds as m:ss or h:mm:ss."""
     if seconds is None:
         return "-"
     minutes, second = divmod(round(seconds), 60)
@@ -105,7 +109,7 @@ def clock(seconds: float | None) -> str:
 
 
 class PlainProgress:
-    """One line a step, one a phase, one an evaluation."""
+    """Display with one line per step, phase and evaluation."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
         self._view = RunView(total_steps)
@@ -124,7 +128,7 @@ class PlainProgress:
         self._view.status = status
 
     def entry(self, entry: dict[str, Any], *, live: bool) -> None:
-        self._view.take_entry(entry)
+        self._view.add_entry(entry)
         if not live:
             return
         if entry["kind"] == "step":
@@ -140,18 +144,19 @@ class PlainProgress:
             for line in warning_lines(entry):
                 self._line(line)
         elif entry["event"] == "resume":
-            self._line(f"rlsys: goes on after step {entry['step']}")
+            self._line(f"rlsys: resumed after step {entry['step']}")
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain_step(view: RunView) -> str:
+    """Format the last step as one line."""
     number = view.number
     if "reward" not in view.step:  # fine-tuning
         return (
             f"step {view.done_steps}/{view.total_steps}  loss {number('loss', '.4f')}  "
-            f"{number('tokens_per_s')} tok/s  {number('time_step', '.1f')} s  ETA {clock(view.eta_seconds)}"
+            f"{number('tokens_per_s')} tok/s  {number('time_step', '.1f')} s  ETA {format_clock(view.eta_seconds)}"
         )
     counts = "/".join(show(view.status.get(k, view.step.get(k)), ",.0f") for k in _COUNTS)
     lengths = f"{number('response_len_p50')}/{number('response_len_p99')}"
@@ -160,39 +165,41 @@ def plain_step(view: RunView) -> str:
         f"step {view.done_steps}/{view.total_steps}  reward {number('reward', '.3f')}  "
         f"{number('tokens_per_s')} tok/s  length p50/p99 {lengths}  "
         f"off-policy {number('off_policy_share', '.0%')}  in flight/parked/ready {counts}  "
-        f"{number('time_step', '.1f')} s = {parts}  ETA {clock(view.eta_seconds)}"
+        f"{number('time_step', '.1f')} s = {parts}  ETA {format_clock(view.eta_seconds)}"
     )
 
 
-def evaluation_lines(told: dict[str, Any]) -> list[str]:
-    """An evaluation of `model`: a line for the held-out prompts, and one for each named set."""
+def evaluation_lines(entry: dict[str, Any]) -> list[str]:
+    """Format an evaluation of `model`: a line for the held-out prompts, and one for each named set."""
     lines = [
-        f"{told['model']}: accuracy {told['accuracy']:.4f} on {told['prompts']} prompts, "
-        f"mean length {told['mean_length']:.1f} tokens, {told['truncated']} cut off"
+        f"{entry['model']}: accuracy {entry['accuracy']:.4f} on {entry['prompts']} prompts, "
+        f"mean length {entry['mean_length']:.1f} tokens, {entry['truncated']} truncated"
     ]
-    return lines + [set_line(name, told) for name in set_names(told)]
+    return lines + [set_line(name, entry) for name in set_names(entry)]
 
 
 def set_names(entry: dict[str, Any]) -> list[str]:
-    """Of an `eval` line, the named sets in it."""
+    """Return the named sets of an `eval` line."""
     return [key.partition("/")[0] for key in entry if key.endswith("/accuracy")]
 
 
 def set_line(name: str, entry: dict[str, Any]) -> str:
-    """pass@k with its 95 % interval."""
-    of = {key.removeprefix(f"{name}/"): v for key, v in entry.items() if key.startswith(f"{name}/")}
-    ks = sorted(int(key[5:]) for key in of if key[5:].isdigit() and key.startswith("pass_"))
-    passed = ", ".join(
-        f"pass@{k} {of[f'pass_{k}']:.3f} [{of[f'pass_{k}_low']:.3f}, {of[f'pass_{k}_high']:.3f}]" for k in ks
+    """Format the pass@k of a named set with 95 % intervals."""
+    values = {key.removeprefix(f"{name}/"): v for key, v in entry.items() if key.startswith(f"{name}/")}
+    ks = sorted(int(key[5:]) for key in values if key[5:].isdigit() and key.startswith("pass_"))
+    scores = ", ".join(
+        f"pass@{k} {values[f'pass_{k}']:.3f} [{values[f'pass_{k}_low']:.3f}, {values[f'pass_{k}_high']:.3f}]"
+        for k in ks
     )
     return (
-        f"{name}: {passed} on {of['prompts']:g} prompts x {of['samples']:g}, mean length {of['mean_length']:.1f}, "
-        f"{of['truncated']:g} cut off"
+        f"{name}: {scores} on {values['prompts']:g} prompts x {values['samples']:g}, mean length "
+        f"{values['mean_length']:.1f}, "
+        f"{values['truncated']:g} truncated"
     )
 
 
 def warning_lines(warning: dict[str, Any]) -> list[str]:
-    """What is seen, why it may be and what to change; then the samples, one to three lines each."""
+    """Format a warning: observation, cause and remedy, then the samples with one to three lines each."""
     lines = [f"rlsys: warning: step {warning['step']}: {sentence(warning)}"]
     for sample in warning.get("samples") or ():
         lines.append(f"    prompt    {one_line(sample['prompt'])}")
@@ -202,19 +209,19 @@ def warning_lines(warning: dict[str, Any]) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """As one line of bounded length; the end of a response says more than its middle."""
+    """Shorten text to one line; the end of a response is more informative than its middle."""
     text = " ".join(text.split())
     return text if len(text) <= _LINE else f"{text[: _LINE // 2]} ... {text[-_LINE // 2 :]}"
 
 
 class LiveProgress:
-    """A panel that redraws itself; warnings stay above it as lines."""
+    """Panel that redraws itself; warnings remain above it as lines."""
 
     def __init__(self, total_steps: int, console: Console, title: str) -> None:
         self._view = RunView(total_steps)
         self._title = title
         self._console = console
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=False)
 
     def __enter__(self) -> Self:
@@ -234,7 +241,7 @@ class LiveProgress:
         self._view.status = status
 
     def entry(self, entry: dict[str, Any], *, live: bool) -> None:
-        self._view.take_entry(entry)
+        self._view.add_entry(entry)
         if live and entry["kind"] in ("step", "eval"):
             self._view.phase = "training" if self._view.done_steps < self._view.total_steps else "finishing"
         if live and entry["kind"] == "warning":
@@ -243,17 +250,17 @@ class LiveProgress:
 
     def _draw(self) -> RenderableType:
         view = self._view
-        elapsed = clock(time.monotonic() - self._began)
+        elapsed = format_clock(time.monotonic() - self._start_time)
         head = Table.grid(padding=(0, 2))
         head.add_row(
             f"step {view.done_steps}/{view.total_steps}",
             ProgressBar(total=max(1, view.total_steps), completed=view.done_steps, width=_BAR_WIDTH),
-            f"{elapsed} elapsed, ETA {clock(view.eta_seconds)}",
+            f"{elapsed} elapsed, ETA {format_clock(view.eta_seconds)}",
         )
-        told = [
+        warnings = [
             Text(f"{w['name'].replace('_', ' ')}: {w['seen']}", style="yellow") for w in view.fresh_warnings
         ]
-        body = Group(head, Text(), _numbers(view), Text(), _time_split(view), *told)
+        body = Group(head, Text(), _numbers(view), Text(), _time_split(view), *warnings)
         return Panel(body, title=self._title, subtitle=view.phase, title_align="left", subtitle_align="left")
 
 
@@ -275,7 +282,7 @@ def _numbers(view: RunView) -> Table:
 
 
 def _time_split(view: RunView) -> Text:
-    """One bar of the last step's time, in the colours of its parts."""
+    """Draw one bar of the last step's time, coloured by phase."""
     seconds = {name: float(view.step.get(key) or 0.0) for name, key, _ in _PARTS}
     total = sum(seconds.values())
     text = Text("time of a step    ", style="dim")
@@ -288,7 +295,7 @@ def _time_split(view: RunView) -> Text:
 
 
 def make_progress(total_steps: int, title: str, console: Console) -> LiveProgress | PlainProgress:
-    """Live on a terminal, plain elsewhere."""
+    """Return a live display on a terminal, a plain one elsewhere."""
     if console.is_terminal:
         return LiveProgress(total_steps, console, title)
     return PlainProgress(total_steps, console)

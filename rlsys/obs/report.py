@@ -1,4 +1,4 @@
-"""report.html and plots/*.png of a run, made from its metrics.jsonl alone; the page needs no other file."""
+"""Report of a run: report.html and plots/*.png, from its metrics.jsonl only; the page is self-contained."""
 
 from __future__ import annotations
 
@@ -32,8 +32,12 @@ td + td { font-variant-numeric: tabular-nums }
 
 
 def write_report(run_dir: Path) -> None:
-    """Write report.html and plots/*.png into the run folder. Raises UserError when it has no metrics."""
-    from rlsys.obs.plots import FIGURES  # here, because matplotlib takes a second to import
+    """Write report.html and plots/*.png into the run folder.
+
+    Raises:
+        UserError: the run has no metrics.
+    """
+    from rlsys.obs.plots import FIGURES  # imported here: matplotlib takes a second
 
     metrics = read_metrics(run_dir)
     folder = run_dir / "plots"
@@ -51,7 +55,7 @@ def write_report(run_dir: Path) -> None:
 def render_page(
     name: str, summary: dict[str, Any], images: dict[str, bytes], warnings: Sequence[dict[str, Any]] = ()
 ) -> str:
-    """One HTML page with everything in it."""
+    """Return one self-contained HTML page."""
     big = "".join(f"<div>{label}<b>{html.escape(value)}</b></div>" for label, value in headline(summary))
     encoded = {key: base64.b64encode(png).decode() for key, png in images.items()}
     plots = "".join(f'<img alt="{key}" src="data:image/png;base64,{data}">' for key, data in encoded.items())
@@ -67,21 +71,21 @@ def render_page(
 
 
 def _warning(warning: dict[str, Any]) -> str:
-    """What is seen, why it may be and what to change, with the samples that show it."""
+    """Format a warning with its samples."""
     samples = "".join(
         f"<pre>{html.escape(s['prompt'])}<b>{html.escape(s['response'])}</b>\nreward {_value(s['reward'])}</pre>"
         for s in warning.get("samples") or ()
     )
-    told = html.escape(sentence(warning))
-    return f'<div class="warning"><b>Warning, step {warning["step"]}:</b> {told}{samples}</div>'
+    text = html.escape(sentence(warning))
+    return f'<div class="warning"><b>Warning, step {warning["step"]}:</b> {text}{samples}</div>'
 
 
 def headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures a person looks for first."""
-    before, after = summary["eval_accuracy_before"], summary["eval_accuracy_after"]
+    """Return the most important figures."""
+    accuracy_before, after = summary["eval_accuracy_before"], summary["eval_accuracy_after"]
     speed, off_policy = summary["tokens_per_s"], summary["off_policy_share"]
     return [
-        ("held-out accuracy", f"{_value(before)} → {_value(after)}"),
+        ("held-out accuracy", f"{_value(accuracy_before)} → {_value(after)}"),
         ("trained tokens", _value(summary["trained_tokens"])),
         ("tokens per second", "-" if speed is None else f"{speed:,.0f}"),
         ("resumed samples", _value(summary["resumed_samples"])),
@@ -91,7 +95,7 @@ def headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def summary_table(run_dir: Path, summary: dict[str, Any]) -> Table:
-    """The same for a terminal."""
+    """Return the summary as a table for a terminal."""
     table = Table(title=f"{run_dir}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     for key, value in summary.items():
         table.add_row(key.replace("_", " "), _value(value))

@@ -1,13 +1,12 @@
-"""Spans of samples and train steps (`run.spans`), as OpenTelemetry means them; rlsys/obs/otlp.py sends them.
+"""OpenTelemetry spans of samples and train steps (`run.spans`); rlsys/obs/otlp.py exports them.
 
     trace of a sample   `sample`, from its start to its reward, with the events first_token, weights, interrupt,
-                        resume, reward; `sample, until a stop` for what an earlier process did of it
-    trace of a step     `step` with the children rollout, train (with score) and push, and links to the samples that
-                        it trained
+                        resume, reward; `sample, until a stop` for the part in an earlier process
+    trace of a step     `step` with the children rollout, train (with score) and push, and links to its samples
 
-The ids of a trace, and that of a sample's own span, follow from the run and the number of the sample or step. So all
-spans of a sample are in one trace, whatever was stopped and resumed, and a step's links need no word from the rollout
-process. A step that is trained again has a second `step` in its trace. Texts are never sent.
+The ids of a trace, and of a sample's own span, are derived from the run and the number of the sample or step.
+So all spans of a sample are in one trace across restarts, and a step's links need no message from the rollout
+process. A repeated step has a second `step` in its trace. Texts are never sent.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Value = str | int | float | bool | Sequence[int]
 
 @dataclass(frozen=True)
 class SpanId:
-    """`trace`: 128 bits; `span`: 64 bits."""
+    """Id of a span: 128 bits of the trace, 64 bits of the span."""
 
     trace: int
     span: int
@@ -33,7 +32,7 @@ class SpanId:
 
 @dataclass
 class Span:
-    """Times are unix seconds. `error`: why it came to nothing."""
+    """A span. Times are unix seconds; `error` is the reason of a failure."""
 
     name: str
     id: SpanId
@@ -48,36 +47,42 @@ class Span:
 
 
 def sample_span(run_id: str, sample_id: int) -> SpanId:
-    """Of the span `sample`."""
+    """Return the id of a sample's span."""
     return SpanId(_number(16, run_id, "sample", sample_id), _number(8, run_id, "sample", sample_id))
 
 
 def child_of(parent: SpanId) -> SpanId:
-    """One more span of that trace."""
+    """Return a new span id in the trace of `parent`."""
     return SpanId(parent.trace, int.from_bytes(secrets.token_bytes(8), "big") or 1)
 
 
-def _number(size: int, *of: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:size], "big") or 1
+def _number(size: int, *parts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:size], "big") or 1
 
 
 def step_spans(run_id: str, entry: dict[str, Any], samples: Sequence[Sample]) -> Iterator[Span]:
-    """Of a line of metrics of the kind `step`, whose `time` is the step's end, and the samples that it trained."""
+    """Yield the spans of a train step.
+
+    Args:
+        run_id: id of the run.
+        entry: the `step` line of metrics, whose `time` is the step's end.
+        samples: the trained samples.
+    """
     step = int(entry["step"])
     root = child_of(SpanId(_number(16, run_id, "step", step), 0))
-    begun = entry["time"] - entry["time_step"]
-    taken = begun + entry["time_rollout"]
-    trained = taken + entry["time_train"]
+    start = entry["time"] - entry["time_step"]
+    rollout_end = start + entry["time_rollout"]
+    train_end = rollout_end + entry["time_train"]
     attributes: dict[str, Value] = {
         f"rlsys.{name}": value
         for name, value in entry.items()
         if isinstance(value, int | float) and not name.startswith("time")
     }
     links = [sample_span(run_id, s.sample_id) for s in samples]
-    yield Span("step", root, begun, entry["time"], attributes=attributes, links=links)
-    yield Span("rollout", child_of(root), begun, taken, parent=root)
+    yield Span("step", root, start, entry["time"], attributes=attributes, links=links)
+    yield Span("rollout", child_of(root), start, rollout_end, parent=root)
     train = child_of(root)
-    yield Span("train", train, taken, trained, parent=root)
+    yield Span("train", train, rollout_end, train_end, parent=root)
     if "time_score" in entry:
-        yield Span("score", child_of(train), taken, taken + entry["time_score"], parent=train)
-    yield Span("push", child_of(root), trained, trained + entry["time_sync"], parent=root)
+        yield Span("score", child_of(train), rollout_end, rollout_end + entry["time_score"], parent=train)
+    yield Span("push", child_of(root), train_end, train_end + entry["time_sync"], parent=root)

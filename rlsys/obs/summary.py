@@ -1,4 +1,4 @@
-"""Metrics of a run -> the figures that gates and people read. Pure."""
+"""Summary of a run's metrics, for gates and people. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from rlsys.obs.metrics import Metrics, merge_counts, mismatch_quantile
 
 
 def summarise(metrics: Metrics) -> dict[str, Any]:
-    """Keys in a fixed order; seconds, and nats for log-prob gaps.
+    """Return the summary, with keys in a fixed order; seconds, and nats for log-prob gaps.
 
-    None: nothing was measured, because the run has not got that far or no step says it. A gate must not take
-    that for 0. `*_abs_logprob_diff` compare trainer and engine on tokens of the current weight version; the
-    quantile and the maximum are upper edges of histogram bins. `tokens_lost` is the ledger's count, never a
-    remainder.
+    None means not measured, because the run is not that far or no step has the value; a gate must not read it
+    as 0. `*_abs_logprob_diff` compare trainer and engine on tokens of the current weight version; quantile
+    and maximum are upper edges of histogram bins. `tokens_lost` is counted by the ledger.
     """
     steps, evals = metrics.steps, metrics.evals
     first, last = (steps[0], steps[-1]) if steps else ({}, {})
@@ -46,20 +45,23 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
 
 
 def _mismatch(steps: list[dict[str, Any]]) -> dict[str, float | None]:
-    seen = [s for s in steps if s.get("mismatch_hist")]
-    counts = merge_counts(s["mismatch_hist"] for s in seen)
-    compared = sum(counts)
-    if not compared:
+    steps_with_histogram = [s for s in steps if s.get("mismatch_hist")]
+    counts = merge_counts(s["mismatch_hist"] for s in steps_with_histogram)
+    total = sum(counts)
+    if not total:
         return dict.fromkeys(("mean_abs_logprob_diff", "p999_abs_logprob_diff", "max_abs_logprob_diff"))
     return {
-        "mean_abs_logprob_diff": sum(s["mismatch_mean"] * sum(s["mismatch_hist"]) for s in seen) / compared,
+        "mean_abs_logprob_diff": sum(
+            s["mismatch_mean"] * sum(s["mismatch_hist"]) for s in steps_with_histogram
+        )
+        / total,
         "p999_abs_logprob_diff": mismatch_quantile(counts, 0.999),
         "max_abs_logprob_diff": mismatch_quantile(counts, 1.0),
     }
 
 
 def _sum(entries: list[dict[str, Any]], key: str) -> float | None:
-    """Over the entries that have the key with a finite value; None when none has."""
+    """Sum the finite values of a key; None if there are none."""
     values = [e[key] for e in entries if e.get(key) is not None]
     return round(sum(values), 3) if values else None
 

@@ -1,42 +1,43 @@
-"""Signs that a run does not learn, read from its figures: what is seen, why it may be, and which field to change.
+"""Symptoms of a run that does not learn, from its metrics: observation, possible cause, and field to change.
 
-A rule is a pure function of a History. Rules compare the last steps with the first ones, so they need no knowledge of
-the model, and they look at several steps at once: one odd step is no symptom. `Watch` tells each symptom once.
-Bounds were tried on the curves in tests/data/curves; the quickstart's gives no warning.
+A rule is a pure function of a History. Rules compare the last steps with the first ones, so they need no
+knowledge of the model, and use several steps: one unusual step is no symptom. `SymptomMonitor` reports each
+symptom once. The thresholds were checked on the curves in tests/data/curves; the quickstart's gives no
+warning.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 NO_SIGNAL_STEPS = 3
-"""Steps in a row without any gradient."""
+"""Consecutive steps without a gradient."""
 WINDOW = 5
-"""Steps whose figures are put together, at the beginning and at the end of a history."""
-FEWEST = 3 * WINDOW
-"""Steps before the end is compared with the beginning."""
-CUT_OFF = 0.25
-"""Share of responses that reach the longest length."""
+"""Number of steps to aggregate, at the start and at the end of a history."""
+MIN_STEPS = 3 * WINDOW
+"""Minimum number of steps before end and start are compared."""
+MAX_TRUNCATED = 0.25
+"""Fraction of responses with the maximum length."""
 ENTROPY_LEFT, ENTROPY_LOW = 0.1, 0.05
-"""Of the first steps' entropy; nats a token."""
+"""Fraction of the first steps' entropy; nats per token."""
 MISMATCH_GROWTH, MISMATCH_LOW = 5.0, 1e-3
-"""Times the first steps' gap; nats a token. Float32 has about 1e-7, bfloat16 about 1e-2."""
+"""Factor over the first steps' gap; nats per token. Float32 has about 1e-7, bfloat16 about 1e-2."""
 LOAD_GROWTH, IDLE_GROWTH = 2.0, 0.25
-"""Times the first steps' load of the busiest expert; share of a layer's experts that got tokens and get none now."""
+"""Factor over the first steps' load of the busiest expert; fraction of a layer's experts that became idle."""
 DEVIATIONS = 2.0
-"""Standard deviations by which a held-out accuracy must lie below the best one."""
-ONE_ANSWER = 0.9
-"""Share of the held-out prompts from which one answer to all of them is odd."""
-PAID = 0.5
-"""Mean reward from which an accuracy of 0 is odd."""
-ASIDE = 0.5
-"""Share of agents' requests that are no turn of a response."""
+"""Standard deviations by which a held-out accuracy must be below the best one."""
+MAX_SAME_ANSWER = 0.9
+"""Fraction of held-out prompts with the same answer that is suspicious."""
+HIGH_REWARD = 0.5
+"""Mean reward at which an accuracy of 0 is suspicious."""
+MAX_SIDE_REQUESTS = 0.5
+"""Fraction of agents' requests outside the main conversation."""
 QUIET = 2 * WINDOW
-"""Steps without a symptom after which it is told again."""
+"""Steps without a symptom after which it is reported again."""
 
 Entry = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -44,18 +45,20 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Symptom:
+    """A symptom; the fields are texts for people."""
+
     name: str
-    seen: str
+    observation: str
     cause: str
     knob: str
 
     def entry(self) -> dict[str, str]:
-        """What a `warning` line of metrics.jsonl says of it."""
-        return asdict(self)
+        """Return the fields of a `warning` line of metrics.jsonl."""
+        return {"name": self.name, "seen": self.observation, "cause": self.cause, "knob": self.knob}
 
 
 def sentence(warning: Entry) -> str:
-    """A `warning` line of metrics.jsonl, for a person."""
+    """Format a `warning` line of metrics.jsonl for a person."""
     return f"{warning['seen']}. {warning['cause']}. {warning['knob']}."
 
 
@@ -67,216 +70,239 @@ class History:
     evals: Sequence[Entry] = ()
 
     def last(self, key: str, count: int = WINDOW) -> list[float]:
-        """Values of the last `count` steps; empty unless all of them have one."""
+        """Return the values of the last `count` steps; empty unless all have one."""
         return _values(self.steps[-count:], key, count)
 
     def first(self, key: str, count: int = WINDOW) -> list[float]:
-        """The same of the first steps of a history that is long enough to be compared; else empty."""
-        return _values(self.steps[:count], key, count) if len(self.steps) >= FEWEST else []
+        """Return the values of the first steps, if the history is long enough for a comparison; else empty."""
+        return _values(self.steps[:count], key, count) if len(self.steps) >= MIN_STEPS else []
 
 
 def _values(steps: Sequence[Entry], key: str, count: int) -> list[float]:
-    found = [float(value) for s in steps if (value := s.get(key)) is not None]
-    return found if len(found) == count else []
+    values = [float(value) for s in steps if (value := s.get(key)) is not None]
+    return values if len(values) == count else []
 
 
 def find_symptoms(history: History) -> list[Symptom]:
-    return [found for rule in RULES if (found := rule(history)) is not None]
+    """Apply all rules."""
+    return [symptom for rule in RULES if (symptom := rule(history)) is not None]
 
 
 def no_signal(history: History) -> Symptom | None:
+    """Detect steps whose groups all have equal rewards."""
     groups = history.last("effective_groups", NO_SIGNAL_STEPS)
     rewards = history.last("reward", NO_SIGNAL_STEPS)
     if not groups or not rewards or any(groups) or _nearly_solved(history):
         return None
-    same = max(rewards) - min(rewards) < 1e-9
-    level = f"all rewards are {rewards[-1]:g}" if same else "the rewards of each group are equal"
+    all_equal = max(rewards) - min(rewards) < 1e-9
+    level = f"all rewards are {rewards[-1]:g}" if all_equal else "the rewards of each group are equal"
     return Symptom(
         "no_signal",
         f"no learning signal for {NO_SIGNAL_STEPS} steps: {level}",
         "Advantages compare the responses to one prompt, so equal rewards give no gradient: the prompts are too "
-        "hard or too easy for this model, or the reward does not see the answer in the response",
+        "hard or too easy for this model, or the reward function does not find the answer in the response",
         "Read the samples, then change data.reward, take prompts of another difficulty (data.params), or more "
         "samples a prompt (rollout.group_size)",
     )
 
 
 def held_out_falls(history: History) -> Symptom | None:
-    """The last two evaluations lie below the best one by more than chance, and the reward is higher than it was."""
+    """Detect that the last two evaluations are significantly below the best one, while the reward has risen."""
     evals = history.evals
     if len(evals) < 3:
         return None
     best = max(evals[:-2], key=lambda e: float(e["accuracy"]))
     top, latest = float(best["accuracy"]), [float(e["accuracy"]) for e in evals[-2:]]
     deviation = math.sqrt(sum(_variance(e) for e in (best, evals[-1])))
-    before = [s["reward"] for s in history.steps if best["step"] - WINDOW < s["step"] <= best["step"]]
-    before = before or [s["reward"] for s in history.steps[:WINDOW]]
-    since = history.last("reward")
-    if max(latest) >= top - DEVIATIONS * deviation or not since or fmean(since) <= fmean(before):
+    rewards_before = [s["reward"] for s in history.steps if best["step"] - WINDOW < s["step"] <= best["step"]]
+    rewards_before = rewards_before or [s["reward"] for s in history.steps[:WINDOW]]
+    recent_rewards = history.last("reward")
+    if (
+        max(latest) >= top - DEVIATIONS * deviation
+        or not recent_rewards
+        or fmean(recent_rewards) <= fmean(rewards_before)
+    ):
         return None
     return Symptom(
         "held_out_falls",
-        f"the reward rises ({fmean(before):.3g} to {fmean(since):.3g}) while held-out accuracy falls "
+        f"the reward rises ({fmean(rewards_before):.3g} to {fmean(recent_rewards):.3g}) while held-out "
+        "accuracy falls "
         f"({top:.3f} after step {best['step']}, {latest[-1]:.3f} now)",
-        "The model learns what the reward pays and not the task, or it learns the training prompts by heart",
-        "Read the best rewarded samples; mend data.reward, add a KL term (configs/algorithms/kl.yaml), use more "
+        "The model exploits the reward instead of learning the task, or it memorises the training prompts",
+        "Read the samples with the highest rewards; correct data.reward, add a KL term "
+        "(configs/algorithms/kl.yaml), use more "
         f"prompts, or stop at the checkpoint of step {best['step']}",
     )
 
 
 def never_right(history: History) -> Symptom | None:
-    """Well paid, and still no evaluation has counted a single response as right."""
+    """Detect a high reward although no evaluation has counted a response as correct."""
     rewards = history.last("reward")
-    if len(history.evals) < 2 or not rewards or (mean := fmean(rewards)) < PAID:
+    if len(history.evals) < 2 or not rewards or (mean := fmean(rewards)) < HIGH_REWARD:
         return None
     if any(float(e["accuracy"]) > 0 for e in history.evals):
         return None
     return Symptom(
         "never_right",
         f"the mean reward is {mean:.3g}, but held-out accuracy is 0 in all {len(history.evals)} evaluations",
-        "An evaluation counts a response as right whose reward is 1 or more; of named parts, the first one. This "
-        "reward stays below 1, as with a penalty on a right answer, or it pays much for what is not yet right",
-        "Let data.reward give named parts, the first of them 1 for a right answer (docs/own-task.md)",
+        "An evaluation counts a response as correct if its reward, or the first of its named parts, is at "
+        "least 1. This "
+        "reward stays below 1, as with a penalty on a correct answer, or it rewards incorrect answers highly",
+        "Let data.reward return named parts, the first of them 1 for a correct answer (docs/own-task.md)",
     )
 
 
 def _variance(entry: Entry) -> float:
-    """Of an accuracy, after Agresti and Coull: not 0 where all or none were right."""
+    """Return the variance of an accuracy, after Agresti and Coull: not 0 if all or none are correct."""
     n = float(entry.get("prompts") or 1) + 4
     share = (float(entry["accuracy"]) * (n - 4) + 2) / n
     return share * (1 - share) / n
 
 
 def learned_to_guess(history: History) -> Symptom | None:
-    """Better than at first, by an answer that does not look at the prompt: the two last evaluations tell."""
+    """Detect an improvement through answers that do not depend on the prompt, in the two last evaluations."""
     if len(history.evals) < 3 or _nearly_solved(history):
         return None
     first, latest = history.evals[0], history.evals[-2:]
-    now = float(latest[-1]["accuracy"])
-    same = [float(e.get("same_answer_share") or 0) for e in latest]
+    accuracy = float(latest[-1]["accuracy"])
+    same_answer = [float(e.get("same_answer_share") or 0) for e in latest]
     constant = [float(e.get("constant_accuracy") or 0) for e in latest]
     best, chance = constant[-1], DEVIATIONS * math.sqrt(_variance(first) + _variance(latest[-1]))
-    if min(same) >= ONE_ANSWER and float(first.get("same_answer_share") or 0) < ONE_ANSWER:
-        seen = f"the model gives {same[-1]:.0%} of the held-out prompts the same answer; {now:.0%} of these are right"
+    if min(same_answer) >= MAX_SAME_ANSWER and float(first.get("same_answer_share") or 0) < MAX_SAME_ANSWER:
+        observation = (
+            f"the model gives {same_answer[-1]:.0%} of the held-out prompts the same answer; "
+            f"accuracy is {accuracy:.0%}"
+        )
     elif (
         all(float(e["accuracy"]) <= c for e, c in zip(latest, constant, strict=True))
-        and now > float(first["accuracy"]) + chance
-        and _stands(history)
+        and accuracy > float(first["accuracy"]) + chance
+        and _stagnates(history)
     ):
-        seen = (
-            f"held-out accuracy rose from {float(first['accuracy']):.3f} to {now:.3f} and stands, where one and the "
-            f"same answer to every prompt would get {best:.3f}"
+        observation = (
+            f"held-out accuracy rose from {float(first['accuracy']):.3f} to {accuracy:.3f} and stagnates, and "
+            "the same "
+            f"answer to every prompt would get {best:.3f}"
         )
     else:
         return None
     return Symptom(
         "learned_to_guess",
-        seen,
-        "The model has learned which answers are frequent and not how to find the right one: the task is too hard "
-        "for it, or its responses are too short to work it out",
-        "Read the samples; take easier prompts first (data.params) or prompts whose answers are less alike, let the "
-        "prompt ask for the way to the answer, raise rollout.max_response_tokens, or begin with rlsys sft",
+        observation,
+        "The model has learned which answers are frequent, not how to find the correct one: the task is too hard "
+        "for it, or its responses are too short for a derivation",
+        "Read the samples; start with easier prompts (data.params) or prompts with more diverse answers, ask for a "
+        "derivation in the prompt, raise rollout.max_response_tokens, or start with rlsys sft",
     )
 
 
-def _stands(history: History) -> bool:
-    """The reward of the last steps is no higher than that of those before."""
-    rewards, before = history.last("reward"), history.steps[-2 * WINDOW : -WINDOW]
-    middle = _values(before, "reward", WINDOW)
+def _stagnates(history: History) -> bool:
+    """Return whether the reward of the last steps is no higher than that of the steps before."""
+    rewards, earlier_steps = history.last("reward"), history.steps[-2 * WINDOW : -WINDOW]
+    middle = _values(earlier_steps, "reward", WINDOW)
     return bool(rewards and middle) and fmean(rewards) <= fmean(middle) + 0.01
 
 
 def at_the_cap(history: History) -> Symptom | None:
+    """Detect many responses with the maximum length."""
     shares = history.last("truncated_share")
-    if not shares or (share := fmean(shares)) < CUT_OFF:
+    if not shares or (share := fmean(shares)) < MAX_TRUNCATED:
         return None
-    first, now = history.first("response_len_mean"), history.last("response_len_mean")
-    grows = bool(first and now) and fmean(now) > 1.2 * fmean(first)
+    first, lengths = history.first("response_len_mean"), history.last("response_len_mean")
+    grows = bool(first and lengths) and fmean(lengths) > 1.2 * fmean(first)
     growth = (
-        f", and lengths grow ({fmean(first):.0f} to {fmean(now):.0f} tokens in the mean)" if grows else ""
+        f", and the mean length grows ({fmean(first):.0f} to {fmean(lengths):.0f} tokens)" if grows else ""
     )
     return Symptom(
         "at_the_cap",
         f"{share:.0%} of the responses reach rollout.max_response_tokens{growth}",
-        "A response that is cut off has no answer, so long thoughts are punished whether they are right or not; or "
-        "the model does not know how to end",
-        "Raise rollout.max_response_tokens, shape the reward by length (docs/algorithms.md: overlong), or leave "
-        "cut-off responses out of the loss (algo.selectors = [overlong_filter])",
+        "A truncated response has no answer, so long reasoning is penalised whether it is correct or not; or the "
+        "model does not learn to stop",
+        "Raise rollout.max_response_tokens, shape the reward by length (docs/algorithms.md: overlong), or exclude "
+        "truncated responses from the loss (algo.selectors = [overlong_filter])",
     )
 
 
 def entropy_collapse(history: History) -> Symptom | None:
-    """Entropy fell to nearly nothing, and the reward does not rise any more although not every group is equal."""
+    """Detect that entropy is close to 0 and the reward has stopped rising, although groups differ."""
     key = "entropy" if history.last("entropy") else "sampled_entropy"
-    first, now = history.first(key), history.last(key)
-    if not first or not now:
+    first, recent = history.first(key), history.last(key)
+    if not first or not recent:
         return None
-    was, left = fmean(first), fmean(now)
-    if left > ENTROPY_LEFT * was or left > ENTROPY_LOW or not _stands(history) or _nearly_solved(history):
+    initial, current = fmean(first), fmean(recent)
+    if (
+        current > ENTROPY_LEFT * initial
+        or current > ENTROPY_LOW
+        or not _stagnates(history)
+        or _nearly_solved(history)
+    ):
         return None
     return Symptom(
         "entropy_collapse",
-        f"entropy fell from {was:.2g} to {left:.2g} nats a token, and the reward has stopped rising",
-        "The model gives nearly the same response each time, so it finds nothing new to learn from",
+        f"entropy fell from {initial:.2g} to {current:.2g} nats per token, and the reward has stopped rising",
+        "The model generates nearly the same response each time, so it no longer explores",
         "Lower trainer.lr, raise the upper clip bound (algo.loss, clip_high) or rollout.temperature, or add an "
         "entropy term (configs/algorithms/entropy.yaml, clip_cov.yaml, kl_cov.yaml)",
     )
 
 
 def _nearly_solved(history: History) -> bool:
-    """Held-out prompts are answered, so that little is left to be found."""
+    """Return whether nearly all held-out prompts are answered correctly."""
     return bool(history.evals) and float(history.evals[-1]["accuracy"]) >= 0.9
 
 
 def mismatch_grows(history: History) -> Symptom | None:
-    first, now = history.first("mismatch_mean"), history.last("mismatch_mean")
-    if not first or not now:
+    """Detect a growing difference between the log-probs of engine and trainer."""
+    first, recent = history.first("mismatch_mean"), history.last("mismatch_mean")
+    if not first or not recent:
         return None
-    was, gap = median(first), median(now)
-    if gap < MISMATCH_GROWTH * was or gap < MISMATCH_LOW:
+    initial, gap = median(first), median(recent)
+    if gap < MISMATCH_GROWTH * initial or gap < MISMATCH_LOW:
         return None
     return Symptom(
         "mismatch_grows",
-        f"engine and trainer disagree more and more: |logp - mu| is {gap:.2g} in the mean, it was {was:.2g}",
-        "Both compute the same weights in different ways (kernels, number types, choice of experts), and the model "
-        "has moved to where that matters; the loss then trains what was not sampled",
+        f"engine and trainer increasingly disagree: the mean of |logp - mu| rose from {initial:.2g} to {gap:.2g}",
+        "Both use the same weights with different kernels, dtypes or expert selection, and the model has moved to "
+        "where that matters; the loss then trains on tokens that the trainer would not sample",
         "Replay the experts (trainer.replay = engine), correct for it (configs/algorithms/tis.yaml, icepop.yaml), "
-        "lower trainer.lr, or compute in a more exact type (model.dtype, model.fp8)",
+        "lower trainer.lr, or use a more precise dtype (model.dtype, model.fp8)",
     )
 
 
 def router_collapse(history: History) -> Symptom | None:
-    found = []
-    first, now = history.first("expert_load_max"), history.last("expert_load_max")
-    if first and now and median(now) >= LOAD_GROWTH * median(first):
-        found.append(
-            f"the busiest expert has {median(now):.1f} times the mean load, it had {median(first):.1f}"
+    """Detect that routers select fewer and fewer experts."""
+    observations = []
+    first, recent = history.first("expert_load_max"), history.last("expert_load_max")
+    if first and recent and median(recent) >= LOAD_GROWTH * median(first):
+        observations.append(
+            f"the busiest expert has {median(recent):.1f} times the mean load, up from {median(first):.1f}"
         )
-    first, now = history.first("expert_idle_share"), history.last("expert_idle_share")
-    if first and now and median(now) >= median(first) + IDLE_GROWTH:
-        found.append(f"{median(now):.0%} of a layer's experts get no token, it was {median(first):.0%}")
-    if not found:
+    first, recent = history.first("expert_idle_share"), history.last("expert_idle_share")
+    if first and recent and median(recent) >= median(first) + IDLE_GROWTH:
+        observations.append(
+            f"{median(recent):.0%} of a layer's experts get no token, up from {median(first):.0%}"
+        )
+    if not observations:
         return None
     return Symptom(
         "router_collapse",
-        "the routers send all tokens to few experts: " + ", and ".join(found),
-        "Nothing balances the experts, and those that get tokens learn to get more",
+        "the routers send all tokens to few experts: " + ", and ".join(observations),
+        "Nothing balances the experts, and experts that get tokens learn to attract more",
         "Set trainer.balance_loss (1e-3 is usual), trainer.balance_rate for routers with biases, or lower trainer.lr",
     )
 
 
-def asked_aside(history: History) -> Symptom | None:
-    """Counts since the rollout process began."""
-    calls, aside = history.last("agent_calls"), history.last("agent_side_calls")
-    if not calls or not aside or aside[-1] <= ASIDE * calls[-1]:
+def many_side_requests(history: History) -> Symptom | None:
+    """Detect agents with most requests outside the main conversation; counts since the rollout process started."""
+    calls, side_calls = history.last("agent_calls"), history.last("agent_side_calls")
+    if not calls or not side_calls or side_calls[-1] <= MAX_SIDE_REQUESTS * calls[-1]:
         return None
     return Symptom(
         "asked_aside",
-        f"{aside[-1] / calls[-1]:.0%} of what agents ask is answered on the side",
-        "With rollout.generator_params.train: first only the conversation that an agent begins with is trained. "
-        "These agents rewrite their history, or ask most in other conversations",
-        "Set train: all in rollout.generator_params, or let the agent begin with the conversation that is to be "
-        "learned (docs/agents.md)",
+        f"{side_calls[-1] / calls[-1]:.0%} of the agents' requests are outside the trained conversation",
+        "With rollout.generator_params.train: first only an agent's first conversation is trained. These agents "
+        "rewrite their history, or use other conversations",
+        "Set train: all in rollout.generator_params, or let the agent start with the conversation to be trained "
+        "(docs/agents.md)",
     )
 
 
@@ -289,31 +315,33 @@ RULES = (
     entropy_collapse,
     mismatch_grows,
     router_collapse,
-    asked_aside,
+    many_side_requests,
 )
 
 
-class Watch:
-    """Owns a run's history, and remembers what it has told: a symptom that lasts is told once.
+class SymptomMonitor:
+    """Owns a run's history, and reports a lasting symptom only once.
 
-    Only trainer rank 0 has one. A run that goes on gives it the lines of its earlier sessions.
+    Only trainer rank 0 has one. A resumed run initialises it with the lines of earlier sessions.
     """
 
     def __init__(self, steps: Sequence[Entry] = (), evals: Sequence[Entry] = ()) -> None:
         self._steps, self._evals = list(steps), list(evals)
-        self._seen: dict[str, int] = {}
-        """By name: the step that last showed it."""
+        self._last_steps: dict[str, int] = {}
+        """Name of a symptom -> the last step with it."""
         for end in range(max(0, len(steps) - QUIET), len(steps)):
             at = steps[end]["step"]
             self._note(at, find_symptoms(History(steps[: end + 1], [e for e in evals if e["step"] <= at])))
 
     def add(self, entry: Entry) -> list[Symptom]:
-        """Symptoms that this `step` or `eval` line shows for the first time, or again after a while."""
-        lean = {k: v for k, v in entry.items() if not isinstance(v, list)}  # no histograms: all steps stay
+        """Return the symptoms that this `step` or `eval` line shows for the first time, or again after a pause."""
+        lean = {
+            k: v for k, v in entry.items() if not isinstance(v, list)
+        }  # without histograms, since all steps are kept
         (self._evals if entry["kind"] == "eval" else self._steps).append(lean)
         return self._note(entry["step"], find_symptoms(History(self._steps, self._evals)))
 
-    def _note(self, step: int, found: Sequence[Symptom]) -> list[Symptom]:
-        new = [s for s in found if step - self._seen.get(s.name, -QUIET) >= QUIET]
-        self._seen |= {s.name: step for s in found}
+    def _note(self, step: int, symptoms: Sequence[Symptom]) -> list[Symptom]:
+        new = [s for s in symptoms if step - self._last_steps.get(s.name, -QUIET) >= QUIET]
+        self._last_steps |= {s.name: step for s in symptoms}
         return new

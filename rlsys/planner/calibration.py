@@ -1,4 +1,4 @@
-"""Costs as a run of one's own shows them: its metrics, and what SGLang logs of its batches."""
+"""Costs measured on an own run: from its metrics, and from SGLang's log lines about batches."""
 
 from __future__ import annotations
 
@@ -17,52 +17,60 @@ from rlsys.core.errors import UserError
 from rlsys.ledger.reader import Length, RunReader
 from rlsys.obs.metrics import read_metrics
 from rlsys.planner.costs import Costs
-from rlsys.planner.lengths import Lengths
+from rlsys.planner.lengths import LengthDistribution
 from rlsys.planner.simulation import simulate
 
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+),.*?gen throughput \(token/s\): ([\d.]+)")
 _PREFILL = re.compile(r"Prefill batch.*?#new-token: (\d+),.*?input throughput \(token/s\): ([\d.]+)")
 _LARGE = 64
-"""Tokens of a prefill batch from which its throughput tells of tokens, not of the pass."""
-_FEWEST = 5
-"""Lines about decoding, or steps, from which something can be told."""
-_ROUNDS, _STEPS, _CAUTION = 4, 12, 0.7
-"""Simulations of the calibrating run, their train steps, and how far each goes towards what seems right."""
+"""Minimum tokens of a prefill batch whose throughput depends on the tokens rather than on the pass."""
+_MIN_POINTS = 5
+"""Minimum number of decode log lines, or of train steps, for a calibration."""
+_ROUNDS, _STEPS, _DAMPING = 4, 12, 0.7
+"""Fit of the remaining costs: number of simulations, their train steps, and the damping of each correction."""
 _PROMPT_TOKENS = 512
-"""Of a prompt, where every one was read more than once."""
+"""Assumed prompt length, if every prompt was prefilled more than once."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of a run, on the machine and layout that it ran on."""
+    """Costs of a run, on the machine and layout that it ran on."""
 
     by_tp: dict[int, Costs]
-    """By the size of an engine."""
-    lengths: Lengths
+    """Tensor-parallel size of an engine -> costs."""
+    lengths: LengthDistribution
     prompt_tokens: int
-    """Of a prompt, in the mean."""
+    """Mean prompt length."""
 
     def costs(self, tp: int) -> Costs:
-        """Raises UserError where the run had no such engine."""
+        """Return the costs of engines of a size.
+
+        Raises:
+            UserError: the run had no such engine.
+        """
         if tp not in self.by_tp:
-            seen = ", ".join(map(str, sorted(self.by_tp)))
+            sizes = ", ".join(map(str, sorted(self.by_tp)))
             raise UserError(
-                f"--calibrate: the run's engines are of tp {seen}; nothing tells what tp {tp} costs"
+                f"--calibrate: the run's engines have tp {sizes}, so the costs of tp {tp} are unknown"
             )
         return self.by_tp[tp]
 
 
-def calibrated(run: Path) -> Calibration:
-    """Raises UserError when the run folder says too little."""
+def calibrate(run: Path) -> Calibration:
+    """Measure the costs of a run.
+
+    Raises:
+        UserError: the run folder has too little data.
+    """
     steps = read_metrics(run).steps
-    if len(steps) < _FEWEST:
-        raise UserError(f"--calibrate {run}: {len(steps)} train steps; expected at least {_FEWEST}")
+    if len(steps) < _MIN_POINTS:
+        raise UserError(f"--calibrate {run}: {len(steps)} train steps; expected at least {_MIN_POINTS}")
     groups = RunReader(run).lengths()
     lengths = lengths_of(groups)
-    prompts = [one.prompt for group in groups for one in group if one.prompt is not None]
+    prompts = [length.prompt for group in groups for length in group if length.prompt is not None]
     prompt = round(fmean(prompts)) if prompts else _PROMPT_TOKENS
     config = load_config(run / "config.yaml")
-    later = steps[1:]  # the first one compiles
+    later = steps[1:]  # the first step compiles
     shares = [s.get("shared_share", 0.0) for s in later]  # of a run of an older rlsys, nothing is shared
     tokens = [s["tokens"] + prompt * config.samples_per_step for s in later]
     computed = [n * (1 - share) for n, share in zip(tokens, shares, strict=True)]
@@ -73,120 +81,152 @@ def calibrated(run: Path) -> Calibration:
         every_pass, decoded = _decoding(run, lines)
         read = _prefill(lines, every_pass)
         by_tp[tp] = Costs(
-            every_pass=every_pass,
+            pass_overhead=every_pass,
             decoded_token=decoded,
             prompt_token=decoded if read is None else read,
             trained_token=token,
             shared_prompts=any(shares),
             train_step=step,
         )
-    waited, pushed = (fmean(_usual([s[name] for s in later])) for name in ("time_rollout", "time_sync"))
-    return _fitted(config, Calibration(by_tp, lengths, prompt), waited, pushed)
+    rollout_seconds, push_seconds = (
+        fmean(_without_outliers([s[name] for s in later])) for name in ("time_rollout", "time_sync")
+    )
+    return _fit_overheads(config, Calibration(by_tp, lengths, prompt), rollout_seconds, push_seconds)
 
 
-def _usual(seconds: Sequence[float]) -> list[float]:
-    """Without the largest tenth: a checkpoint or an evaluation before the step, a pause of the machine."""
+def _without_outliers(seconds: Sequence[float]) -> list[float]:
+    """Return the values without the largest tenth, which includes checkpoints, evaluations and pauses."""
     return sorted(seconds)[: max(1, math.ceil(0.9 * len(seconds)))]
 
 
-def _fitted(config: Config, found: Calibration, waited: float, pushed: float) -> Calibration:
-    """With what no log tells, so that the run's own simulation has its seconds of a step: what an engine's server
-    takes for a request, and what a push takes. `waited`, `pushed`: of a step, by the run's metrics."""
+def _fit_overheads(
+    config: Config, calibration: Calibration, rollout_seconds: float, push_seconds: float
+) -> Calibration:
+    """Fit the costs that no log contains, so that a simulation of the run reproduces its times.
+
+    These are an engine's overhead per request, and the time of a push.
+
+    Args:
+        config: the run's config.
+        calibration: the other costs.
+        rollout_seconds: the run's waiting time per step.
+        push_seconds: the run's push time per step.
+    """
     requests = config.slots / config.engine.writers
     for _ in range(_ROUNDS):
-        by_tp = found.by_tp
+        by_tp = calibration.by_tp
         simulated = simulate(
             config,
             next(iter(by_tp.values())),
-            found.lengths,
-            prompt_tokens=found.prompt_tokens,
+            calibration.lengths,
+            prompt_tokens=calibration.prompt_tokens,
             steps=_STEPS,
             by_tp=by_tp,
         )
-        late, longer = waited - simulated.rollout_seconds, pushed - simulated.push_seconds
+        request_error, push_error = (
+            rollout_seconds - simulated.rollout_seconds,
+            push_seconds - simulated.push_seconds,
+        )
         fitted = {
             tp: replace(
-                one,
-                request=max(0.0, one.request + _CAUTION * late / requests),
-                push=max(0.0, one.push + longer),
+                costs,
+                request=max(0.0, costs.request + _DAMPING * request_error / requests),
+                push=max(0.0, costs.push + push_error),
             )
-            for tp, one in by_tp.items()
+            for tp, costs in by_tp.items()
         }
-        found = replace(found, by_tp=fitted)
-    return found
+        calibration = replace(calibration, by_tp=fitted)
+    return calibration
 
 
-def lengths_of(groups: Sequence[Sequence[Length]]) -> Lengths:
-    """Of the newest half of the groups, since lengths change while a policy learns.
+def lengths_of(groups: Sequence[Sequence[Length]]) -> LengthDistribution:
+    """Return the lengths of the newest half of the groups, since lengths change while a policy learns.
 
-    A response that had not ended is taken to end as one that ended later than it had come: without these, a run that
-    is stopped with long responses in flight would show short ones only.
+    An unfinished response is assumed to end like a random finished one that is longer. Without these, a run
+    that was stopped with long responses in flight would show short ones only.
     """
     newest, rng = groups[len(groups) // 2 :], random.Random(0)
-    ended = sorted(one.tokens for group in newest for one in group if one.ended)
-    longest = max((one.tokens for group in newest for one in group), default=1)
+    finished = sorted(length.tokens for group in newest for length in group if length.complete)
+    longest = max((length.tokens for group in newest for length in group), default=1)
 
-    def whole(one: Length) -> int:
-        longer = ended if one.ended else ended[int(np.searchsorted(ended, one.tokens, side="right")) :]
-        return one.tokens if one.ended else rng.choice(longer or [longest])
+    def final_tokens(length: Length) -> int:
+        longer = (
+            finished
+            if length.complete
+            else finished[int(np.searchsorted(finished, length.tokens, side="right")) :]
+        )
+        return length.tokens if length.complete else rng.choice(longer or [longest])
 
-    found = [[whole(one) for one in group] for group in newest]
-    return Lengths([n for group in found for n in group] or [1], longest, found or None)
+    newest_lengths = [[final_tokens(length) for length in group] for group in newest]
+    return LengthDistribution(
+        [n for group in newest_lengths for n in group] or [1], longest, newest_lengths or None
+    )
 
 
 def _log_lines(run: Path, config: Config, tp: int) -> list[str]:
-    """Of the engines of this size; of engines that joined, those of engine.tp."""
+    """Return the log lines of the engines of this size; engines that joined later count as engine.tp."""
     lines = []
     for log in sorted((run / "logs").glob("engine-*.log")):
-        index = int(found[1]) if (found := re.search(r"engine-(\d+)", log.name)) else 0
+        index = int(match[1]) if (match := re.search(r"engine-(\d+)", log.name)) else 0
         if config.engine.tp_of(index) == tp:
             lines += log.read_text(encoding="utf-8", errors="replace").splitlines()
     return lines
 
 
 def _decoding(run: Path, lines: Iterable[str]) -> tuple[float, float]:
-    """Seconds of a pass, and of each request in it, from what the engine logs every 40 passes: where it can be, of
-    lines without a prompt since the line before, since the time between two lines counts."""
+    """Return the seconds of a decode pass, and of each request in it, from the log lines of every 40 passes.
+
+    If possible, only lines without a prefill since the previous line are used, since a line covers the time
+    between two lines.
+    """
     all_lines: list[tuple[float, float]] = []
     decoding: list[tuple[float, float]] = []
     prompts = True
     for line in lines:
-        if (found := _DECODE.search(line)) and (rate := float(found[2])) > 0:
-            point = float(found[1]), int(found[1]) / rate
+        if (match := _DECODE.search(line)) and (rate := float(match[2])) > 0:
+            point = float(match[1]), int(match[1]) / rate
             all_lines.append(point)
             if not prompts:
                 decoding.append(point)
             prompts = False
         elif _PREFILL.search(line):
             prompts = True
-    if len(all_lines) < _FEWEST:
-        raise UserError(f"--calibrate {run}: logs/engine-*.log: fewer than {_FEWEST} lines about decoding")
-    return _mean_line(decoding) if len(decoding) >= _FEWEST else _slope(all_lines)
+    if len(all_lines) < _MIN_POINTS:
+        raise UserError(
+            f"--calibrate {run}: logs/engine-*.log: fewer than {_MIN_POINTS} lines about decoding"
+        )
+    return _mean_line(decoding) if len(decoding) >= _MIN_POINTS else _slope(all_lines)
 
 
 def _prefill(lines: Iterable[str], every_pass: float) -> float | None:
-    """Seconds of a prompt's token, beside those of its pass: of batches right after another one, if there are enough,
-    since a line counts the time from one batch to the next; else of the fastest tenth of all."""
-    beside: list[float] = []
+    """Return the seconds of a prompt token besides those of its pass.
+
+    It is the median over batches directly after another batch, if there are enough, since a line covers the
+    time from one batch to the next; else the fastest tenth of all.
+    """
+    token_seconds: list[float] = []
     second: list[float] = []
-    after = False
+    follows_prefill = False
     for line in lines:
-        if (found := _PREFILL.search(line)) and (rate := float(found[2])) > 0:
-            if (tokens := int(found[1])) >= _LARGE:
-                beside.append(max(0.0, tokens / rate - every_pass) / tokens)
-                if after:
-                    second.append(beside[-1])
-            after = True
+        if (match := _PREFILL.search(line)) and (rate := float(match[2])) > 0:
+            if (tokens := int(match[1])) >= _LARGE:
+                token_seconds.append(max(0.0, tokens / rate - every_pass) / tokens)
+                if follows_prefill:
+                    second.append(token_seconds[-1])
+            follows_prefill = True
         elif _DECODE.search(line):
-            after = False
-    if len(second) >= _FEWEST:
+            follows_prefill = False
+    if len(second) >= _MIN_POINTS:
         return median(second)
-    return float(np.quantile(beside, 0.1)) if beside else None
+    return float(np.quantile(token_seconds, 0.1)) if token_seconds else None
 
 
 def _mean_line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, by least squares, since what takes longer now and then is part of the
-    mean; without what takes twice as long as is usual: an engine rested."""
+    """Return intercept and slope, neither negative, by least squares without outliers.
+
+    Least squares fit the mean, which includes occasional slow passes. Points that take twice the usual time
+    are dropped: the engine was paused.
+    """
     start, rise = _slope(points)
     usual = [(n, seconds) for n, seconds in points if seconds <= 2 * (start + rise * n)]
     x, y = (np.array(column, dtype=np.float64) for column in zip(*usual, strict=True))
@@ -197,13 +237,13 @@ def _mean_line(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _slope(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, by Theil and Sen: half of the points may be far off."""
+    """Return intercept and slope, neither negative, by the Theil-Sen estimator, which tolerates outliers."""
     x, y = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     first, second = np.triu_indices(len(x), 1)
-    apart = x[first] != x[second]
-    if not apart.any():
+    differs = x[first] != x[second]
+    if not differs.any():
         return float(np.median(y)), 0.0
-    slopes = (y[second] - y[first])[apart] / (x[second] - x[first])[apart]
+    slopes = (y[second] - y[first])[differs] / (x[second] - x[first])[differs]
     slope = max(0.0, float(np.median(slopes)))
     intercept = float(np.median(y - slope * x))
     if intercept < 0:

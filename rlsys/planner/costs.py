@@ -1,4 +1,4 @@
-"""What a forward pass of an engine, a train step and a push take, in seconds. From a machine's rates. Pure."""
+"""Seconds of an engine's forward pass, of a train step and of a push, from a machine's rates. Pure."""
 
 from __future__ import annotations
 
@@ -10,78 +10,84 @@ from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import crossover_length, forward_flops, visited_parameters
 from rlsys.convert.prefixes import Sharing, cost, why_not_shared
-from rlsys.core.machines import DECODE_SHARE, PASS_SECONDS, PREFILL_SHARE, TRAINED_SHARE, Machine
+from rlsys.core.machines import (
+    DECODE_EFFICIENCY,
+    PASS_OVERHEAD_SECONDS,
+    PREFILL_EFFICIENCY,
+    TRAIN_EFFICIENCY,
+    Machine,
+)
 from rlsys.planner.memory import model_size, value_bytes
 from rlsys.planner.weight_update_cost import GB, hashing, rate
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds. A pass decodes one token of each running request, or reads prompts; both read weights from memory."""
+    """Costs in seconds. A pass decodes one token of each running request, or reads prompts; both read the weights."""
 
-    every_pass: float
-    """Besides its work."""
+    pass_overhead: float
+    """Overhead of a pass."""
     weights: float = 0.0
-    """To read the weights that every token needs."""
+    """Reading the weights that every token needs."""
     experts: float = 0.0
-    """To read all experts."""
-    chosen: float = 1.0
-    """Share of a layer's experts that one token visits."""
+    """Reading all experts."""
+    expert_fraction: float = 1.0
+    """Fraction of a layer's experts that one token visits."""
     cached_token: float = 0.0
-    """To read one token's keys and values."""
+    """Reading one token's keys and values."""
     decoded_token: float = 0.0
-    """To compute with one decoded token."""
+    """Computing one decoded token."""
     prompt_token: float = 0.0
-    """To compute with one token of a prompt."""
+    """Computing one prompt token."""
     trained_token: float = 0.0
-    """Of a train step, all ranks together; attention comes on top (`crossover`)."""
+    """Training one token on all ranks together; attention is added (`crossover`)."""
     crossover: float = math.inf
-    """Tokens of a sequence at which attention costs as much as all else."""
+    """Sequence length at which attention costs as much as everything else."""
     shared_prompts: bool = False
-    """A train step computes the prompt of a group once (rlsys.convert.prefixes)."""
+    """Whether a train step computes the prompt of a group once (rlsys.convert.prefixes)."""
     train_step: float = 0.0
-    """Of a train step, besides its tokens."""
+    """Overhead of a train step."""
     push: float = 0.0
-    """Besides what engines do in it that the simulation has of its own: waiting for a pass to end, and canaries."""
+    """A push without the parts that the simulation includes: waiting for the end of a pass, and canaries."""
     request: float = 0.0
-    """Of an engine's server, to take one request in: one after another."""
+    """Overhead of an engine's server per request, sequentially."""
 
     def decode(self, running: int, context: float) -> float:
-        """One pass over `running` requests that have `context` tokens together."""
-        touched = 1.0 - (1.0 - self.chosen) ** running
+        """Return the seconds of one pass over `running` requests with `context` tokens in total."""
+        touched = 1.0 - (1.0 - self.expert_fraction) ** running
         memory = self.weights + touched * self.experts + context * self.cached_token
-        return self.every_pass + max(memory, running * self.decoded_token)
+        return self.pass_overhead + max(memory, running * self.decoded_token)
 
     def prefill(self, tokens: float) -> float:
-        """Passes that read so many tokens of prompts."""
-        return self.every_pass + max(self.weights + self.experts, tokens * self.prompt_token)
+        """Return the seconds of passes that read this number of prompt tokens."""
+        return self.pass_overhead + max(self.weights + self.experts, tokens * self.prompt_token)
 
     def train(self, sequences: Sequence[Sharing]) -> float:
-        """A train step on sequences, prompts included."""
+        """Return the seconds of a train step on sequences, prompts included."""
         return self.train_step + cost(sequences, self.crossover) * self.trained_token
 
 
-def costs_of(config: Config, hf: HFConfig, machine: Machine, tp: int | None = None) -> Costs:
-    """Of a config's layout on such GPUs, from config.json alone. `tp`: of the engine; else engine.tp."""
+def estimate_costs(config: Config, hf: HFConfig, machine: Machine, tp: int | None = None) -> Costs:
+    """Estimate the costs of a config's layout on such GPUs, from config.json only. `tp`: default engine.tp."""
     width, size, tp = value_bytes(config), model_size(hf), tp or config.engine.tp
     pushed = width * size.total
-    read = tp * machine.bandwidth * 1e12 * DECODE_SHARE
+    read = tp * machine.bandwidth * 1e12 * DECODE_EFFICIENCY
     peak = machine.tflops[config.model.dtype] * 1e12
     flops = 2 * visited_parameters(hf)
     passes = 3 + ("layer" in config.trainer.recompute)
     cached = size.layers * size.kv_values * width
     return Costs(
-        every_pass=PASS_SECONDS,
+        pass_overhead=PASS_OVERHEAD_SECONDS,
         weights=width * size.dense / read,
         experts=width * size.experts / read,
-        chosen=size.chosen / hf.experts if hf.experts else 1.0,
+        expert_fraction=size.experts_per_token / hf.experts if hf.experts else 1.0,
         cached_token=cached / read,
-        decoded_token=flops / (tp * peak * PREFILL_SHARE),
-        prompt_token=forward_flops(hf, 1) / (tp * peak * PREFILL_SHARE),
+        decoded_token=flops / (tp * peak * PREFILL_EFFICIENCY),
+        prompt_token=forward_flops(hf, 1) / (tp * peak * PREFILL_EFFICIENCY),
         trained_token=passes
         * config.algo.epochs
         * flops
-        / (config.parallel.world_size * peak * TRAINED_SHARE),
+        / (config.parallel.world_size * peak * TRAIN_EFFICIENCY),
         crossover=crossover_length(hf),
         # Machines with rates are GPUs, whose hosts have Transformer Engine.
         shared_prompts=why_not_shared(config, hf, transformer_engine=True) is None,

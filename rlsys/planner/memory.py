@@ -1,9 +1,9 @@
-"""What a model and a layout need: parameters, memory of one GPU, bytes of a push. Estimates, from config.json alone.
+"""Memory of a model and a layout: parameters, memory of one GPU, bytes of a push. Estimates, from config.json only.
 
 Exact: parameter counts (tested against a model's files). By formula: weights, gradients, optimizer, KV pool.
-Rough: activations, after Korthikanti et al. 2022 ("Reducing Activation Recomputation"): about 34 bytes a token, layer
-and hidden unit in bfloat16, with attention that stores no scores; layers that are computed again keep 2. Parts that
-`trainer.recompute` names are not taken off. `rlsys rehearse` counts what the trainer's own code keeps.
+Rough: activations, after Korthikanti et al. 2022 ("Reducing Activation Recomputation"): about 34 bytes per
+token, layer and hidden unit in bfloat16, with attention that stores no scores; recomputed layers keep 2.
+Modules in `trainer.recompute` are not subtracted. `rlsys rehearse` counts what the trainer's code keeps.
 """
 
 from __future__ import annotations
@@ -21,111 +21,128 @@ from rlsys.convert.fit import layer_stages
 from rlsys.planner.weight_update_cost import GB, describe_push, short
 
 _ACTIVATION_BYTES = 34
-"""Of bfloat16; twice as much in float32."""
+"""In bfloat16; twice as much in float32."""
 _EXPERT_ACTIVATION_BYTES = 8
-"""Of bfloat16, a token, chosen expert and intermediate unit: gate, up, their product, and its gradient's input."""
+"""In bfloat16, per token, selected expert and intermediate unit: gate, up, their product, and its gradient's
+input."""
 _SENT_BYTES = 18
-"""Of bfloat16, a token, chosen expert and hidden unit: nine copies of what is sorted, sent and sent back, and of its
-gradient, while one layer is computed again and goes backward; counted by `rlsys rehearse`."""
+"""In bfloat16, per token, selected expert and hidden unit: nine copies of dispatched and combined tokens, and their
+gradients, during recomputation and backward of one layer; counted by `rlsys rehearse`."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameter counts. Experts are routed ones, which expert parallelism divides; dense is all else."""
+    """Parameter counts of a model. Experts are routed ones, which expert parallelism splits; dense is all else."""
 
     hidden: int
     vocab: int
     tied: bool
     moe_layers: tuple[bool, ...]
     attention: int
-    """Of one layer, what tensor parallelism divides."""
-    whole: int
-    """Of one layer, what each tensor-parallel rank has whole: norms, and latent attention's way down."""
+    """Of one layer, the part that tensor parallelism splits."""
+    replicated: int
+    """Of one layer, the part that tensor-parallel ranks replicate: norms, and latent attention's down-projections."""
     ffn: int
-    """Of the feed-forward part of a layer without experts."""
+    """Of the feed-forward part of a dense layer."""
     shared: int
-    """Of a layer with experts: the shared ones."""
+    """Shared experts of an MoE layer."""
     router: int
-    """Of a layer with experts; each tensor-parallel rank has it whole."""
+    """Router of an MoE layer; tensor-parallel ranks replicate it."""
     routed: int
-    """Of a layer with experts: all of them."""
+    """All routed experts of an MoE layer."""
     ffn_width: int
-    chosen_width: int
-    """Intermediate units that a token visits in a layer without experts, and of routed experts in one with them."""
-    chosen: int
-    """Experts that a token is sent to."""
+    active_width: int
+    """Intermediate units that a token uses in a dense layer, and in the routed experts of an MoE layer."""
+    experts_per_token: int
+    """Experts that a token is routed to."""
     kv_values: int
-    """Numbers that one token keeps in one layer's KV cache."""
+    """Values per token in one layer's KV cache."""
     kv_heads: int | None
-    """Heads that tensor parallelism divides the cache by; None: each rank keeps all (latent attention)."""
-    ahead: tuple[int, int] = (0, 0)
-    """Of the layer for multi-token prediction, if it is trained: dense ones, and routed experts. Not above."""
+    """Heads over which tensor parallelism splits the cache; None: replicated (latent attention)."""
+    mtp: tuple[int, int] = (0, 0)
+    """Dense and routed-expert parameters of the layer for multi-token prediction, if it is trained; not included
+    above."""
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return len(self.moe_layers)
 
     @property
     def embedding(self) -> int:
+        """Parameters of the embedding."""
         return self.vocab * self.hidden
 
     @property
     def experts(self) -> int:
+        """Parameters of all routed experts."""
         return self.routed * sum(self.moe_layers)
 
     @property
     def dense(self) -> int:
-        divided, whole = self.dense_of(range(self.layers))
-        return divided + whole + self.embedding * (1 if self.tied else 2) + self.hidden
+        """Parameters outside routed experts."""
+        split, replicated = self.dense_of(range(self.layers))
+        return split + replicated + self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
     def total(self) -> int:
+        """All parameters."""
         return self.dense + self.experts
 
     def dense_of(self, layers: Sequence[int]) -> tuple[int, int]:
-        """Of these layers, without embedding and head: what tensor parallelism divides, and what it does not."""
+        """Return the dense parameters of layers, without embedding and head.
+
+        Returns:
+            Parameters that tensor parallelism splits, and those that it replicates.
+        """
         moe = sum(self.moe_layers[i] for i in layers)
-        divided = len(layers) * self.attention + moe * self.shared + (len(layers) - moe) * self.ffn
-        return divided, len(layers) * self.whole + moe * self.router
+        split = len(layers) * self.attention + moe * self.shared + (len(layers) - moe) * self.ffn
+        return split, len(layers) * self.replicated + moe * self.router
 
 
 def model_size(hf: HFConfig) -> ModelSize:
-    """Counted from the name table: one layer with experts and one without stand for all of their kind."""
+    """Count parameters from the name table, with one layer of each kind."""
     kv_values, kv_heads = _cache(hf)
-    of_moe, of_dense = (_layer(hf, moe) for moe in (True, False))
-    of_any = of_moe if any(hf.moe_layers) else of_dense
+    moe_layer, dense_layer = (_layer(hf, moe) for moe in (True, False))
+    any_layer = moe_layer if any(hf.moe_layers) else dense_layer
     return ModelSize(
         hidden=hf.hidden_size,
         vocab=hf.vocab_size,
         tied=hf.tied,
         moe_layers=hf.moe_layers,
-        attention=of_any["attention"],
-        whole=of_any["whole"],
-        ffn=of_dense["ffn"],
-        shared=of_moe["shared"],
-        router=of_moe["router"],
-        routed=of_moe["routed"] * hf.experts,
+        attention=any_layer["attention"],
+        replicated=any_layer["replicated"],
+        ffn=dense_layer["ffn"],
+        shared=moe_layer["shared"],
+        router=moe_layer["router"],
+        routed=moe_layer["routed"] * hf.experts,
         ffn_width=hf.ffn_size,
-        chosen_width=hf.experts_per_token * hf.expert_ffn_size,
-        chosen=hf.experts_per_token,
+        active_width=hf.experts_per_token * hf.expert_ffn_size,
+        experts_per_token=hf.experts_per_token,
         kv_values=kv_values,
         kv_heads=kv_heads,
-        ahead=_ahead(hf),
+        mtp=_mtp_size(hf),
     )
 
 
-def _ahead(hf: HFConfig) -> tuple[int, int]:
-    """Beside a layer of the last one's kind: three norms, and what joins embedding and hidden state."""
+def _mtp_size(hf: HFConfig) -> tuple[int, int]:
+    """Return the size of the multi-token-prediction layer: dense parameters, and those of routed experts.
+
+    It consists of a layer like the last one, three norms, and the projection of embedding and hidden state.
+    """
     if not hf.mtp:
         return 0, 0
     layer = _layer(hf, hf.moe_layers[-1])
-    around = sum(prod(hf.shape(letters)) for rule in hf.family.mtp for letters in rule.hf.values())
+    others_count = sum(prod(hf.shape(letters)) for rule in hf.family.mtp for letters in rule.hf.values())
     routed = layer.pop("routed", 0) * hf.experts
-    return around + sum(layer.values()), routed
+    return others_count + sum(layer.values()), routed
 
 
 def _layer(hf: HFConfig, moe: bool) -> Counter[str]:
-    """Parameters of one layer, by the part of ModelSize; of one routed expert. None when no layer is of this kind."""
+    """Count the parameters of one layer by the fields of ModelSize; of one routed expert.
+
+    Empty if no layer is of this kind.
+    """
     count: Counter[str] = Counter()
     if moe not in hf.moe_layers:
         return count
@@ -139,20 +156,20 @@ def _layer(hf: HFConfig, moe: bool) -> Counter[str]:
         elif ".mlp." in rule.megatron:
             part = "ffn"
         else:
-            part = "whole" if rule.cut is None else "attention"
+            part = "replicated" if rule.cut is None else "attention"
         count[part] += sum(prod(hf.shape(letters)) for letters in rule.hf.values())
     return count
 
 
 def _cache(hf: HFConfig) -> tuple[int, int | None]:
-    """Numbers that a layer's cache holds of a token, heads that it is divided by."""
+    """Return the cached values per token and layer, and the number of heads that split them."""
     if (latent := hf.latent) is not None:
         return latent.kv_rank + latent.rotary, None
     return 2 * hf.kv_heads * hf.head_dim, hf.kv_heads
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """Bytes on one GPU."""
 
     weights: float
@@ -162,60 +179,70 @@ class Budget:
     engine_weights: float
     kv_pool: float
     graphs: float
-    """Of an engine's CUDA graphs, as SGLang reserves for them."""
+    """An engine's CUDA graphs, as SGLang reserves memory for them."""
     host: float
-    """Of the optimizer, in the host's memory instead."""
+    """Optimizer states in host memory."""
     stage: int = 0
-    """The pipeline stage whose ranks need so much."""
+    """The pipeline stage of the rank."""
 
     @property
     def trainer(self) -> float:
+        """Bytes of a trainer rank."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     @property
     def engine(self) -> float:
-        """What lasts; see `graphs`."""
+        """Bytes of an engine rank without CUDA graphs."""
         return self.engine_weights + self.kv_pool
 
     @property
     def engine_with_graphs(self) -> float:
+        """Bytes of an engine rank."""
         return self.engine + self.graphs
 
 
-def budget(config: Config, size: ModelSize) -> Budget:
-    """Of a rank of the fullest pipeline stage, with experts and tokens divided evenly."""
+def budget(config: Config, size: ModelSize) -> MemoryBudget:
+    """Return the memory of a rank of the largest pipeline stage, with experts and tokens evenly distributed."""
     stages = [stage_budget(config, size, s) for s in range(config.parallel.pp)]
     return max(stages, key=lambda b: b.trainer)
 
 
-def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
-    """The first stage has the embedding and most micro-batches in flight, the last one the head and its logits."""
+def stage_budget(config: Config, size: ModelSize, stage: int) -> MemoryBudget:
+    """Return the memory of a rank of a stage.
+
+    The first stage has the embedding and most micro-batches in flight, the last one the head and its logits.
+    """
     p, width = config.parallel, value_bytes(config)
     layers = _layers_of(config, size, stage)
     moe = sum(size.moe_layers[i] for i in layers)
-    dense, experts = _held(config, size, stage)
+    dense, experts = _rank_parameters(config, size, stage)
     expert_copies = max(1, p.world_size // (p.pp * p.ep * p.expert_tp))
-    states = 8 if width == 4 else 12  # two moments, and float32 weights beside bfloat16 ones
-    per_matrix = states - 4 * (config.trainer.optimizer == "muon")  # which has one moment
+    states = 8 if width == 4 else 12  # two moments, and float32 weights in addition to bfloat16 ones
+    per_matrix = states - 4 * (config.trainer.optimizer == "muon")  # Muon has one moment
     copies = p.data_parallel * p.cp
     matrices = size.dense_of(layers)[0] / p.tp
     trained, of_experts = dense, experts
     if config.trainer.lora is not None:
-        every = _factors(config)
-        found = [every[i] for i in layers]
-        trained, of_experts = sum(f.dense for f in found), sum(f.experts for f in found) / p.ep
+        layer_factors = _adapter_sizes(config)
+        stage_factors = [layer_factors[i] for i in layers]
+        trained, of_experts = (
+            sum(f.dense for f in stage_factors),
+            sum(f.experts for f in stage_factors) / p.ep,
+        )
         matrices = 0.0
     states_held = states * (trained - matrices) / copies + per_matrix * (
         matrices / copies + of_experts / expert_copies
     )
-    engine_tp = config.engine.tps[0]  # the smallest engines have most on a GPU
+    engine_tp = config.engine.tps[0]  # the smallest engines have most per GPU
     kv_share = 1 if size.kv_heads is None else min(engine_tp, size.kv_heads)
-    beside = 0.0
+    teacher_parameters = 0.0
     if config.algo.teacher is not None and config.algo.teacher.engine is None:
         folders = set(config.algo.teacher.folders.values())
-        beside = sum(sum(_held(config, model_size(HFConfig.read(folder)), stage)) for folder in folders)
-    return Budget(
-        weights=width * (dense + experts + beside),
+        teacher_parameters = sum(
+            sum(_rank_parameters(config, model_size(HFConfig.read(folder)), stage)) for folder in folders
+        )
+    return MemoryBudget(
+        weights=width * (dense + experts + teacher_parameters),
         gradients=4.0 * (trained + of_experts),
         optimizer=(1 - config.trainer.offload_optimizer) * states_held,
         host=config.trainer.offload_optimizer * states_held,
@@ -228,10 +255,10 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> Budget:
 
 
 _DECODE_GRAPH, _PREFILL_GRAPH, _LATENT_GRAPHS = 2 * 2**20, 8 * 2**20, 1.5 * 2**30
-"""Bytes of a decoded sequence, of a graph for prompts, and of all those for prompts with latent attention (SGLang
-0.5.23, arg_groups/memory_hook.py)."""
+"""Bytes per decoded sequence, per prefill graph, and of all prefill graphs with latent attention (SGLang 0.5.23,
+arg_groups/memory_hook.py)."""
 _PREFILL_SHAPES = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256), (8192, 512))
-"""Tokens up to which SGLang makes a graph for prompts -> in steps of so many."""
+"""SGLang captures prefill graphs up to this number of tokens -> in steps of this size."""
 
 
 def _graphs(config: Config, size: ModelSize, tp: int) -> float:
@@ -243,108 +270,110 @@ def _graphs(config: Config, size: ModelSize, tp: int) -> float:
     return decoded * _DECODE_GRAPH + (_LATENT_GRAPHS if size.kv_heads is None else shapes * _PREFILL_GRAPH)
 
 
-class Factors(NamedTuple):
-    """Parameters of the adapters of a layer, as if tensor parallelism divided none of them."""
+class AdapterSize(NamedTuple):
+    """Adapter parameters of a layer, without tensor parallelism."""
 
     dense: int
     experts: int
 
 
-def _factors(config: Config) -> list[Factors]:
-    """Of each layer of the model."""
+def _adapter_sizes(config: Config) -> list[AdapterSize]:
+    """Return the adapter parameters of each layer."""
     assert config.trainer.lora is not None
     hf = HFConfig.read(config.model.path)
-    found = [[0, 0] for _ in range(hf.layers)]
+    counts = [[0, 0] for _ in range(hf.layers)]
     for entry in factors(hf, config.trainer.lora):
         assert entry.layer is not None
-        found[entry.layer][entry.expert is not None] += entry.elements
-    return [Factors(*each) for each in found]
+        counts[entry.layer][entry.expert is not None] += entry.elements
+    return [AdapterSize(*layer_counts) for layer_counts in counts]
 
 
-def _held(config: Config, size: ModelSize, stage: int) -> tuple[float, float]:
-    """Parameters of one rank: what is no routed expert's, and what is."""
+def _rank_parameters(config: Config, size: ModelSize, stage: int) -> tuple[float, float]:
+    """Return the parameters of one rank: dense, and of routed experts."""
     p, layers = config.parallel, _layers_of(config, size, stage)
     ends = size.embedding * ((stage == 0) + (stage == p.pp - 1))
     if p.pp == 1 and size.tied:
         ends = size.embedding
-    divided, whole = size.dense_of(layers)
-    dense = (divided + ends) / p.tp + whole + (size.hidden if stage == p.pp - 1 else 0)
+    split, replicated = size.dense_of(layers)
+    dense = (split + ends) / p.tp + replicated + (size.hidden if stage == p.pp - 1 else 0)
     routed = size.routed * sum(size.moe_layers[i] for i in layers)
-    if stage == p.pp - 1 and any(size.ahead):  # with a copy of the embedding where the first stage has it
-        dense += (size.ahead[0] + size.embedding * (p.pp > 1)) / p.tp
-        routed += size.ahead[1]
+    if stage == p.pp - 1 and any(size.mtp):  # with a copy of the embedding if the first stage has it
+        dense += (size.mtp[0] + size.embedding * (p.pp > 1)) / p.tp
+        routed += size.mtp[1]
     return dense, routed / (p.ep * p.expert_tp)
 
 
 def _layers_of(config: Config, size: ModelSize, stage: int) -> list[int]:
-    """Of one rank."""
+    """Return the layers of a stage."""
     p = config.parallel
     return [i for i, at in enumerate(layer_stages(size.layers, p.pp, p.vpp)) if at == stage]
 
 
 def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: int) -> float:
-    """Of the micro-batches in flight: pp - s on stage s, and more chunks of them where stages are interleaved."""
+    """Return the activations of the micro-batches in flight: pp - s on stage s, and more chunks if interleaved."""
     p = config.parallel
-    tokens = (
-        config.trainer.token_budget / p.cp / p.tp
-    )  # sequence parallelism divides what is not divided already
+    tokens = config.trainer.token_budget / p.cp / p.tp  # sequence parallelism splits all other activations
     chunks = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
     in_flight = chunks * layers / p.vpp if p.vpp > 1 else (p.pp - stage) * layers
-    widest = max(size.chosen_width if moe else 0, size.ffn_width if moe < layers else 0)
+    widest = max(size.active_width if moe else 0, size.ffn_width if moe < layers else 0)
     layer = _ACTIVATION_BYTES * size.hidden + _EXPERT_ACTIVATION_BYTES * widest
-    sent = _SENT_BYTES * size.chosen * size.hidden if moe else 0
-    # Recomputed layers keep their inputs, and one of them all that it needs.
-    again = "layer" in config.trainer.recompute
-    kept, working = (in_flight * 2 * size.hidden, layer + sent) if again else (in_flight * layer, sent)
+    dispatched = _SENT_BYTES * size.experts_per_token * size.hidden if moe else 0
+    # Recomputed layers store their inputs; one layer at a time stores everything.
+    recomputes = "layer" in config.trainer.recompute
+    stored_units, working = (
+        (in_flight * 2 * size.hidden, layer + dispatched) if recomputes else (in_flight * layer, dispatched)
+    )
     scale = value_bytes(config) / 2
-    logits = (
-        (value_bytes(config) + 4) * size.vocab if stage == p.pp - 1 else 0
-    )  # float32 ones beside the model's
-    # The logits are gone before the last layer is computed again.
-    return tokens * (scale * kept + max(scale * working, logits))
+    # Logits in float32 and in the model's dtype, freed before the last layer is recomputed.
+    logits = (value_bytes(config) + 4) * size.vocab if stage == p.pp - 1 else 0
+    return tokens * (scale * stored_units + max(scale * working, logits))
 
 
 _SAVED_BYTES = 2 * 12
-"""Of a parameter, while a checkpoint is written: float32 weight and two moments, once gathered on the first
-data-parallel rank (megatron's fully_reshardable, mem_efficient), once copied for the thread that writes."""
+"""Bytes per parameter while a checkpoint is written: float32 weight and two moments, gathered on the first
+data-parallel rank (Megatron's fully_reshardable, mem_efficient), and copied for the writing thread."""
 
 
 def checkpoint_host(config: Config, size: ModelSize) -> float:
-    """Bytes of host memory that a checkpoint takes on the node that takes most. Megatron numbers ranks by stage;
-    of a stage the first tp ranks hold all that is not an expert, the first ep * etp ranks all experts.
+    """Return the host memory of a checkpoint on the node that needs most.
+
+    Megatron numbers ranks by stage; of a stage the first tp ranks hold all dense parameters, the first ep *
+    etp ranks all experts.
     """
     p = config.parallel
     lanes, per_node = p.world_size // p.pp, config.launch.gpus_per_node or p.world_size
-    each = _SAVED_BYTES + value_bytes(config)
-    saved = (size.dense + size.ahead[0], size.experts + size.ahead[1])
+    bytes_per_parameter = _SAVED_BYTES + value_bytes(config)
+    parameter_counts = (size.dense + size.mtp[0], size.experts + size.mtp[1])
     if config.trainer.lora is not None:
-        found = _factors(config)
-        saved = (sum(f.dense for f in found), sum(f.experts for f in found))
+        adapter_sizes = _adapter_sizes(config)
+        parameter_counts = (sum(f.dense for f in adapter_sizes), sum(f.experts for f in adapter_sizes))
     nodes: dict[int, float] = {}
     for stage in range(p.pp):
-        for owners, parameters in ((p.tp, saved[0]), (p.ep * p.expert_tp, saved[1])):
+        for owners, parameters in ((p.tp, parameter_counts[0]), (p.ep * p.expert_tp, parameter_counts[1])):
             for rank in range(stage * lanes, stage * lanes + owners):
-                share = each * parameters / p.pp / owners
+                share = bytes_per_parameter * parameters / p.pp / owners
                 nodes[rank // per_node] = nodes.get(rank // per_node, 0.0) + share
     return max(nodes.values())
 
 
 def value_bytes(config: Config) -> int:
+    """Return the bytes per parameter."""
     return 4 if config.model.dtype == "float32" else 2
 
 
 Fact = tuple[str, str]
-"""A name and what is said of it."""
+"""Name and description."""
 
 
 def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
+    """Describe the memory of a run, for `explain`."""
     size = model_size(hf)
     b = budget(config, size)
     on_host = (config.launch.gpus_per_node or config.parallel.world_size) * b.host
     return [
         ("parameters", f"{_count(size.total)}, {_count(size.experts)} of them in routed experts"),
         *_describe_adapters(config),
-        *_describe_ahead(config, size),
+        *_describe_mtp(config, size),
         (
             "trainer, one rank",
             f"{b.trainer / GB:.3g} GB = weights {b.weights / GB:.3g} + "
@@ -368,31 +397,34 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
     ]
 
 
-def _describe_ahead(config: Config, size: ModelSize) -> list[Fact]:
-    if not any(size.ahead):
+def _describe_mtp(config: Config, size: ModelSize) -> list[Fact]:
+    if not any(size.mtp):
         return []
-    held = (
+    usage = (
         "pushed to engines, which draft with it" if config.engine.drafts_with_model else "not in the engines"
     )
-    return [("multi-token prediction", f"{_count(sum(size.ahead))} more parameters, trained, {held}")]
+    return [("multi-token prediction", f"{_count(sum(size.mtp))} more parameters, trained, {usage}")]
 
 
 def _pushed(config: Config, size: ModelSize) -> int:
-    """Parameters that each engine gets in a push."""
+    """Return the number of parameters that each engine receives in a push."""
     if config.weights.method != "adapter":
         return size.total
-    return sum(f.dense + f.experts for f in _factors(config))
+    return sum(f.dense + f.experts for f in _adapter_sizes(config))
 
 
 def _describe_adapters(config: Config) -> list[Fact]:
     if (lora := config.trainer.lora) is None:
         return []
-    trained = sum(f.dense + f.experts for f in _factors(config))
+    trained = sum(f.dense + f.experts for f in _adapter_sizes(config))
     return [("trained", f"{_count(trained)}, adapters of rank {lora.rank}; the model stays as it is")]
 
 
 def expected_staleness(config: Config) -> str:
-    """Little's law: with k batches in flight and one leaving a step, a sample stays k steps."""
+    """Describe the expected staleness by Little's law.
+
+    With k batches in flight and one leaving per step, a sample stays for k steps.
+    """
     r = config.rollout
     if r.max_staleness == 0:
         return "0: every token is of the current weights"
@@ -401,35 +433,37 @@ def expected_staleness(config: Config) -> str:
     return f"about {mean:.2g} train steps on average, at most {r.max_staleness}"
 
 
-def does_not_fit(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """What needs more memory than a GPU of `gpu_gb` GB has."""
+def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """Describe what needs more memory than a GPU with `gpu_gb` GB has."""
     size = model_size(hf)
-    b, found = budget(config, size), []
+    b, problems = budget(config, size), []
     for name, need in (("a trainer rank", b.trainer), ("an engine rank", b.engine_with_graphs)):
         if need > gpu_gb * GB:
-            found.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}")
-    resting = b.weights + b.gradients + b.optimizer
-    turns = config.launch.release_memory
-    beside = 0.0 if turns else b.engine_with_graphs  # what an engine keeps while the trainer works
-    both = max(b.trainer + beside, b.engine_with_graphs + resting)
+            problems.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}")
+    idle_trainer = b.weights + b.gradients + b.optimizer
+    releases_memory = config.launch.release_memory
+    idle_engine = (
+        0.0 if releases_memory else b.engine_with_graphs
+    )  # memory of an engine while the trainer works
+    both = max(b.trainer + idle_engine, b.engine_with_graphs + idle_trainer)
     if config.launch.placement == "colocated" and both > gpu_gb * GB:
-        hint = "" if turns else "; see launch.release_memory"
-        found.append(f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}{hint}")
-    return found
+        hint = "" if releases_memory else "; see launch.release_memory"
+        problems.append(f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}{hint}")
+    return problems
 
 
-def odd_sizes(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """What will not fit a GPU of `gpu_gb` GB, and sizes that do not suit each other."""
-    found = does_not_fit(config, hf, gpu_gb)
+def size_warnings(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """Describe what does not fit a GPU with `gpu_gb` GB, and sizes that do not match."""
+    warnings = memory_problems(config, hf, gpu_gb)
     if config.slots > (capacity := config.engine.writers * config.max_running_requests):
-        found.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
+        warnings.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
     longest = config.rollout.max_response_tokens
-    if (held := config.engine.max_total_tokens // longest) < config.max_running_requests:
-        found.append(
-            f"the KV pool holds {held} responses of {longest} tokens, an engine may decode "
+    if (responses_held := config.engine.max_total_tokens // longest) < config.max_running_requests:
+        warnings.append(
+            f"the KV pool holds {responses_held} responses of {longest} tokens, an engine may decode "
             f"{config.max_running_requests} at once"
         )
-    return found
+    return warnings
 
 
 def _count(n: int) -> str:

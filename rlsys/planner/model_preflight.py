@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a process starts: the model folder, and layouts that do not fit it."""
+"""Checks before any process starts: the model folder, and layouts that do not fit the model."""
 
 from __future__ import annotations
 
@@ -22,36 +22,51 @@ from rlsys.core.model_folder import vocabulary_files
 
 
 def check_gpus(config: Config) -> None:
-    """Raises UserError where the run plans GPUs on this host, and it has none."""
+    """Check that this host has GPUs if the run needs them.
+
+    Raises:
+        UserError: it has none.
+    """
     if config.launch.backend != "local" or not config.launch.gpus_per_node or have_cuda():
         return
     hidden = visible_devices() == []
-    reason = f"{VARIABLE} = {os.environ[VARIABLE]!r} hides all" if hidden else "no NVIDIA driver is here"
+    reason = (
+        f"{VARIABLE} = {os.environ[VARIABLE]!r} hides all" if hidden else "this host has no NVIDIA driver"
+    )
     raise UserError(
         f"launch.gpus_per_node = {config.launch.gpus_per_node}, but {reason}; expected 0, or a host with GPUs"
     )
 
 
 def check_model(config: Config) -> None:
-    """Raises UserError when model.path is no model folder that can be trained and served: a file is missing or cut
-    short, a tensor is missing or has another shape, the architecture is unknown, or what the config asks for does not
-    fit it. The same of algo.teacher, which must have the same vocabulary.
+    """Check that model.path can be trained and served by this config.
+
+    algo.teacher is checked, too, and must have the same vocabulary.
+
+    Raises:
+        UserError: a file is missing or truncated, a tensor is missing or has another shape, the architecture
+            is unknown, or the config does not fit the model.
     """
     path = config.model.path
     hf = read_model(config)
     weights = ("*.safetensors", ".metadata")
     if not any(any(path.glob(pattern)) for pattern in weights):
-        raise UserError(f"model.path = {path}: no weights in it ({' or '.join(weights)})")
+        raise UserError(f"model.path = {path}: contains no weights ({' or '.join(weights)})")
     if not vocabulary_files(path):
         raise UserError(
-            f"model.path = {path}: no tokenizer in it (tokenizer.json), and no vocabulary that AutoTokenizer reads"
+            f"model.path = {path}: contains neither tokenizer.json nor another vocabulary that AutoTokenizer reads"
         )
     check_tensors(config, hf)
 
 
 def check_tensors(config: Config, hf: HFConfig) -> None:
-    """Raises UserError when tensors of model.path are not those of its config.json, or its teacher does not fit; of a
-    folder without *.safetensors, a checkpoint or a config.json alone, nothing can be said."""
+    """Check the tensors of model.path against its config.json, and the teacher.
+
+    A folder without *.safetensors, such as a checkpoint, is not checked.
+
+    Raises:
+        UserError: they do not match.
+    """
     if any(config.model.path.glob("*.safetensors")):
         find_tensors(config.model.path, hf)
     if (teacher := config.algo.teacher) is not None:
@@ -61,17 +76,21 @@ def check_tensors(config: Config, hf: HFConfig) -> None:
                 check_vocabulary(config, hf, read_vocabulary(folder), folder)
                 if teacher.engine == "own" and (folder / ".metadata").is_file():
                     raise UserError(
-                        f"algo.teacher.engine = own: {folder} is a Megatron checkpoint, with which an engine begins "
-                        "without weights; expected a Hugging Face folder"
+                        f"algo.teacher.engine = own: {folder} is a Megatron checkpoint, from which an engine cannot "
+                        "load weights; expected a Hugging Face folder"
                     )
                 continue
-            other = HFConfig.read(folder)
-            check_teacher(config, hf, other, folder)
-            find_tensors(folder, other)
+            teacher_hf = HFConfig.read(folder)
+            check_teacher(config, hf, teacher_hf, folder)
+            find_tensors(folder, teacher_hf)
 
 
 def read_model(config: Config) -> HFConfig:
-    """What config.json says, checked against the layout. Raises UserError; needs no weights."""
+    """Read config.json, and check it against the layout. Needs no weights.
+
+    Raises:
+        UserError: it does not fit.
+    """
     check_folder(config.model.path)
     hf = trained_model(config)
     check_layout(config, hf)
@@ -80,10 +99,14 @@ def read_model(config: Config) -> HFConfig:
 
 
 def check_folder(path: Path, field: str = "model.path") -> None:
-    """Raises UserError unless `path` looks like a model folder."""
+    """Check that `path` looks like a model folder.
+
+    Raises:
+        UserError: it does not.
+    """
     if not path.exists():
         raise UserError(f"{field} = {path}: no such folder")
     if not path.is_dir():
         raise UserError(f"{field} = {path}: not a folder; expected a Hugging Face model folder")
     if not (path / "config.json").is_file():
-        raise UserError(f"{field} = {path}: not a Hugging Face model folder: no config.json in it")
+        raise UserError(f"{field} = {path}: not a Hugging Face model folder: contains no config.json")

@@ -1,4 +1,4 @@
-"""Which settings of a config are tried: where trainer and engines are, how many, N'/N, and how old tokens may be."""
+"""Settings of a config to try: placement and number of trainer ranks and engines, N'/N, and staleness."""
 
 from __future__ import annotations
 
@@ -16,54 +16,60 @@ from rlsys.convert.fit import check_layout
 from rlsys.core.errors import UserError
 from rlsys.core.machines import Machine
 from rlsys.planner.layout import lay_out, push_plan
-from rlsys.planner.memory import does_not_fit
+from rlsys.planner.memory import memory_problems
 
 PER_NODE = 8
-"""GPUs of a node, where more than so many are asked for."""
+"""GPUs per node of larger runs."""
 _OVER = (1.0, 1.5, 2.0)
 _AGE = 4
-"""max_staleness that is tried with N'/N above 1, where the config has none."""
+"""max_staleness to try with N'/N above 1, if the config has 0."""
 _SHARES = (0.25, 0.5, 0.75)
-"""Of the GPUs, for the trainer of a disaggregated run."""
+"""Fractions of the GPUs for the trainer of a disaggregated run."""
 
 
 @dataclass(frozen=True)
 class Setting:
+    """A config to try."""
+
     name: str
     config: Config
 
 
-def as_written(config: Config) -> Setting:
-    return Setting("as it is", config)
+def unchanged_setting(config: Config) -> Setting:
+    """Return the config itself as a setting."""
+    return Setting("unchanged", config)
 
 
 def settings(
     config: Config, hf: HFConfig, gpus: int | None, machine: Machine | None
 ) -> Iterator[Setting | str]:
-    """Each that can run; in words what stands against the others. `gpus` None: the config's own layout only."""
-    for where, layout in _layouts(config, gpus):
+    """Yield each possible setting, or a text with the reason why it is impossible.
+
+    `gpus` None: use the config's own layout only.
+    """
+    for placement, layout in _layouts(config, gpus):
         for over in _OVER:
             ages = {0} if over == 1.0 else {config.rollout.max_staleness or _AGE}
             if over == 1.0 and config.launch.placement == "disaggregated":
                 ages.add(config.rollout.max_staleness)
             for age in sorted(ages):
-                name = f"{where}, N'/N {over:g}, {age} step{'s' * (age != 1)} old"
+                name = f"{placement}, N'/N {over:g}, {age} step{'s' * (age != 1)} old"
                 rollout = {"over_provision": over, "max_staleness": age}
                 try:
-                    made = _changed(config, {**layout, "rollout": rollout})
-                    check_layout(made, hf)
-                    push_plan(made, lay_out(made))
+                    changed_config = _with_changes(config, {**layout, "rollout": rollout})
+                    check_layout(changed_config, hf)
+                    push_plan(changed_config, lay_out(changed_config))
                 except UserError as e:
                     yield f"{name}: {e}"
                     continue
-                if machine is not None and (problems := does_not_fit(made, hf, machine.memory)):
+                if machine is not None and (problems := memory_problems(changed_config, hf, machine.memory)):
                     yield f"{name}: {problems[0]}"
                 else:
-                    yield Setting(name, made)
+                    yield Setting(name, changed_config)
 
 
 def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """In words, and as changed fields by section."""
+    """Yield a description, and the changed fields by section."""
     if gpus is None:
         count, placement = config.engine.count, config.launch.placement
         yield f"{placement}, {count} engine{'s' * (count > 1)}", {}
@@ -98,11 +104,11 @@ def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, dict[str, 
         )
 
 
-def _changed(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
-    whole = config.model_dump()
+def _with_changes(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
+    values = config.model_dump()
     for section, fields in changes.items():
-        whole[section] |= fields
+        values[section] |= fields
     try:
-        return Config.model_validate(whole)
+        return Config.model_validate(values)
     except ValidationError as e:
         raise UserError(explain_error(e, Config)) from None

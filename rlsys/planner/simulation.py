@@ -1,6 +1,7 @@
-"""One run in virtual time: the product's rollout manager, router and buffer over simulated engines, and a trainer
-that only waits. Who is let in, interrupted, resumed, taken or dropped is decided by the code of a real run; tokens,
-losses and weights are not computed.
+"""Simulation of one run in virtual time: the product's rollout manager, router and buffer over simulated engines.
+
+The trainer only waits. Admission, interruption, resumption, selection and dropping of samples are decided by
+the code of a real run; tokens, losses and weights are not computed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 from rlsys.config import Config, identity
 from rlsys.convert.prefixes import Sharing, group_of
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.types import Prompt, Taken
-from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.core.types import Prompt, TrainBatch
+from rlsys.core.weight_updates import Canary, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import Limits
 from rlsys.generators.generator import build_generator
@@ -27,8 +28,8 @@ from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planner.costs import Costs
-from rlsys.planner.engine import END, FIRST_PROMPT, TOKEN, SimulatedEngine, Wire
-from rlsys.planner.lengths import Lengths
+from rlsys.planner.lengths import LengthDistribution
+from rlsys.planner.simulated_engine import END, FIRST_PROMPT, TOKEN, SimulatedEngine, SimulatedSession
 from rlsys.planner.virtual_time import run_virtual
 from rlsys.planning.exploring import Explorer
 from rlsys.planning.planning import Planning
@@ -38,14 +39,14 @@ from rlsys.router.router import Router
 from rlsys.worker.scoring import Scorer
 
 _NEVER = 1e9
-"""Seconds: no limit of a run is met in here."""
+"""Seconds: disables the time limits of a run."""
 _VOCABULARY = 10**9
 _UNITS = 50_000
-"""Of a step at most, of all its responses: what tells how many tokens a unit stands for."""
-_WARM = 3
-"""Train steps before the measured ones, at the least."""
-_RIGHT = 0.5
-"""Share of responses with reward 1. An assumption: it matters where groups of equal rewards are dropped."""
+"""Maximum number of units of a step's responses, which determines the tokens per unit."""
+_MIN_WARMUP_STEPS = 3
+"""Minimum number of train steps before the measured ones."""
+_SUCCESS_RATE = 0.5
+"""Assumed fraction of responses with reward 1: it matters if groups with equal rewards are dropped."""
 
 
 @dataclass(frozen=True)
@@ -54,88 +55,103 @@ class Forecast:
 
     step_seconds: float
     rollout_seconds: float
-    """Of a step, in which the trainer waited for groups."""
+    """Time per step in which the trainer waited for groups."""
     train_seconds: float
     push_seconds: float
     tokens_per_s: float
     """Trained response tokens."""
     idle_slots: float
-    """Share of slots without decoding: of the samples that may be in flight, as far as engines have room."""
+    """Fraction of slots (samples that may be in flight, limited by the engines) that did not decode."""
     staleness: float
     """Train steps between a group's oldest token and its training."""
     off_policy: float
-    """Share of trained tokens that older weights sampled."""
-    read_again: float
-    """Tokens that engines read once more after an interruption, for each trained token."""
+    """Fraction of trained tokens that older weights sampled."""
+    recomputed: float
+    """Tokens that engines prefilled again after interruptions, per trained token."""
     dropped: float
-    """Share of sampled tokens that no step trains: too old, or of a group without a signal."""
+    """Fraction of sampled tokens that no step trains: too old, or in a group without a signal."""
     pools: dict[str, PoolForecast] = field(default_factory=dict)
-    """Of each of engine.pools, by its name."""
+    """Name of each of engine.pools -> its forecast."""
 
 
 @dataclass(frozen=True)
 class PoolForecast:
+    """Forecast of an engine pool."""
+
     tokens: float
-    """Share of all sampled tokens that its engines made."""
+    """Fraction of all sampled tokens that its engines generated."""
     cost: float
-    """Of its ranks for a million trained tokens, in the unit of engine.pools[].cost."""
+    """Cost of its ranks per million trained tokens, in the unit of engine.pools[].cost."""
 
 
 class _Prompts:
-    """Prompt `i` is so many ids, of which the first is its own; right answers come by chance."""
+    """Source of prompts of a fixed length, whose first id is the prompt's number; rewards are random."""
 
     def __init__(self, tokens: int) -> None:
-        self._rest = [TOKEN] * (tokens - 1)
+        self._tail = [TOKEN] * (tokens - 1)
 
     def train(self, index: int) -> Prompt:
-        return Prompt(index, str(index), [FIRST_PROMPT + index, *self._rest], {})
+        return Prompt(index, str(index), [FIRST_PROMPT + index, *self._tail], {})
 
     def heldout(self, n: int) -> list[Prompt]:
         return [self.train(i) for i in range(n)]
 
 
-async def _chance(prompt: Prompt, text: str) -> float:
-    return float(random.Random(f"{prompt.index} {text}").random() < _RIGHT)
+async def _random_reward(prompt: Prompt, text: str) -> float:
+    return float(random.Random(f"{prompt.index} {text}").random() < _SUCCESS_RATE)
 
 
-def grain_of(config: Config, lengths: Lengths) -> int:
-    """Tokens that one unit stands for: 1 where a step is small."""
+def tokens_per_unit(config: Config, lengths: LengthDistribution) -> int:
+    """Return the number of tokens per simulated unit: 1 for small steps."""
     return max(1, math.ceil(config.samples_per_step * config.over_provision * lengths.mean / _UNITS))
 
 
 def simulate(
     config: Config,
     costs: Costs,
-    lengths: Lengths,
+    lengths: LengthDistribution,
     *,
     prompt_tokens: int,
     steps: int,
     by_tp: Mapping[int, Costs] | None = None,
-    warm: int | None = None,
+    warmup_steps: int | None = None,
 ) -> Forecast:
-    """Of `steps` train steps after `warm` others; where that is not given, as many as it takes to settle. `by_tp`:
-    what engines cost by their size, where `engine.pools` has several; else it is in `costs`, as trainer and push are.
+    """Simulate a run.
 
-    Raises UserError for a config whose rollout cannot be simulated, RunError when such a run would stop."""
+    Args:
+        config: config of the run.
+        costs: costs of engines, trainer and push.
+        lengths: distribution of response lengths.
+        prompt_tokens: length of every prompt.
+        steps: number of measured train steps.
+        by_tp: costs of engines by size, if `engine.pools` has several sizes.
+        warmup_steps: number of earlier train steps; by default enough for a steady state.
+
+    Raises:
+        UserError: the rollout of this config cannot be simulated.
+        RunError: such a run would stop.
+    """
     with tempfile.TemporaryDirectory(prefix="rlsys-plan-") as folder:
         run = _Run(config, costs, by_tp or {}, lengths, prompt_tokens, Path(folder))
-        return run_virtual(run.measured(steps, warm))
+        return run_virtual(run.measure(steps, warmup_steps))
 
 
 class _Run:
+    """State of a simulated run."""
+
     def __init__(
         self,
         config: Config,
         costs: Costs,
         by_tp: Mapping[int, Costs],
-        lengths: Lengths,
+        lengths: LengthDistribution,
         prompt_tokens: int,
         folder: Path,
     ) -> None:
-        self._grain = grain_of(config, lengths)
+        self._grain = tokens_per_unit(config, lengths)
         self._costs, self._by_tp, self._lengths = costs, by_tp, lengths
-        # Else nobody asks how fast an engine is, or whose it was.
-        self._watched = bool(config.engine.pools) or config.router.strategy == "hardware_affinity"
+        # Without pools, speed and pool of an engine are not needed.
+        self._reports_speed = bool(config.engine.pools) or config.router.strategy == "hardware_affinity"
         self._prompt = max(1, round(prompt_tokens / self._grain))
         self._config = self._in_units(config, folder)
         self._early = config.trainer.early_backward
@@ -143,15 +159,15 @@ class _Run:
         self._waited = self._trained = self._pushed = 0.0
 
     def _in_units(self, config: Config, folder: Path) -> Config:
-        """The same run with lengths in units, and without what is not simulated."""
+        """Return the config with lengths in units, and without parts that are not simulated."""
         if config.rollout.generator != "single_turn":
             raise UserError(
-                f"rollout.generator = {config.rollout.generator}: only single_turn can be planned yet"
+                f"rollout.generator = {config.rollout.generator}: only single_turn can be simulated"
             )
-        changed = config.model_dump()
-        rollout, engine = changed["rollout"], changed["engine"]
-        changed["run"]["dir"] = folder
-        changed["run"]["spans"] = False
+        values = config.model_dump()
+        rollout, engine = values["rollout"], values["engine"]
+        values["run"]["dir"] = folder
+        values["run"]["spans"] = False
         rollout["max_response_tokens"] = self._units(config.rollout.max_response_tokens)
         rollout |= {
             "stall_timeout": _NEVER,
@@ -166,20 +182,21 @@ class _Run:
             "return_routes": False,
         }
         engine |= {"start_timeout": _NEVER, "reference": None}
-        if changed["algo"]["teacher"] is not None:
-            changed["algo"]["teacher"]["engine"] = None
-        changed["eval"]["sets"] = []
-        changed["trainer"]["replay"] = "off"
-        return Config.model_validate(changed)
+        if values["algo"]["teacher"] is not None:
+            values["algo"]["teacher"]["engine"] = None
+        values["eval"]["sets"] = []
+        values["trainer"]["replay"] = "off"
+        return Config.model_validate(values)
 
     def _units(self, tokens: int) -> int:
         return max(1, round(tokens / self._grain))
 
-    async def measured(self, steps: int, warm: int | None) -> Forecast:
+    async def measure(self, steps: int, warmup_steps: int | None) -> Forecast:
+        """Simulate the warm-up, then the measured steps."""
         config = self._config
         source = _Prompts(self._prompt)
         engines = [self._engine(i) for i in range(config.engine.count)]
-        session: Any = Wire(engines)
+        session: Any = SimulatedSession(engines)
         clients = [
             EngineClient(e.url, session, index=i, tp=config.engine.tp_of(i), limits=Limits(_NEVER, _NEVER))
             for i, e in enumerate(engines)
@@ -189,63 +206,69 @@ class _Run:
             vocab_size=_VOCABULARY,
             context_length=10**9,
             stop_ids=(END,),
-            bounds=Bounds(_NEVER, _NEVER, uncompared=1.0),
+            bounds=Bounds(_NEVER, _NEVER, max_unknown_share=1.0),
             strategy=config.router.strategy,
             interruption=config.router.interruption,
-            patience=_NEVER,
+            push_timeout_s=_NEVER,
             slots=config.max_running_requests,
             kinds=config.engine,
         )
-        scorer = Scorer(lambda: nullcontext(_chance), lambda ids: str(len(ids)), _NEVER, concurrency=10**6)
+        scorer = Scorer(
+            lambda: nullcontext(_random_reward), lambda ids: str(len(ids)), _NEVER, concurrency=10**6
+        )
         planning = Planning(config, source, None, explorer=_explorer(config, router, scorer))
         buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
         manager = RolloutManager(config, buffer, router, source, scorer, planning)
         tasks = [asyncio.create_task(engine.run()) for engine in engines]
-        if self._watched:
+        if self._reports_speed:
             tasks.append(asyncio.create_task(router.watch()))
         async with AsyncExitStack() as stack:
             stack.callback(buffer.close)
-            stack.push_async_callback(_ended, tasks)
+            stack.push_async_callback(_cancel, tasks)
             stack.push_async_callback(manager.close)
             await manager.restore(0)
             await self._push(manager)
-            # Until the longest response can have been begun and ended between takes.
-            a_step = config.samples_per_step * self._lengths.mean / config.slots
-            longest = math.ceil(max(self._lengths.values) / a_step)
-            for _ in range(_WARM + min(config.rollout.max_staleness, longest) if warm is None else warm):
+            # Long enough for the longest response to start and end between takes.
+            units_per_step = config.samples_per_step * self._lengths.mean / config.slots
+            longest = math.ceil(max(self._lengths.values) / units_per_step)
+            for _ in range(
+                _MIN_WARMUP_STEPS + min(config.rollout.max_staleness, longest)
+                if warmup_steps is None
+                else warmup_steps
+            ):
                 await self._train(manager)
-            return await self._of_steps(manager, router, engines, steps)
+            return await self._measure_steps(manager, router, engines, steps)
 
     def _engine(self, index: int) -> SimulatedEngine:
         config = self._config.engine
         return SimulatedEngine(
             f"http://engine-{index}",
             self._by_tp.get(config.tp_of(index), self._costs),
-            lambda seed, prompt: self._units(self._lengths.of(seed, prompt)),
+            lambda seed, prompt: self._units(self._lengths.sample(seed, prompt)),
             self._prompt,
             self._config.max_running_requests,
             config.max_total_tokens,
             self._grain,
-            tells=self._watched,
+            reports_first_token=self._reports_speed,
         )
 
-    async def _of_steps(
+    async def _measure_steps(
         self, manager: RolloutManager, router: Router, engines: Sequence[SimulatedEngine], steps: int
     ) -> Forecast:
         clock = asyncio.get_running_loop().time
         self._waited = self._trained = self._pushed = 0.0
         writers = [e for i, e in enumerate(engines) if not self._config.engine.explores(i)]
-        decoding, before = sum(e.decoding for e in writers), router.stats()
-        start, taken = clock(), [await self._train(manager) for _ in range(steps)]
+        decoding, previous_stats = sum(e.decoding for e in writers), router.stats()
+        start, batches = clock(), [await self._train(manager) for _ in range(steps)]
         seconds = clock() - start
         decoding = sum(e.decoding for e in writers) - decoding
-        counted = {key: n - before.get(key, 0.0) for key, n in router.stats().items()}
-        samples = [s for t in taken for g in t.groups for s in g.samples]
+        stats = {key: n - previous_stats.get(key, 0.0) for key, n in router.stats().items()}
+        samples = [s for t in batches for g in t.groups for s in g.samples]
         tokens = sum(s.tokens for s in samples)
         config = self._config
         slots = min(config.slots, len(writers) * config.max_running_requests)
-        received = counted["received_tokens"] - counted["evaluation_tokens"]
-        again = sum(max(0, s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids)) for s in samples)
+        received = stats["received_tokens"] - stats["evaluation_tokens"]
+        recomputed = sum(max(0, s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids)) for s in samples)
         return Forecast(
             step_seconds=seconds / steps,
             rollout_seconds=self._waited / steps,
@@ -253,61 +276,64 @@ class _Run:
             push_seconds=self._pushed / steps,
             tokens_per_s=tokens * self._grain / seconds,
             idle_slots=max(0.0, 1.0 - decoding / (slots * seconds)),
-            staleness=sum(t.metrics["staleness_mean"] for t in taken) / steps,
-            off_policy=sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in taken) / tokens,
-            read_again=again / tokens,
+            staleness=sum(t.metrics["staleness_mean"] for t in batches) / steps,
+            off_policy=sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in batches) / tokens,
+            recomputed=recomputed / tokens,
             dropped=max(0.0, 1.0 - tokens / received) if received else 0.0,
-            pools=self._pools(counted, tokens * self._grain),
+            pools=self._pools(stats, tokens * self._grain),
         )
 
-    def _pools(self, counted: Mapping[str, float], trained: int) -> dict[str, PoolForecast]:
-        """`counted`: of the router's figures, what the measured steps added."""
+    def _pools(self, stats: Mapping[str, float], trained_tokens: int) -> dict[str, PoolForecast]:
+        """Return the forecast of each pool. `stats`: changes of the router's statistics in the measured steps."""
         pools = self._config.engine.pools
-        made = sum(counted[f"pool_{p.name}_tokens"] for p in pools)
+        sampled_tokens = sum(stats[f"pool_{p.name}_tokens"] for p in pools)
         return {
             p.name: PoolForecast(
-                counted[f"pool_{p.name}_tokens"] / made, 1e6 * counted[f"pool_{p.name}_cost"] / trained
+                stats[f"pool_{p.name}_tokens"] / sampled_tokens,
+                1e6 * stats[f"pool_{p.name}_cost"] / trained_tokens,
             )
             for p in pools
         }
 
     # -- the trainer's side ---------------------------------------------------------------------------------------
 
-    async def _train(self, manager: RolloutManager) -> Taken:
-        """One train step and its push, in the order of rlsys/train.py."""
+    async def _train(self, manager: RolloutManager) -> TrainBatch:
+        """Simulate one train step and its push, in the order of rlsys/train.py."""
         clock = asyncio.get_running_loop().time
         self._step += 1
-        start, gone = clock(), 0.0
+        start, early_seconds = clock(), 0.0
         while self._early and (part := await manager.early(self._step)) is not None:
-            await asyncio.sleep(work := self._costs.train(self._whole(part)) - self._costs.train_step)
-            gone += work
-        taken = await manager.take(self._step)
-        if taken is None:
-            raise RunError("a simulated engine came back without weights")
+            await asyncio.sleep(
+                work := self._costs.train(self._sequence_lengths(part)) - self._costs.train_step
+            )
+            early_seconds += work
+        batch = await manager.take(self._step)
+        if batch is None:
+            raise RunError("a simulated engine rejoined without weights")
         self._waited += clock() - start
         start = clock()
-        await asyncio.sleep(max(0.0, self._costs.train(self._whole(taken)) - gone))
+        await asyncio.sleep(max(0.0, self._costs.train(self._sequence_lengths(batch)) - early_seconds))
         self._trained += clock() - start
         start = clock()
         await self._push(manager)
         self._pushed += clock() - start
-        return taken
+        return batch
 
-    def _whole(self, taken: Taken) -> list[Sharing]:
-        """Of every sequence, prompts included."""
+    def _sequence_lengths(self, batch: TrainBatch) -> list[Sharing]:
+        """Return the tokens of each sequence, prompts included."""
         out: list[Sharing] = []
-        for g in taken.groups:
+        for g in batch.groups:
             prompt = self._grain * len(g.samples[0].prompt_ids)
             out += group_of(prompt, [self._grain * s.tokens for s in g.samples], self._costs.shared_prompts)
         return out
 
     async def _push(self, manager: RolloutManager) -> None:
-        left = True
-        while left:
-            ticket: PushTicket = await manager.begin_push()
+        remaining = True
+        while remaining:
+            ticket: WeightUpdate = await manager.begin_push()
             await asyncio.sleep(self._costs.push)
             canaries = [Canary(ids, [-1.0] * (len(ids) - 1)) for ids in ticket.canaries]
-            left = bool((await manager.end_push(ticket, canaries))["push_left"])
+            remaining = bool((await manager.end_push(ticket, canaries))["push_left"])
 
 
 def _explorer(config: Config, router: Router, scorer: Scorer) -> Explorer | None:
@@ -317,8 +343,8 @@ def _explorer(config: Config, router: Router, scorer: Scorer) -> Explorer | None
     return Explorer(generate, scorer, config.run.seed)
 
 
-async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """What ended by itself is raised."""
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel the tasks, and raise the error of a task that has failed."""
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):

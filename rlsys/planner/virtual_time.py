@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next event: hours of waiting cost nothing, and nothing is ever late."""
+"""Event loop whose clock jumps to the next event: waiting costs nothing, and nothing is late."""
 
 from __future__ import annotations
 
@@ -11,50 +11,56 @@ T = TypeVar("T")
 
 
 REAL_SECONDS = 10.0
-"""For a thread that the loop waits for without having started it itself, as at its own end."""
+"""Real-time limit for threads that the loop did not start itself, as at its own end."""
 
 
-class _Jumping(selectors.DefaultSelector):
-    """Instead of waiting, it moves the clock; but threads take the time that they take. `threads`: calls in them."""
+class _VirtualSelector(selectors.DefaultSelector):
+    """Selector that advances the clock instead of waiting; threads take real time. `threads`: running calls."""
 
-    now = 0.0
+    virtual_now = 0.0
     threads = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        """Return the ready events, after advancing the clock if there are none."""
         events = super().select(0)
         if events or timeout == 0:
             return events
         if self.threads:
             return super().select(None)
         if timeout is not None:
-            self.now += timeout
+            self.virtual_now += timeout
         elif not (events := super().select(REAL_SECONDS)):
-            raise RuntimeError("nothing will ever happen again")
+            raise RuntimeError("deadlock: no event can occur")
         return events
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in which waiting costs nothing and always takes exactly as long as asked for."""
+    """Event loop in which waiting costs nothing, and takes exactly the requested virtual time."""
 
     def __init__(self) -> None:
-        self._jumping = _Jumping()
-        super().__init__(self._jumping)
+        self._virtual_selector = _VirtualSelector()
+        super().__init__(self._virtual_selector)
 
     def time(self) -> float:
-        return self._jumping.now
+        """Return the virtual time."""
+        return self._virtual_selector.virtual_now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        """In a thread; the clock stands meanwhile."""
+        """Run in a thread; the clock stops meanwhile."""
         future = super().run_in_executor(executor, func, *args)
-        self._jumping.threads += 1
-        future.add_done_callback(self._one_less)
+        self._virtual_selector.threads += 1
+        future.add_done_callback(self._on_thread_done)
         return future
 
-    def _one_less(self, _: object) -> None:
-        self._jumping.threads -= 1
+    def _on_thread_done(self, _: object) -> None:
+        self._virtual_selector.threads -= 1
 
 
 def run_virtual(body: Coroutine[Any, Any, T]) -> T:
-    """Raises RuntimeError when everything waits for something that nobody will do."""
+    """Run a coroutine in virtual time.
+
+    Raises:
+        RuntimeError: all tasks wait for an event that cannot occur.
+    """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(body)

@@ -8,9 +8,9 @@ import logging
 from rlsys.algo.planners import LARGEST_GROUP
 from rlsys.core.seeds import sample_seed
 from rlsys.core.types import Prompt, Sample
-from rlsys.generators.censoring import named
+from rlsys.generators.censoring import prompt_name
 from rlsys.generators.generator import Generator, respond
-from rlsys.router.router import EVALUATION, NobodyExplores
+from rlsys.router.router import EVALUATION, NoExplorationEngine
 from rlsys.worker.scoring import Scorer
 
 log = logging.getLogger("rlsys.rollout")
@@ -33,8 +33,8 @@ class Explorer:
 
     async def _reward(self, sample: Sample, prompt: Prompt) -> float | None:
         try:
-            censored = await respond(self._generate, sample, prompt, f"a probe of {named(prompt)}")
-        except NobodyExplores:
+            censored = await respond(self._generate, sample, prompt, f"a probe of {prompt_name(prompt)}")
+        except NoExplorationEngine:
             if not self._alone:
                 log.warning("no engine explores: groups get rollout.group_size samples until one does")
             self._alone = True
@@ -42,4 +42,4 @@ class Explorer:
         self._alone = False
         if censored is not None:  # its group's samples say so
             return None
-        return (await self._scorer.verdict(prompt, sample, f"a probe of {named(prompt)}")).reward
+        return (await self._scorer.verdict(prompt, sample, f"a probe of {prompt_name(prompt)}")).reward

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlsys.algo.group_rewards import GroupReward, Response
-from rlsys.core.imports import place
+from rlsys.core.imports import source_location
 from rlsys.core.texts import error_text
 from rlsys.core.types import is_reward
 from rlsys.rewards.judges import PatientJudge, wait_for_work
@@ -65,7 +65,7 @@ class GroupScorer:
         if task.cancelled():
             return f"{self._name} was cancelled"
         if (error := task.exception()) is not None:
-            return f"{self._name} raised {type(error).__name__}: {error_text(error)}{place(error)}"
+            return f"{self._name} raised {type(error).__name__}: {error_text(error)}{source_location(error)}"
         rewards = task.result()
         if not isinstance(rewards, list | tuple) or len(rewards) != wanted:
             return f"{self._name} gave {repr(rewards)[:200]}, expected a list of {wanted} rewards"

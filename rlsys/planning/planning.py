@@ -21,7 +21,7 @@ from rlsys.config import Config
 from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt, Sample, SampleGroup
 from rlsys.data import PromptSource, Tokenizer
-from rlsys.generators.censoring import named, train_prompt
+from rlsys.generators.censoring import prompt_name, train_prompt
 from rlsys.planning.exploring import Explorer
 from rlsys.planning.group_scoring import GroupScorer
 from rlsys.planning.guidance import Guidance
@@ -88,7 +88,7 @@ class Planning:
         asked = next((s.prompt_ids for s in group.samples if not s.own_prompt), prompt.ids)
         if prompt.refusal or not asked:
             again = "its row could not be read when its group began"
-            return replace(prompt, ids=asked, refusal=prompt.refusal or f"{again} ({named(prompt)})")
+            return replace(prompt, ids=asked, refusal=prompt.refusal or f"{again} ({prompt_name(prompt)})")
         if prompt.ids != asked:
             raise UserError(f"data.source: prompt {prompt.index} is not what it was when its group began")
         return prompt

@@ -10,7 +10,7 @@ from rlsys.core.errors import RunError
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.engines import Engines
-from rlsys.router.failures import REFUSES, RefusedRequest
+from rlsys.router.failure_policy import REFUSAL_STATUSES, RefusedRequest
 
 AGAIN_SECONDS = 1.0
 
@@ -42,7 +42,7 @@ class ReferenceScores:
                     try:
                         return await self._reference.token_logprobs(ids)
                     except (*DeadEngine, EngineError) as e:
-                        if isinstance(e, EngineError) and e.status in REFUSES:
+                        if isinstance(e, EngineError) and e.status in REFUSAL_STATUSES:
                             raise RefusedRequest(f"engine.reference: {e}") from None
                         log.warning(
                             "the reference at %s does not answer: %s", self._reference.url, e or type(e)

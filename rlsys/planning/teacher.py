@@ -10,14 +10,14 @@ from aiohttp import ClientSession
 
 from rlsys.config import Config
 from rlsys.config.beside import teacher_config
-from rlsys.core.identity import NOBODY, engine_identity
+from rlsys.core.identity import ANONYMOUS, engine_identity
 from rlsys.core.owner import Owner
 from rlsys.core.types import Sample
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import BAD_ANSWER, DeadEngine, EngineError
 from rlsys.engine_requests import ANY_ENGINE, Limits, RefusedPrompt
 from rlsys.segments import teacher_logprobs
-from rlsys.worker.assembly import client_maker, limits_of
+from rlsys.worker.assembly import client_maker, prompt_limits
 
 AWAY = "the teacher is away"
 """Reasons begin with it that say nothing about the sample."""
@@ -49,8 +49,7 @@ class EngineTeacher:
         return {"teacher_tokens": self._tokens, "teacher_unanswered": self._unanswered}
 
     async def ask(self, sample: Sample) -> str | None:
-        """Set `opinions` of all sequences that are trained and have none; why that is impossible, None when it is
-        done."""
+        """Set `teacher_logprobs` of all trained sequences without; returns why that is impossible, None when done."""
         for sequence in sample.trained_sequences:
             if sequence.taught or not sequence.tokens:
                 continue
@@ -78,7 +77,7 @@ class EngineTeacher:
                         )
                         self._tell(away=False)
                         self._check(ids.ravel().tolist())
-                        sequence.opinions, sequence.taught = teacher_logprobs.encode(ids, logp), True
+                        sequence.teacher_logprobs, sequence.taught = teacher_logprobs.encode(ids, logp), True
                         return None
                     except (*DeadEngine, EngineError) as e:
                         if isinstance(e, EngineError) and e.status < _ITS_FAULT:
@@ -109,8 +108,8 @@ def build_teacher(config: Config, url: str, owner: Owner, session: ClientSession
     groups counts as a stall."""
     section, its = config.algo.teacher, teacher_config(config)
     assert section is not None
-    whose = engine_identity(owner, url) if section.engine == "own" else NOBODY
-    limits = limits_of(its)
+    whose = engine_identity(owner, url) if section.engine == "own" else ANONYMOUS
+    limits = prompt_limits(its)
     patience = min(its.start_seconds, config.rollout.stall_timeout / 2)
     client = client_maker(its, session)(url, whose, adapter=None)
     top_k = min(section.top_k or limits.vocab_size, limits.vocab_size)

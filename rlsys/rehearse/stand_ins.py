@@ -76,7 +76,7 @@ def installed(wanted: set[When], setting: Setting) -> Iterator[None]:
             if stand_in.when in wanted:
                 where = "rlsys.rehearse.stand_ins"
                 upstream = target(
-                    stand_in.name, stand_in.owner, stand_in.attribute, *stand_in.fragments, of=where
+                    stand_in.name, stand_in.owner, stand_in.attribute, *stand_in.fragments, package=where
                 )
                 replacement = stand_in.make(upstream, setting)
                 stack.enter_context(mock.patch.object(stand_in.owner, stand_in.attribute, replacement))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_patches.distributed_optimizer_step import begin_states
+from megatron_patches.distributed_optimizer_step import create_states
 from megatron_patches.registry import target
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
@@ -102,7 +102,7 @@ class Rehearsal:
         with self.meter:
             self.trainer = kind(self.config, signals)
         for optimizer in _optimizers(self.trainer):
-            begin_states(optimizer)
+            create_states(optimizer)
         self._name_kinds()
         self._say(f"rank {self.trainer.rank}: built, {sum(self.meter.memory.now.values()) / 1e9:.3g} GB")
 
@@ -175,7 +175,7 @@ def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
 @contextmanager
 def _phases(meter: Meter, trainer: Trainer, say: Callable[[str], None]) -> Iterator[None]:
     """Meanwhile an update's own phases begin where it reduces gradients, and where the optimizer steps."""
-    finalize: Any = target("phases", trainer_module, "finalize_model_grads", of="rlsys.rehearse.step")
+    finalize: Any = target("phases", trainer_module, "finalize_model_grads", package="rlsys.rehearse.step")
     step: Any = trainer.optimizer.step
 
     def reduce(*args: Any, **kwargs: Any) -> Any:

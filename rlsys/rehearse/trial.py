@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
-from rlsys.obs.packages import installed, mismatches
+from rlsys.obs.packages import installed_version, mismatches
 
 PACKAGES = ("megatron-core", "torch")
 """What the trainer's layers are made of."""
@@ -50,4 +50,4 @@ def _versions() -> str:
     wrong = [str(unmet[name]) for name in PACKAGES if name in unmet]
     if wrong:
         return "; ".join(wrong) + ": run `make setup`"
-    return "installed: " + ", ".join(f"{name} {installed(name)}" for name in PACKAGES)
+    return "installed: " + ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES)

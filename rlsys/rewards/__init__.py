@@ -101,7 +101,7 @@ class Rewards:
             self._beginning = asyncio.ensure_future(self._one_worker())
 
     async def _one_worker(self) -> None:
-        async with self._workers.worker():
+        async with self._workers.acquire():
             pass
 
     @asynccontextmanager

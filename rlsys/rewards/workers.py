@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.core.imports import place
+from rlsys.core.imports import source_location
+from rlsys.core.process_pool import PoolProcessError, ProcessPool
 from rlsys.core.texts import error_text
 from rlsys.core.types import Prompt, Response
-from rlsys.core.workers import WorkerError, Workers
 
 PlainScores = Callable[[Prompt, Response], Awaitable[list[Any]]]
 """What each plain reward function gives a response, in the order of data.reward. Raises RewardError."""
@@ -27,10 +27,10 @@ async def contained(score: Awaitable[Any]) -> Any:
     try:
         return await score
     except (SystemExit, KeyboardInterrupt) as e:
-        raise RewardError(f"{type(e).__name__}: {error_text(e)}{place(e)}") from e
+        raise RewardError(f"{type(e).__name__}: {error_text(e)}{source_location(e)}") from e
 
 
-class RewardWorkers(Workers):
+class RewardWorkers(ProcessPool):
     """Requests go to a worker as pickles, which it may trust."""
 
     def __init__(self, config: Config) -> None:
@@ -40,12 +40,12 @@ class RewardWorkers(Workers):
     @asynccontextmanager
     async def scores(self) -> AsyncIterator[PlainScores]:
         """For one response. The process is killed when it has not answered by the end."""
-        async with self.worker() as worker:
+        async with self.acquire() as worker:
 
             async def ask(prompt: Prompt, response: Response) -> list[Any]:
                 try:
-                    answer: list[Any] = await worker.ask(pickle.dumps((prompt, response)))
-                except WorkerError as e:
+                    answer: list[Any] = await worker.call(pickle.dumps((prompt, response)))
+                except PoolProcessError as e:
                     raise RewardError(str(e)) from None
                 return answer
 

@@ -1,1 +1,1 @@
-"""The coordinator, in the rollout process: admission, selection, steps, and the protocol with the trainer."""
+"""The coordinator of a run: admits groups, selects them for train steps, and directs weight pushes."""

@@ -1,8 +1,9 @@
-"""Is what is trained on like what is generated? APRIL trains the first to finish, and those are the short ones.
+"""BiasMonitor: compares the length of trained with generated responses.
 
-In the long run every group is trained unless it expires, so the bias is one of time: the first steps see too many
-short responses, and what grows too old is long. The monitor compares the mean length of what was trained with an
-estimate of what the model generates that does not leave out those still running.
+APRIL trains the first groups to finish, which are the short ones. In the long run every group is trained unless
+it expires, so the bias is temporary: the first steps train too many short responses, and long ones expire. The
+monitor compares the mean length of trained responses with an estimate of the generated ones that includes
+running responses.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from rlsys.ledger.buffer import RolloutBuffer
 WINDOW_STEPS = 8
 """Train steps that the comparison covers."""
 WARM_UP_STEPS = 2 * WINDOW_STEPS
-"""No alarm before: the first steps cannot have long responses, and the window must have left them behind."""
+"""Steps without alarm: the first ones cannot have long responses, and must have left the window."""
 RANKS = 4
-MOST_RESUMES = 3
-_ENDED = ", ".join(f"'{s}'" for s in Status if s.terminal)
+MAX_RESUMES = 3
+_TERMINAL = ", ".join(f"'{s}'" for s in Status if s.terminal)
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class BiasMonitor:
-    """Holds nothing but whether the alarm is on: the buffer knows the lengths."""
+    """Owns only the state of the alarm: the buffer has the lengths."""
 
     def __init__(self, config: Config, buffer: RolloutBuffer) -> None:
         self._bound = config.rollout.length_bias_bound
@@ -35,9 +36,10 @@ class BiasMonitor:
         self._alarm = False
 
     def metrics(self, train_step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        """Of the groups that this step took, and of the window that ends with it.
+        """Return metrics of the groups that this step took, and of the window that ends with it.
 
-        `length_bias`: trained over generated mean length, less 1. `bias_alarm` is 1 while it is below the bound.
+        `length_bias`: trained over generated mean length, minus 1. `bias_alarm` is 1 while it is below the
+        bound.
         """
         window = (train_step - WINDOW_STEPS + 1, train_step)
         trained = [n for n, _ in self._lengths("train_step BETWEEN ? AND ?", *window)]
@@ -60,39 +62,39 @@ class BiasMonitor:
             **by_resumes(s for g in groups for s in g.samples),
         }
 
-    def _lengths(self, where: str, *values: int) -> list[tuple[int, bool]]:
-        """Of samples: tokens so far, and whether that is all. Without those refused before their first token."""
+    def _lengths(self, condition: str, *values: int) -> list[tuple[int, bool]]:
+        """Return (tokens so far, whether complete) of samples, except those refused before their first token."""
         query = (
-            f"SELECT tokens, status IN ({_ENDED}) FROM samples JOIN groups USING (group_id) "
-            f"WHERE {where} AND (tokens > 0 OR status != '{Status.CENSORED}')"
+            f"SELECT tokens, status IN ({_TERMINAL}) FROM samples JOIN groups USING (group_id) "
+            f"WHERE {condition} AND (tokens > 0 OR status != '{Status.CENSORED}')"
         )
         return self._buffer.read(lambda db: db.execute(query, values).fetchall())
 
     def _by_completion(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """In the order in which they became READY."""
+        """Sort groups by the order in which they became READY."""
         ids = ", ".join(str(g.group_id) for g in groups)
         query = f"SELECT group_id, ready_order FROM groups WHERE group_id IN ({ids})"
-        place = dict(self._buffer.read(lambda db: db.execute(query).fetchall()))
-        return sorted(groups, key=lambda g: place[g.group_id])
+        completion_order = dict(self._buffer.read(lambda db: db.execute(query).fetchall()))
+        return sorted(groups, key=lambda g: completion_order[g.group_id])
 
 
 def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
-    """Mean of `(length, ended)`, where what has not ended is longer than its length (Kaplan and Meier 1958).
+    """Estimate the mean of `(length, complete)` with incomplete ones censored (Kaplan and Meier 1958).
 
-    Up to the longest length there is; 0 for none.
+    It is restricted to the longest length; 0 without lengths.
     """
-    ordered = sorted(lengths, key=lambda x: (x[0], not x[1]))  # of equals, those that ended first
+    by_length = sorted(lengths, key=lambda x: (x[0], not x[1]))  # of equals, those that ended first
     survival, mean, last = 1.0, 0.0, 0
-    for at_risk, (length, ended) in zip(range(len(ordered), 0, -1), ordered, strict=True):
+    for at_risk, (length, complete) in zip(range(len(by_length), 0, -1), by_length, strict=True):
         mean += survival * (length - last)
         last = length
-        if ended:
+        if complete:
             survival *= 1 - 1 / at_risk
     return mean
 
 
 def by_rank(ranked: Sequence[SampleGroup]) -> dict[str, float]:
-    """Length and reward by quarters of the order in which a step's groups were completed."""
+    """Return length and reward by quarters of the order in which a step's groups were completed."""
     out: dict[str, float] = {}
     for i in range(RANKS):
         quarter = ranked[i * len(ranked) // RANKS : (i + 1) * len(ranked) // RANKS]
@@ -101,15 +103,15 @@ def by_rank(ranked: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def by_resumes(samples: Iterable[Sample]) -> dict[str, float]:
-    """Length and reward by how often samples were resumed; MOST_RESUMES stands for that and more."""
+    """Return length and reward by the number of resumes; MAX_RESUMES includes all larger numbers."""
     binned: dict[int, list[Sample]] = {}
     for sample in samples:
-        binned.setdefault(min(sample.resumes, MOST_RESUMES), []).append(sample)
+        binned.setdefault(min(sample.resumes, MAX_RESUMES), []).append(sample)
     return {k: v for n in sorted(binned) for k, v in _means(f"resumes_{n}", binned[n]).items()}
 
 
 def _means(name: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Nothing for no samples."""
+    """Return the means of length and reward; empty without samples."""
     if not samples:
         return {}
     return {

@@ -1,7 +1,7 @@
-"""How many samples are kept in flight: a number, or a controller that holds a target (over_provision: auto).
+"""OverProvision: the number of samples in flight, constant or controlled (over_provision: auto).
 
-Why a target is needed: with N'/N samples in flight a group waits N'/N - 1 steps on average (Little's law), so the
-factor buys speed with age. The gain flattens while the off-policy share goes on rising.
+With N'/N samples in flight a group waits N'/N - 1 steps on average (Little's law), so the factor trades age for
+speed. The gain flattens while the off-policy share keeps rising; hence a target.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.runner import SampleRunner
 
 GAIN = 0.5
-"""Share of the way to the computed factor that one step goes: what it changes shows only steps later."""
+"""Fraction of the computed correction applied per step: its effect is visible only steps later."""
 LARGEST_CHANGE = 1.1
 
 Target = Literal["off_policy", "idle"]
 
 
-def next_factor(factor: float, target: Target, wanted: float, measured: float, ceiling: float) -> float:
-    """The factor of the next step, in [1, ceiling], from what was measured with `factor` in the last one.
+def next_factor(factor: float, target: Target, target_share: float, measured: float, ceiling: float) -> float:
+    """Return the factor of the next step, in [1, ceiling], from the value measured with `factor` in the last one.
 
-    off_policy: share of the trained tokens that older weights sampled, about 1 - 1 / factor**2 on long-tailed
-    lengths; idle: mean share of a batch's slots without a sample, which falls as the factor rises.
+    off_policy: share of trained tokens sampled by older weights, about 1 - 1 / factor**2 for long-tailed
+    lengths. idle: mean share of a batch's slots without a sample, which falls as the factor rises.
     """
     if target == "off_policy":
-        ratio = (max(1 - measured, 0.01) / max(1 - wanted, 0.01)) ** (GAIN / 2)
+        ratio = (max(1 - measured, 0.01) / max(1 - target_share, 0.01)) ** (GAIN / 2)
     else:
-        ratio = ((measured + 0.01) / (wanted + 0.01)) ** (GAIN / 2)
+        ratio = ((measured + 0.01) / (target_share + 0.01)) ** (GAIN / 2)
     return min(max(factor * min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE), 1.0), ceiling)
 
 
 class OverProvision:
-    """Owns the factor, and with it the runner's slots. Kept in the buffer over restarts."""
+    """Owns the factor, and thus the runner's slots. Stored in the buffer across restarts."""
 
     def __init__(self, config: Config, buffer: RolloutBuffer, runner: SampleRunner) -> None:
         self._config = config
         self._buffer = buffer
         self._runner = runner
-        saved = buffer.note("over_provision")
+        note = buffer.note("over_provision")
         auto = config.rollout.over_provision == "auto"
-        self._factor = float(saved) if auto and saved is not None else config.over_provision
+        self._factor = float(note) if auto and note is not None else config.over_provision
         runner.slots = self._slots
-        self.figures = self._figures(idle_share=0.0)
-        """What it was in the step taken last, for the step's metrics."""
+        self.metrics = self._figures(idle_share=0.0)
+        """Metrics of the last step."""
 
     def steer(self, off_policy_share: float) -> None:
-        """A step was taken; how it went decides how many samples are in flight during the next one."""
-        self.figures = self._figures(idle_share := self._runner.occupancy.idle_share())
+        """Update the number of samples in flight after a step was taken."""
+        self.metrics = self._figures(idle_share := self._runner.occupancy.idle_share())
         r = self._config.rollout
         if r.over_provision == "auto":
             measured = off_policy_share if r.auto_hold == "off_policy" else idle_share

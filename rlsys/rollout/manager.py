@@ -1,9 +1,10 @@
-"""RolloutManager: hands whole groups to the trainer and guides the pushes of weights.
+"""RolloutManager: gives complete groups to the trainer and directs the pushes of weights.
 
     restore -> begin_push -> end_push -> [early ->] take -> (train) -> begin_push -> end_push -> take -> ...
 
-Commands run one at a time, under a lock; what the trainer is told has been flushed before. When it repeats
-steps after a restart, their groups come from the journal and nothing is generated until it has caught up.
+Commands run one at a time, under a lock; their results are flushed before they are returned. When the trainer
+repeats steps after a restart, their groups come from the journal, and nothing is generated until it has caught
+up.
 """
 
 from __future__ import annotations
@@ -13,44 +14,53 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError
-from rlsys.core.types import CensorCause, GroupState, Sample, SampleGroup, Scored, Status, Taken, Unscored
-from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.core.types import (
+    CensorCause,
+    GroupState,
+    LogProbRequest,
+    LogProbResult,
+    Sample,
+    SampleGroup,
+    Status,
+    TrainBatch,
+)
+from rlsys.core.weight_updates import Canary, WeightUpdate
 from rlsys.data import PromptSource, Tokenizer
-from rlsys.evaluation.eval_sets import AskedSet
+from rlsys.evaluation.eval_sets import EvalSetRunner
 from rlsys.evaluation.evaluator import Evaluator
-from rlsys.evaluation.results import EvalResult, Evaluated
+from rlsys.evaluation.results import EvalResult, EvalStatus
 from rlsys.generators.generator import build_generator
 from rlsys.generators.tools import ToolPenalties
 from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.commits import Commits
+from rlsys.ledger.commit_scheduler import CommitScheduler
 from rlsys.ledger.ledger import Ledger, check_conservation
-from rlsys.ledger.samples import SampleQuery, Seen
+from rlsys.ledger.samples import SampleQuery, SampleView
 from rlsys.obs.phases import Phases
 from rlsys.planning.planning import Planning
 from rlsys.rollout.canaries import Canaries
 from rlsys.rollout.controller import OverProvision
-from rlsys.rollout.figures import Figures
 from rlsys.rollout.keep_budget import KeepBudget
-from rlsys.rollout.received import Received
+from rlsys.rollout.progress_watch import ProgressWatch
 from rlsys.rollout.row_checks import RowChecks
+from rlsys.rollout.run_metrics import RunMetrics
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.selection import Selection
-from rlsys.rollout.waiting import Waiting
+from rlsys.rollout.token_reconciliation import TokenReconciliation
 from rlsys.router.engines import Engines
 from rlsys.router.router import Router
-from rlsys.worker.repeat import Repeat, Stops, record_of
+from rlsys.worker.run_replay import ReplaySchedule, ReplayStops, load_record
 from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.streams import Streams
 from rlsys.worker.workers import Workers
 
 TAKE_PHASES = ("wait", "interrupt", "sleep", "commit")
-"""Of a take: until its groups are there; samples come back; engines give their memory; the ledger is on the disk."""
+"""Phases of a take: wait for groups; interrupt samples; release engine memory; commit the ledger."""
 
 
 class RolloutManager:
-    """Owns where the trainer is. Groups are the buffer's, running samples the runner's, engines the router's."""
+    """Owns the trainer's position. The buffer owns groups, the runner samples, the router engines."""
 
     def __init__(
         self,
@@ -61,12 +71,18 @@ class RolloutManager:
         scorer: Scorer,
         planning: Planning,
         tokenizer: Tokenizer | None = None,
-        eval_sets: Sequence[AskedSet] = (),
+        eval_sets: Sequence[EvalSetRunner] = (),
         spans: SampleSpans | None = None,
         rows: RowChecks | None = None,
     ) -> None:
-        """`tokenizer`: generators of several turns need one. `eval_sets`: somebody else's to close. `spans`: stopped
-        with the manager. `rows`: its figures are told."""
+        """Create the manager.
+
+        Args:
+            tokenizer: required by generators with several turns.
+            eval_sets: closed by the caller.
+            spans: stopped with the manager.
+            rows: its metrics are included.
+        """
         self._spans = spans or SampleSpans(None)
         self._rows = rows
         self._config = config
@@ -74,19 +90,19 @@ class RolloutManager:
         self._tool_penalties = ToolPenalties(config, tokenizer, buffer.load)
         self._planning = planning
         planning.restore(buffer.note("planning") or "")
-        record = record_of(config)
-        repeat = None if record is None else Repeat(record, buffer)
-        self._commits = Commits(buffer)
+        record = load_record(config)
+        repeat = None if record is None else ReplaySchedule(record, buffer)
+        self._commits = CommitScheduler(buffer)
         self._router: Engines
         self._streams: Streams | Workers
         if isinstance(router, Workers):
             router.attach(self._commits, self._spans)
             self._router, self._streams = router.engines, router
         else:
-            stops = None if record is None else Stops(record)
-            speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
+            stops = None if record is None else ReplayStops(record)
+            generate_turn = sampling_turns(config, router) if stops is None else stops.turns(router, config)
             self._router, self._streams = router, Streams(
-                config, router, scorer, build_generator(config, tokenizer, speak), self._commits,
+                config, router, scorer, build_generator(config, tokenizer, generate_turn), self._commits,
                 lambda s: buffer.groups[s.group_id], self._spans, config.flush_tokens, stops,
             )  # fmt: skip
         engines = self._router
@@ -94,36 +110,36 @@ class RolloutManager:
         self._runner = SampleRunner(
             config, buffer, self._commits, planning, self._streams, repeat, self._spans
         )
-        self._selection = Selection(config, buffer, repeat, self._streams.full)
+        self._selection = Selection(config, buffer, repeat, self._streams.at_max_resumes)
         self._canaries = Canaries(source, config.eval.prompts, lambda: engines.limits)
         self._over_provision = OverProvision(config, buffer, self._runner)
         self._keep_budget = KeepBudget(config, buffer)
-        self._waiting = Waiting(
-            config, buffer, engines, self._runner, self._selection, self._called_away, self._give_up
+        self._progress_watch = ProgressWatch(
+            config, buffer, engines, self._runner, self._selection, self._is_preempted, self._censor_overdue
         )
-        self._figures = Figures(config, buffer, engines, scorer, planning, self._counts)
-        settled = router.engines.settled if isinstance(router, Workers) else None
-        self._received = Received(buffer, engines, settled)
+        self._metrics = RunMetrics(config, buffer, engines, scorer, planning, self._counts)
+        counts_at_save = router.engines.counts_at_save if isinstance(router, Workers) else None
+        self._reconciliation = TokenReconciliation(buffer, engines, counts_at_save)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
-        """Train steps that have their groups: up to the last one taken, or the restored checkpoint's."""
+        """Train steps that have their groups: up to the last one taken, or that of the restored checkpoint."""
         self._trained_steps: int | None = None
-        """Train steps that the engines' weights contain; None before the first push."""
+        """Train steps contained in the engines' weights; None before the first push."""
         self._push_due = True
         self._rolling = False
-        """A push has updated some engines, and others serve with the weights before it until their round."""
+        """A push has updated some engines; others serve the previous weights until their round."""
         self._take_seconds = Phases("time_take", TAKE_PHASES).metrics
-        """Of the last take that was the first of its step."""
+        """Phases of the last take that was not a repetition."""
         self._parts: list[list[int]] = []
-        """Of the next step: ids of the groups that the trainer was given before its take."""
+        """Portions of the next step: ids of the groups that the trainer received before its take."""
         self._leave_by: float | None = None
-        """Loop time by which the trainer must have left; None as long as nobody asked for it."""
+        """Loop time by which the trainer must have left; None: no request to leave."""
 
     # Commands of the trainer
 
     async def restore(self, train_step: int) -> None:
-        """The trainer holds the weights after this many steps. Everything running stops; a push must follow."""
+        """Start from the trainer's weights after this many steps. All samples are interrupted; a push must follow."""
         async with self._command:
             await self._evaluator.stop()
             await self._interrupt_all()
@@ -135,12 +151,12 @@ class RolloutManager:
             self._rolling = False
             self._parts = []
 
-    async def early(self, train_step: int) -> Taken | None:
-        """Groups that `take(train_step)` will give, as soon as they fill a micro-batch of every rank; each once.
+    async def early(self, train_step: int) -> TrainBatch | None:
+        """Return groups that `take(train_step)` will return, as soon as they fill a micro-batch of every rank.
 
-        None when the step's groups are all there, or something else comes first: ask `take`. In memory only until
-        the take: a trainer that dies before has lost what it did with them, and a new one is given them again. A step
-        that is repeated gets the portions that it had.
+        Each group is returned once. None when all groups of the step are ready, or something else comes first:
+        call `take`. Portions are in memory only until the take: if the trainer dies before, its successor
+        receives them again. A repeated step has the same portions.
         """
         async with self._command:
             trained_steps = self._steps_before(train_step)
@@ -149,31 +165,35 @@ class RolloutManager:
                 part: list[int] = []
                 if self._selection.groups(trained_steps) is None:
                     self._generate(trained_steps)
-                    given = {i for part in self._parts for i in part}
-                    part = await self._waiting.for_part(trained_steps, given)
+                    earlier = {i for part in self._parts for i in part}
+                    part = await self._progress_watch.wait_for_part(trained_steps, earlier)
             else:
-                version, _ = self._buffer.taken(train_step)
+                version, _ = self._buffer.read_step(train_step)
                 part = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
             if not part:
                 return None
-            groups = self._buffer.unloaded(part)
-            self._tool_penalties.put(groups)
+            groups = self._buffer.read_groups(part)
+            self._tool_penalties.set_penalties(groups)
             self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             self._commits.flush()
             self._parts.append(part)
-            return Taken(train_step, version, groups, {}, self._planning.sources(groups))
+            return TrainBatch(train_step, version, groups, {}, self._planning.sources(groups))
 
     def _steps_before(self, train_step: int) -> int:
-        """Train steps that the weights contain which this step updates. RunError when it is not its turn."""
+        """Return the train steps contained in the weights that this step updates.
+
+        Raises:
+            RunError: it is not the step's turn.
+        """
         next_step = self._done_steps + (not self._push_due)
         if self._trained_steps is None or train_step not in (self._done_steps, next_step):
             raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
         return self._trained_steps
 
-    async def take(self, train_step: int) -> Taken | None:
-        """The groups of this step, the same ones however often it is asked for; waits until there are enough.
+    async def take(self, train_step: int) -> TrainBatch | None:
+        """Return the groups of this step, the same ones on repetition; wait until there are enough.
 
-        None when an engine came back without the current weights: push, then ask again; and when the run is
+        None when an engine came back without the current weights: push, then call again; and when the run is
         leaving (`status`): there will be no more groups.
         """
         async with self._command:
@@ -186,75 +206,82 @@ class RolloutManager:
                 if self._selection.groups(trained_steps) is None:
                     self._generate(trained_steps)
                     with phases.add("wait"):
-                        await self._waiting.for_groups(trained_steps)
-                chosen = None if self._leave_by is not None else self._selection.groups(trained_steps)
-                if chosen is None:
+                        await self._progress_watch.wait_for_groups(trained_steps)
+                selected = None if self._leave_by is not None else self._selection.groups(trained_steps)
+                if selected is None:
                     return None
-                self._buffer.take(train_step, chosen, self._parts)
+                self._buffer.take(train_step, selected, self._parts)
                 self._runner.begin_step()
-            counts = self._figures.counts()
-            version, groups = self._buffer.taken(train_step)
-            self._tool_penalties.put(groups)
+            counts = self._metrics.counts()
+            version, groups = self._buffer.read_step(train_step)
+            self._tool_penalties.set_penalties(groups)
             if self._colocated:
                 with phases.add("interrupt"):
-                    await self._interrupt_all(keep=self._kept(train_step), gently=True)
+                    await self._interrupt_all(
+                        keep=self._keep_predicate(train_step), wait_for_max_resumes=True
+                    )
                 if self._config.launch.release_memory:
                     with phases.add("sleep"):
-                        await self._router.rest_engines()
+                        await self._router.release_memory()
             masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
-            metrics = self._figures.of_step(train_step, version, groups)
+            metrics = self._metrics.step_metrics(train_step, version, groups)
             if new:
                 self._over_provision.steer(metrics["off_policy_share"])
-            metrics |= {**self._over_provision.figures, **self._keep_budget.figures, "masked_tokens": masked}
+            metrics |= {**self._over_provision.metrics, **self._keep_budget.metrics, "masked_tokens": masked}
             self._buffer.check_counts()
             with phases.add("commit"):
                 self._commits.flush()
             if new:
                 self._take_seconds = phases.metrics
             self._done_steps, self._push_due, self._parts = train_step, True, []
-            self._canaries.see(groups, self._buffer.load)
-            self._go_on()
-            beside = {f"reward_figure_{k}": v for k, v in self._runner.beside_rewards.take().items()}
-            return Taken(
+            self._canaries.update(groups, self._buffer.load)
+            self._continue_generation()
+            reward_metrics = {f"reward_figure_{k}": v for k, v in self._runner.reward_metrics.take().items()}
+            return TrainBatch(
                 train_step,
                 version,
                 groups,
                 {
                     **metrics,
-                    **beside,
+                    **reward_metrics,
                     **counts,
-                    **self._figures.totals(),
-                    **self._spans.figures(),
+                    **self._metrics.totals(),
+                    **self._spans.metrics(),
                     **self._take_seconds,
                 },
                 self._planning.sources(groups),
             )
 
-    async def unscored(self, train_step: int) -> list[Unscored]:
-        """After `take(train_step)`: live samples with tokens that the trainer's still resident weights sampled."""
+    async def unscored(self, train_step: int) -> list[LogProbRequest]:
+        """Return live samples with tokens sampled by the trainer's resident weights. Call after `take`."""
         async with self._command:
             if train_step != self._done_steps or not self._push_due or not self._colocated:
-                raise RunError(f"unscored({train_step}): engines must rest, between a take and its push")
-            found = self._selection.unscored(train_step - 1)
+                raise RunError(
+                    f"unscored({train_step}): allowed only between a take and its push, with colocated engines"
+                )
+            requests = self._selection.unscored(train_step - 1)
             self._commits.flush()
-            return found
+            return requests
 
-    async def store_scores(self, scores: list[Scored]) -> None:
+    async def store_scores(self, scores: list[LogProbResult]) -> None:
         async with self._command:
             self._buffer.store_scores(scores)
             self._commits.flush()
 
-    async def begin_push(self, mismatch_kept: float | None = None) -> PushTicket:
-        """Interrupt, take a new version, drop what it makes too old. When no step is due, for stale engines only.
-        `mismatch_kept`: of the step that was trained, see KeepBudget.steer.
+    async def begin_push(self, mismatch_kept: float | None = None) -> WeightUpdate:
+        """Interrupt, create a new version, and drop groups that it makes too old.
 
-        With `weights.rolling` each call is one round: the engines of the ticket rest, the others go on.
+        If no step is due, push to stale engines only. With `weights.rolling` each call is one round: the
+        engines of the update pause, the others continue.
+
+        Args:
+            mismatch_kept: of the trained step, see KeepBudget.steer.
         """
         async with self._command:
             self._runner.raise_failure()
             first, members = self._push_due and not self._rolling, self._next_members()
             if (members or (first and not self._colocated)) and self._trained_steps is not None:
-                await self._waiting.until_interruptible(self._trained_steps, members or None)
+                await self._progress_watch.wait_until_interruptible(self._trained_steps, members or None)
             if first:
                 self._keep_budget.steer(mismatch_kept)
                 await self._begin_version(rolls=bool(members))
@@ -262,79 +289,87 @@ class RolloutManager:
             engines = await self._router.begin_push(version, only_stale=not first, members=members)
             if members:
                 await self._streams.save_running()
-                self._received.settle()
+                self._reconciliation.reconcile()
             self._commits.flush()
-            return PushTicket(version, engines, self._canaries.sequences())
+            return WeightUpdate(version, engines, self._canaries.sequences())
 
     async def _begin_version(self, *, rolls: bool) -> None:
-        """The next weight version, and no group any more that is too old for every step to come (invariant 7).
+        """Create the next weight version, and drop the groups that are too old for every later step (invariant 7).
 
-        `rolls`: engines go on, but not with such groups. Else nothing is in flight from here on.
+        Args:
+            rolls: engines continue, but without such groups. Otherwise nothing is in flight from here on.
         """
         if not self._colocated and (
             not rolls or self._selection.too_old(self._done_steps)
-        ):  # else take has done it
-            await self._interrupt_all(keep=self._kept(self._done_steps), going_on=rolls, gently=True)
+        ):  # otherwise `take` has interrupted
+            await self._interrupt_all(
+                keep=self._keep_predicate(self._done_steps), keep_serving=rolls, wait_for_max_resumes=True
+            )
         self._buffer.versions.new(self._done_steps)
         await self._runner.drop(self._selection.too_old(self._done_steps), GroupState.EXPIRED)
         self._commits.flush()
         self._rolling = rolls
         if rolls:
-            self._go_on()
+            self._continue_generation()
 
-    def _kept(self, done_steps: int) -> Callable[[Sample], bool]:
-        """What may stay in its engine over the push after so many steps."""
+    def _keep_predicate(self, done_steps: int) -> Callable[[Sample], bool]:
+        """Return a predicate: whether a sample may stay in its engine during the push after this many steps."""
         in_flight = (s for g in self._buffer.active() for s in g.samples if s.status is Status.IN_FLIGHT)
-        chosen = self._keep_budget.choose(in_flight)
-        return lambda sample: chosen(sample) and self._selection.stays_young(sample, done_steps)
+        within_budget = self._keep_budget.choose(in_flight)
+        return lambda sample: within_budget(sample) and self._selection.stays_young(sample, done_steps)
 
     def _next_members(self) -> list[str]:
-        """URLs of the engines of the next round. None after a restart: nothing is made then that could go on."""
+        """Return the URLs of the engines of the next round; none after a restart, when no sample runs."""
         at_once = self._config.weights.rolling
         may_roll = at_once is not None and self._trained_steps is not None and self._push_due
         return self._router.next_members(at_once or 0) if may_roll else []
 
     async def end_push(
         self,
-        ticket: PushTicket,
+        ticket: WeightUpdate,
         canaries: list[Canary],
         checksums: Sequence[dict[str, str]] = (),
         left_out: Mapping[str, str] = {},
     ) -> dict[str, float]:
-        """Attest the engines of the ticket but those of `left_out` (URL -> why), then go on generating. Returns the
-        push's metrics; as long as `push_left` of them is not 0, the trainer begins another round.
+        """Attest the engines of the update except `left_out` (URL -> reason), then continue generation.
 
-        Until the last round, admission counts with the oldest weights that serve.
+        Until the last round, admission counts with the oldest served weights.
+
+        Returns:
+            metrics of the push; while `push_left` is not 0, the trainer starts another round.
         """
         async with self._command:
             version = self._buffer.versions.newest
             if ticket.weight_version != version:
-                raise RunError(f"end_push of weight version {ticket.weight_version}, begun was {version}")
+                raise RunError(
+                    f"end_push of weight version {ticket.weight_version}, but version {version} was begun"
+                )
             metrics = await self._router.end_push(version, canaries, checksums, left_out)
             if not metrics["push_left"]:
                 self._trained_steps, self._push_due, self._rolling = self._done_steps, False, False
-            self._go_on()
+            self._continue_generation()
             return metrics
 
     async def evaluate(self) -> EvalResult:
-        """Of the weights that serve. The engines keep them meanwhile: a push is another command."""
+        """Evaluate the served weights, which stay in the engines: a push is another command."""
         async with self._command:
-            return await self._evaluator.measure(self._waiting.watched, self._done_steps)
+            return await self._evaluator.measure(self._progress_watch.watch, self._done_steps)
 
     async def begin_evaluation(self) -> bool:
-        """The same in the background, by an engine that is pinned for it. False: none can be spared now."""
+        """Start a background evaluation on a pinned engine. False: no engine can be spared now."""
         async with self._command:
             return self._evaluator.begin(self._done_steps)
 
-    async def end_evaluation(self, wait: bool) -> Evaluated:
-        """What became of it; its line of metrics is the trainer's to write."""
+    async def end_evaluation(self, wait: bool) -> EvalStatus:
+        """Return the status of the background evaluation. The trainer logs its metrics."""
         async with self._command:
-            return await self._evaluator.ended(wait, self._waiting.watched)
+            return await self._evaluator.poll(wait, self._progress_watch.watch)
 
     async def commit(self, train_step: int) -> None:
-        """A checkpoint of this step is on disk: what no kept checkpoint can want is forgotten.
+        """Delete what no kept checkpoint can need, because a checkpoint of this step is on disk.
 
-        RunError for a step that has not been taken: nothing of it can be on disk.
+        Raises:
+            RunError: the step has not been taken, so it cannot have a checkpoint.
         """
         async with self._command:
             if train_step > self._done_steps:
@@ -342,14 +377,15 @@ class RolloutManager:
             t = self._config.trainer
             self._commits.flush()
             check_conservation(await self._buffer.committed_ledger())
-            await self._streams.save_running()  # the engines' files go with what nobody has claimed of them
+            await self._streams.save_running()  # claims routes before the engines' files are deleted
             self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)
             self._commits.flush()
 
     async def leave(self, seconds: float) -> None:
-        """The machines will be taken away: a waiting take gives up, everything is parked and on disk afterwards.
+        """Park everything durably, and end a waiting take: the machines will be taken away.
 
-        The trainer has about so many seconds to save what it has.
+        Args:
+            seconds: time for the trainer to save its state.
         """
         self._leave_by = asyncio.get_running_loop().time() + seconds
         self._runner.wake.set()
@@ -359,7 +395,7 @@ class RolloutManager:
             self._commits.flush()
 
     async def close(self) -> None:
-        """Park what is in flight, durably, and end every task."""
+        """Park samples in flight durably, and end all tasks."""
         try:
             await self._evaluator.stop()
             await self._interrupt_all()
@@ -371,47 +407,52 @@ class RolloutManager:
     # Figures
 
     async def ledger(self) -> Ledger:
-        """For readers, who may not look into the file while it is open here."""
+        """Return the ledger for readers, who may not open the file while this process has it open."""
         self._commits.flush()
         return await self._buffer.committed_ledger()
 
-    def samples(self, query: SampleQuery) -> list[Seen]:
-        """The same: a page of them, what is not flushed included."""
+    def samples(self, query: SampleQuery) -> list[SampleView]:
+        """Return one page of samples, including changes that are not flushed."""
         return self._buffer.samples(query)
 
     def status(self) -> dict[str, object]:
-        """For the live display. `leaving`: seconds left; None when nobody asked the run to leave."""
-        left = None if self._leave_by is None else self._leave_by - asyncio.get_running_loop().time()
-        own = {"train_step": self._done_steps, "leaving": left, "waiting_for": self._waiting.missing()}
-        return self._figures.now() | own
+        """Return the status for the live display. `leaving`: seconds left; None: no request to leave."""
+        seconds_left = None if self._leave_by is None else self._leave_by - asyncio.get_running_loop().time()
+        own_status = {
+            "train_step": self._done_steps,
+            "leaving": seconds_left,
+            "waiting_for": self._progress_watch.missing(),
+        }
+        return self._metrics.status() | own_status
 
     def _counts(self) -> dict[str, int]:
-        """What the generator counts, and samples that were censored, by cause."""
+        """Return the counts of the generator, and of censored samples by cause."""
         censored = {f"censored_samples_{cause}": self._runner.censored[cause] for cause in CensorCause}
-        rows = {} if self._rows is None else self._rows.figures
+        rows = {} if self._rows is None else self._rows.metrics
         return {**self._streams.counts, **censored, **rows}
 
     # Order of operations
 
-    async def _give_up(self, late: Collection[SampleGroup], trained_steps: int) -> None:
+    async def _censor_overdue(self, late: Collection[SampleGroup], trained_steps: int) -> None:
         await self._interrupt_all()
         await self._runner.censor_overdue(late)
         self._generate(trained_steps)
 
-    def _called_away(self) -> bool:
-        """Something else comes first: an engine needs weights, or the run is to leave."""
+    def _is_preempted(self) -> bool:
+        """Return whether something else comes first: an engine needs weights, or the run is leaving."""
         return bool(self._router.stale_engines) or self._leave_by is not None
 
     def _generate(self, trained_steps: int) -> None:
-        """Samples that wait for an engine go on, and what may start starts."""
+        """Resume samples that wait for an engine, and start what may start."""
         self._router.resume()
-        self._runner.go(trained_steps)
+        self._runner.advance(trained_steps)
 
-    def _go_on(self) -> None:
-        """Disaggregated engines always generate, unless the trainer repeats steps whose groups are there already.
+    def _continue_generation(self) -> None:
+        """Continue generation on disaggregated engines, unless the trainer repeats steps that have their groups.
 
-        Colocated ones only while a take waits: what they made during an evaluation or a checkpoint would be a
-        surplus that grows old, and what a take with enough of it interrupts would have been prefilled for nothing.
+        Colocated engines generate only during a take: samples generated during an evaluation or a checkpoint
+        would be a surplus that grows old, and samples interrupted by a take with enough groups would be
+        prefilled in vain.
         """
         caught_up = self._done_steps >= self._buffer.last_taken_step
         if not self._colocated and caught_up and self._leave_by is None and self._trained_steps is not None:
@@ -421,17 +462,23 @@ class RolloutManager:
         self,
         keep: Callable[[Sample], bool] | None = None,
         *,
-        going_on: bool = False,
-        gently: bool = False,
+        keep_serving: bool = False,
+        wait_for_max_resumes: bool = False,
     ) -> None:
-        """Nothing is in flight when this returns, or only samples to `keep` in engines that hold them; every token
-        that came is in the buffer, lost ones are counted. `going_on`: engines go on with samples to keep. `gently`:
-        rollout.max_resumes counts, unless something else comes first.
+        """Interrupt all samples except those to `keep` in engines that hold them.
+
+        Afterwards every token that arrived is in the buffer, and lost ones are counted.
+
+        Args:
+            keep_serving: engines continue with samples to keep.
+            wait_for_max_resumes: respect rollout.max_resumes, unless something else comes first.
         """
-        gently = gently and not self._called_away()
-        if not going_on:
+        wait_for_max_resumes = wait_for_max_resumes and not self._is_preempted()
+        if not keep_serving:
             self._runner.pause()
-        parked = await self._streams.interrupt(keep, going_on=going_on, gently=gently)
-        self._buffer.clock.interrupted(parked)
-        self._spans.interrupted(parked)
-        self._received.settle()
+        parked = await self._streams.interrupt(
+            keep, keep_serving=keep_serving, wait_for_max_resumes=wait_for_max_resumes
+        )
+        self._buffer.replay_log.record_interrupts(parked)
+        self._spans.on_interrupt(parked)
+        self._reconciliation.reconcile()

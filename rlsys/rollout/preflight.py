@@ -1,4 +1,4 @@
-"""Told before anything starts: a plug-in of the rollout process that does not exist."""
+"""Preflight: detects plug-ins of the rollout process that do not exist, before anything starts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from rlsys.rewards.repairs import build_process_judge
 
 
 def check_names(config: Config) -> None:
-    """Raises UserError, one line, for an unknown name or an import path that leads nowhere; makes none of them
-    but the process judge."""
+    """Check that all names and import paths exist. Creates none of the plug-ins except the process judge.
+
+    Raises:
+        UserError: one does not exist.
+    """
     resolve("data.source", config.data.source, SOURCES)
     for spec in config.data.reward:
         find_reward(spec.name)
@@ -35,7 +38,11 @@ def check_names(config: Config) -> None:
 
 
 def _check_url(field: str, url: str) -> None:
-    """Raises UserError for what is no address of a server, and for a secret in it: a config is written down."""
+    """Check that a value is the URL of a server without credentials, since configs are stored.
+
+    Raises:
+        UserError: it is not.
+    """
     try:
         parts = urlsplit(url)
         host, _port = parts.hostname, parts.port

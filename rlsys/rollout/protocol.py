@@ -1,10 +1,10 @@
-"""What trainer rank 0 and the rollout process say to each other: msgpack of dataclasses over loopback HTTP.
+"""Protocol between trainer rank 0 and the rollout process: msgpack of dataclasses over loopback HTTP.
 
-A command is `POST /<name>` with its request as body; the answer is 200 with the result, or an error status with
-an `ErrorAnswer`. A command has a name of its own (REQUEST_HEADER): one that is asked for again, after a connection
-broke, is carried out once. `GET /status` answers JSON, for people and for the supervisor; `GET /ledger` a Ledger and
-`GET /samples?query=...` a SamplesAnswer, for readers.
-Until the ledger is open every answer is a 503 whose text says how far that is.
+A command is `POST /<name>` with its request as body; the response is 200 with the result, or an error status
+with an `ErrorAnswer`. Each command has a unique id (REQUEST_HEADER): a command that is repeated after a
+connection broke is executed once. `GET /status` returns JSON, for users and the supervisor; `GET /ledger` a
+Ledger and `GET /samples?query=...` a SamplesAnswer, for readers. Until the ledger is open, every response is a
+503 whose text is the progress.
 """
 
 from __future__ import annotations
@@ -16,24 +16,33 @@ import msgspec
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.messages import decode, encode
 from rlsys.core.texts import valid_text
-from rlsys.core.types import Scored, Taken, Unscored
-from rlsys.core.weight_updates import Canary, PushTicket
-from rlsys.evaluation.results import EvalResult, Evaluated
+from rlsys.core.types import LogProbRequest, LogProbResult, TrainBatch
+from rlsys.core.weight_updates import Canary, WeightUpdate
+from rlsys.evaluation.results import EvalResult, EvalStatus
 
 RUN_ERROR_STATUS = 500
 USER_ERROR_STATUS = 409
 OPENING_STATUS = 503
 REQUEST_HEADER = "X-Rlsys-Request"
 RECONNECT_SECONDS = 30.0
-"""For a connection that broke: so long the trainer tries again, and so long its command is kept for it."""
+"""Time for which the trainer retries a broken connection, and for which its command is kept."""
 
 
-Result = Taken | PushTicket | EvalResult | Evaluated | list[Unscored] | dict[str, float] | bool | None
+Result = (
+    TrainBatch
+    | WeightUpdate
+    | EvalResult
+    | EvalStatus
+    | list[LogProbRequest]
+    | dict[str, float]
+    | bool
+    | None
+)
 
 
 @dataclass
 class StepRequest:
-    """Of `restore`, `early`, `take`, `unscored` and `commit`."""
+    """Request of `restore`, `early`, `take`, `unscored` and `commit`."""
 
     train_step: int
 
@@ -41,22 +50,22 @@ class StepRequest:
 @dataclass
 class BeginPushRequest:
     mismatch_kept: float | None = None
-    """Of the step that was trained: see rlsys.rollout.keep_budget."""
+    """Of the trained step: see rlsys.rollout.keep_budget."""
 
 
 @dataclass
 class EndPushRequest:
-    ticket: PushTicket
+    ticket: WeightUpdate
     canaries: list[Canary]
     checksums: list[dict[str, str]] = field(default_factory=list)
-    """Of each rank of an engine: its name of a tensor -> the checksum that it must have."""
+    """For each rank of an engine: its name of a tensor -> the expected checksum."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """URLs of engines that did not get all tensors, and why."""
+    """URL -> reason, for engines that did not get all tensors."""
 
 
 @dataclass
 class ScoresRequest:
-    scores: list[Scored]
+    scores: list[LogProbResult]
 
 
 @dataclass
@@ -67,7 +76,7 @@ class ErrorAnswer:
 
 
 def encode_error(error: RlsysError) -> tuple[int, bytes]:
-    """HTTP status and body."""
+    """Return HTTP status and body."""
     user = isinstance(error, UserError)
     name = "UserError" if user else "RunError"
     return (USER_ERROR_STATUS if user else RUN_ERROR_STATUS), encode(
@@ -76,7 +85,7 @@ def encode_error(error: RlsysError) -> tuple[int, bytes]:
 
 
 def decode_error(body: bytes) -> RlsysError | None:
-    """The error that the other side raised; None when the body is something else (a bug's plain text)."""
+    """Decode the error that the other side raised; None if the body is something else (plain text of a bug)."""
     try:
         answer = decode(body, ErrorAnswer)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""What a run knows of all its rows: whether they changed since it began, and how many cannot be used."""
+"""Checks of all rows of a run: whether they changed since it started, and how many are unusable."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ from rlsys.data.mixture import row_sources
 from rlsys.data.row_check import KINDS, RowCounts
 from rlsys.data.tables import Table
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.worker.assembly import limits_of
+from rlsys.worker.assembly import prompt_limits
 
 NOTE = "data"
-"""The ledger's note with the tables that the run began with."""
+"""The ledger's note with the tables that the run started with."""
 
 log = logging.getLogger("rlsys.rollout")
 
 
 async def check_same_rows(source: PromptSource, buffer: RolloutBuffer) -> None:
-    """Write down the content of the run's tables; at a later start, hold them against it. Raises UserError for data
-    that changed: the run's held-out prompts would be others, and so would the prompts of groups that have begun."""
+    """Store digests of the run's tables at its first start, and compare them at later ones.
+
+    Raises:
+        UserError: the data changed. Held-out prompts, and the prompts of started groups, would be others.
+    """
     tables = {}
-    for one in row_sources(source):
-        for table in (one.rows, one.held_rows):
+    for row_source in row_sources(source):
+        for table in (row_source.rows, row_source.held_rows):
             tables[table.name] = [len(table), await asyncio.to_thread(_digest, table)]
-    before = buffer.note(NOTE)
-    if before is None:
+    note = buffer.note(NOTE)
+    if note is None:
         buffer.set_note(NOTE, json.dumps(tables))
         return
-    known = json.loads(before)
+    stored_tables = json.loads(note)
     for name, (rows, digest) in tables.items():
-        if name in known and known[name][1] != digest:
+        if name in stored_tables and stored_tables[name][1] != digest:
             raise UserError(
-                f"data.params: {name} changed since this run began: {known[name][0]} rows then, {rows} now; expected "
-                "the same data, or another run.dir for a new run"
+                f"data.params: {name} changed since this run began: {stored_tables[name][0]} rows then, {rows} now; "
+                "expected the same data, or another run.dir for a new run"
             )
 
 
@@ -48,19 +51,19 @@ def _digest(table: Table) -> str:
 
 
 class RowChecks:
-    """Owns the process that checks all rows, beside the first steps, and its counts."""
+    """Owns the process that checks all rows during the first steps, and its counts."""
 
     def __init__(self, config: Config, source: PromptSource) -> None:
-        self._config, self._needed = config, bool(row_sources(source))
+        self._config, self._has_rows = config, bool(row_sources(source))
         self._process: asyncio.subprocess.Process | None = None
-        self.figures: dict[str, int] = {}
-        """`rows_checked`, and those that a check counts; empty until it is done, and where data are no rows."""
+        self.metrics: dict[str, int] = {}
+        """`rows_checked` and the counts by kind; empty until it is done, and without rows."""
 
     async def run(self) -> None:
-        """Until all rows are checked."""
-        if not self._needed:
+        """Run the check to its end."""
+        if not self._has_rows:
             return
-        limits = limits_of(self._config)
+        limits = prompt_limits(self._config)
         command = [
             sys.executable, "-m", "rlsys.data.row_check", "--config", str(self._config.run.dir / CONFIG_FILE),
             "--vocab-size", str(limits.vocab_size), "--context-length", str(limits.context_length),
@@ -83,7 +86,7 @@ class RowChecks:
         log.info("all %d rows are checked", counts.rows)
         for line in counts.lines():
             log.warning("%s", line)
-        self.figures = {
+        self.metrics = {
             "rows_checked": counts.rows,
             **{f"rows_{kind}": counts.counts[kind] for kind in KINDS},
         }

@@ -1,7 +1,7 @@
 """The rollout process: `python -m rlsys.rollout.service --config RUN/config.yaml --engine URL ...`.
 
-One asyncio loop: HTTP commands of the trainer (on a Unix socket), the router, the tasks of samples, the buffer.
-SIGTERM: what is in flight is aborted, parked durably, and the process ends with 0.
+One asyncio loop runs HTTP commands of the trainer (on a Unix socket), the router, the tasks of samples, and the
+buffer. On SIGTERM, samples in flight are aborted and parked durably, and the process exits with 0.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rlsys.config import Config, identity, load_config
 from rlsys.config.slots import most_slots
 from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import RlsysError, RunError, UserError
-from rlsys.core.imports import place
+from rlsys.core.imports import source_location
 from rlsys.core.messages import decode, encode
-from rlsys.core.owner import KEY_HEADER, START_HEADER, Owner, of_process
-from rlsys.core.texts import shortened
+from rlsys.core.owner import KEY_HEADER, START_HEADER, Owner, owner_of_process
+from rlsys.core.texts import shorten
 from rlsys.core.types import LONGEST_REASON
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
@@ -36,14 +36,13 @@ from rlsys.http_server.server import Handler, Refusal, error_text, guarded_app, 
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.samples import SampleQuery, SamplesAnswer, check_query
 from rlsys.ledger.store import FILE_NAME
-from rlsys.obs.coordinator import withdraw
+from rlsys.obs.coordinator import withdraw_address
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.role import run_role
+from rlsys.rollout.build import RolloutComponents
+from rlsys.rollout.command_dedup import CommandDedup
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.members import Members
-from rlsys.rollout.once import Once
-from rlsys.rollout.opening import open_while_telling
-from rlsys.rollout.parts import Parts
 from rlsys.rollout.protocol import (
     REQUEST_HEADER,
     BeginPushRequest,
@@ -54,6 +53,7 @@ from rlsys.rollout.protocol import (
     encode_error,
 )
 from rlsys.rollout.row_checks import RowChecks, check_same_rows
+from rlsys.rollout.startup_progress import open_with_progress
 from rlsys.router.router import Router
 from rlsys.worker.loop_watch import loop_watch
 from rlsys.worker.sample_spans import SampleSpans
@@ -68,8 +68,13 @@ log = logging.getLogger("rlsys.rollout")
 
 
 def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -> web.Application:
-    """The HTTP side of a manager. `ready`: have enough engines answered? Commands carry the key of `owner`."""
-    access, once = Access(owner), Once()
+    """Create the HTTP application of a manager.
+
+    Args:
+        ready: whether enough engines are up.
+        owner: commands must carry its key.
+    """
+    access, dedup = Access(owner), CommandDedup()
 
     async def end_push(request: EndPushRequest) -> dict[str, float]:
         return await manager.end_push(request.ticket, request.canaries, request.checksums, request.left_out)
@@ -94,7 +99,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
         return web.json_response(manager.status())
 
     def command(kind: type[R], run: Callable[[R], Awaitable[Result]]) -> Handler:
-        return _command(access, once, kind, run)
+        return _command(access, dedup, kind, run)
 
     app = guarded_app(
         [
@@ -123,16 +128,16 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
 
 
 class Access:
-    """Who may command: the launch that owns the run, by its key, and of its trainers the one started last.
+    """Access control: only the launch that owns the run, by its key, and only its latest trainer.
 
-    A trainer takes its place with `restore`. An older one that comes back after a pause is refused from then on: its
-    push would bring old weights under a new version, and its take would train a step twice.
+    A trainer registers with `restore`. An older one that comes back after a pause is refused from then on: its
+    push would send old weights under a new version, and its take would train a step twice.
     """
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._start = 0
-        """Which start of the trainer was admitted last; 0: none has restored yet."""
+        """Number of the last registered start of the trainer; 0: none."""
 
     def check_key(self, request: web.Request) -> None:
         """Raises Refusal (403) for everybody who cannot read the owner's file."""
@@ -140,26 +145,34 @@ class Access:
             raise Refusal(403, f"{request.path}: not the key of this run's launch ({KEY_HEADER})")
 
     def check_trainer(self, request: web.Request) -> None:
-        """Raises RunError for a trainer that another one has replaced."""
+        """Check the trainer.
+
+        Raises:
+            RunError: another trainer has replaced this one.
+        """
         start = int(request.headers.get(START_HEADER, "0"))
         if request.path == "/restore" and start >= self._start:
             self._start = start
         if start != self._start or not start:
             raise RunError(
-                f"{request.path[1:]} from start {start} of the trainer, but start {self._start} has taken its place"
+                f"{request.path[1:]} from trainer start {start}, which trainer start {self._start} has replaced"
                 if self._start
                 else f"{request.path[1:]} before restore"
             )
 
 
-def _command(access: Access, once: Once, kind: type[R], run: Callable[[R], Awaitable[Result]]) -> Handler:
-    """A handler: body of `kind` -> result, or what was raised, which ends the run. A bug's words say what and where,
-    and its traceback is in the log."""
+def _command(
+    access: Access, dedup: CommandDedup, kind: type[R], run: Callable[[R], Awaitable[Result]]
+) -> Handler:
+    """Create a handler that decodes `kind` and encodes the result or error.
+
+    An error ends the run. For a bug, the message has its type and location, and the log its traceback.
+    """
 
     async def handle(request: web.Request) -> web.Response:
         try:
             body = await request.read()
-            access.check_trainer(request)  # now: another may have restored while the body came
+            access.check_trainer(request)  # after the body: another trainer may have restored meanwhile
             message = decode(body, kind)
         except msgspec.DecodeError as e:
             return web.Response(status=400, text=f"not a request of {request.path}: {e}")
@@ -167,16 +180,16 @@ def _command(access: Access, once: Once, kind: type[R], run: Callable[[R], Await
             code, body = encode_error(e)
             return web.Response(status=code, body=body)
         name = request.headers.get(REQUEST_HEADER, "")
-        (found,) = await asyncio.gather(once.result(name, lambda: run(message)), return_exceptions=True)
-        if not isinstance(found, BaseException):
-            return web.Response(body=encode(found))
-        if not isinstance(found, Exception):
-            raise found
-        error = found
+        (outcome,) = await asyncio.gather(dedup.run_once(name, lambda: run(message)), return_exceptions=True)
+        if not isinstance(outcome, BaseException):
+            return web.Response(body=encode(outcome))
+        if not isinstance(outcome, Exception):
+            raise outcome
+        error = outcome
         if not isinstance(error, RlsysError):
-            words = shortened(f"{type(found).__name__}: {found}{place(found)}", LONGEST_REASON)
-            error = RunError(f"rollout: {request.path[1:]} failed: {words}; see its log")
-            log.error("%s", request.path, exc_info=found)
+            text = shorten(f"{type(outcome).__name__}: {outcome}{source_location(outcome)}", LONGEST_REASON)
+            error = RunError(f"rollout: {request.path[1:]} failed: {text}; see its log")
+            log.error("%s", request.path, exc_info=outcome)
         log.error("%s: %s", request.path, error)
         code, body = encode_error(error)
         return web.Response(status=code, body=body)
@@ -185,8 +198,7 @@ def _command(access: Access, once: Once, kind: type[R], run: Callable[[R], Await
 
 
 class EngineWatch:
-    """Waits for the first answers of so many engines as a run begins with, and of all `references`; then lets the
-    router look after engines, also after those that come later, or die and come back."""
+    """Waits until the required engines and all `references` are up; then watches the engines."""
 
     def __init__(
         self,
@@ -196,30 +208,35 @@ class EngineWatch:
         router: Router | Workers,
         members: Members | None = None,
     ) -> None:
-        """`members`: who joins and leaves from then on."""
+        """Create a watch.
+
+        Args:
+            fewest: number of engines required.
+            members: engines that join and leave from then on.
+        """
         self._engines, self._references, self._fewest = engines, references, fewest
         self._router, self._members = router, members
         self.ready = False
-        self._told = False
+        self._logged = False
 
     async def run(self) -> None:
-        while not await self._enough():
+        while not await self._is_ready():
             await asyncio.sleep(PROBE_SECONDS)
         self.ready = True
         watches = [self._router.watch()] + ([self._members.watch()] if self._members is not None else [])
         await asyncio.gather(*watches)
 
-    async def _enough(self) -> bool:
-        asked = [*self._references, *self._engines]
-        here = await asyncio.gather(*(e.healthy() for e in asked))
+    async def _is_ready(self) -> bool:
+        clients = [*self._references, *self._engines]
+        healthy = await asyncio.gather(*(e.healthy() for e in clients))
         split = len(self._references)
-        if sum(here[split:]) < self._fewest:
+        if sum(healthy[split:]) < self._fewest:
             return False
-        away = [e.url for e, up in zip(self._references, here, strict=False) if not up]
-        if away and not self._told:  # nobody else would say what the run waits for
-            self._told = True
-            log.warning("the engines are there; waiting for %s", ", ".join(away))
-        return not away
+        missing = [e.url for e, up in zip(self._references, healthy, strict=False) if not up]
+        if missing and not self._logged:  # the only log line about this wait
+            self._logged = True
+            log.warning("the engines are ready; waiting for %s", ", ".join(missing))
+        return not missing
 
 
 async def serve(
@@ -229,10 +246,16 @@ async def serve(
     owner: Owner,
     teacher: str | None = None,
 ) -> None:
-    """Until SIGTERM or SIGINT. `reference`: URL of the server that prompts are held against, if a planner wants one;
-    `teacher`: of the one that is asked about responses.
+    """Run the rollout process until SIGTERM or SIGINT.
 
-    Raises UserError for an unusable buffer file, a wrong data section."""
+    Args:
+        urls: the engines.
+        reference: URL of the server with reference weights, if a planner needs it.
+        teacher: URL of the server with the teacher's weights.
+
+    Raises:
+        UserError: the ledger file is unusable, or the data section is invalid.
+    """
     if config.engine.reference is not None and reference is None:
         raise UserError(f"engine.reference = {config.engine.reference}: --reference is missing")
     if config.algo.teacher is not None and config.algo.teacher.engine is not None and teacher is None:
@@ -242,43 +265,43 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with make_session() as session:
-        parts = Parts(config, urls, reference, teacher, owner, session)
+        parts = RolloutComponents(config, urls, reference, teacher, owner, session)
         path = config.run.dir / FILE_NAME
 
         def open_buffer() -> RolloutBuffer:
-            largest, in_hand = parts.planning.largest, config.rollout.workers == 1
-            return RolloutBuffer(path, identity(config), largest, owner, in_hand=in_hand)
+            largest, holds_tokens = parts.planning.largest, config.rollout.workers == 1
+            return RolloutBuffer(path, identity(config), largest, owner, holds_tokens=holds_tokens)
 
         try:
-            buffer = await open_while_telling(path, open_buffer, owner)
+            buffer = await open_with_progress(path, open_buffer, owner)
         except RlsysError:
-            withdraw(owner)
+            withdraw_address(owner)
             raise
         try:
             await check_same_rows(parts.source, buffer)
             await _manage(config, parts, buffer, owner, stop)
         finally:
-            withdraw(owner)  # first: who asks from now on looks into the file
+            withdraw_address(owner)  # first: later readers open the file
             buffer.close()
             await parts.rewards.close()
-    if parts.hung:  # an async reward may not let itself be cancelled, and asyncio would wait for it
+    if parts.reward_hung:  # an async reward may ignore cancellation, and asyncio would wait for it
         logging.shutdown()
         os._exit(0)
 
 
 async def _manage(
-    config: Config, parts: Parts, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event
+    config: Config, parts: RolloutComponents, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event
 ) -> None:
-    """Serve the trainer's commands until `stop`; then park what is in flight."""
+    """Serve the trainer's commands until `stop`; then park samples in flight."""
 
     def rewards_in_flight() -> str:
-        asked = ", ".join(str(p.index) for p in parts.scorer.scoring) or "none"
-        return f"data.reward = {config.data.reward_name} in flight for prompts: {asked}"
+        prompts = ", ".join(str(p.index) for p in parts.scorer.scoring) or "none"
+        return f"data.reward = {config.data.reward_name} in flight for prompts: {prompts}"
 
     workers = parts.router if isinstance(parts.router, Workers) else None
     if workers is not None:
         await workers.start(buffer)
-    async with open_sets(config, parts.tokenizer, parts.asked) as sets:
+    async with open_sets(config, parts.tokenizer, parts.engine_service) as sets:
         spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
         rows = RowChecks(config, parts.source)
         manager = RolloutManager(
@@ -294,37 +317,37 @@ async def _manage(
             rows,
         )
         fewest, awaited = config.launch.min_engines, parts.engines
-        if fewest is not None:  # of those that write samples: the run can do without the others
+        if fewest is not None:  # only engines that generate samples are required
             awaited = [e for i, e in enumerate(parts.engines) if not config.engine.explores(i)]
-        members = Members(config, owner, parts.asked, parts.joiner, parts.engines)
+        members = Members(config, owner, parts.engine_service, parts.joiner, parts.engines)
         watch = EngineWatch(awaited, parts.references, fewest or len(awaited), parts.router, members)
         app = make_app(manager, lambda: watch.ready, owner)
-        gc.freeze()  # what is here now stays: every full collection would look at all of it
+        gc.freeze()  # permanent objects: exclude them from full collections
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
             await _serve_until(stop, app, owner, watch.run(), rows.run())
-        log.info("stopping: parking what is in flight")
+        log.info("stopping: parking samples in flight")
         try:
             async with asyncio.timeout(config.launch.grace_seconds / 2):
                 await manager.close()
         except TimeoutError:
-            log.warning("an engine does not answer; what it streamed so far is kept")
+            log.warning("an engine does not respond; the tokens that it has streamed are kept")
         if workers is not None:
             await workers.close()
 
 
 async def _serve_until(
-    stop: asyncio.Event, app: web.Application, owner: Owner, *beside: Coroutine[Any, Any, None]
+    stop: asyncio.Event, app: web.Application, owner: Owner, *background: Coroutine[Any, Any, None]
 ) -> None:
-    """Serve until `stop`; what runs `beside` and breaks breaks the service."""
-    # A trainer that is gone must not leave a take behind that waits for it.
-    stopped = asyncio.ensure_future(stop.wait())
-    tasks: set[asyncio.Future[Any]] = {stopped, *map(asyncio.ensure_future, beside)}
+    """Serve until `stop`. An error of a `background` task ends the service."""
+    # The take of a trainer that is gone must not keep waiting.
+    stop_task = asyncio.ensure_future(stop.wait())
+    tasks: set[asyncio.Future[Any]] = {stop_task, *map(asyncio.ensure_future, background)}
     # For the trainer's rank 0, the supervisor and readers, all of them on this machine.
     async with serving(app, owner.rollout_socket, cancel_handlers=True) as path:
         log.info("listening on %s", path)
         try:
             waiting = tasks
-            while not stopped.done():
+            while not stop_task.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -336,7 +359,7 @@ async def _serve_until(
 
 def _main(args: argparse.Namespace) -> None:
     config = load_config(args.config)
-    owner, _ = of_process(config.run.dir)
+    owner, _ = owner_of_process(config.run.dir)
     asyncio.run(serve(config, args.engine, args.reference, owner, args.teacher))
 
 

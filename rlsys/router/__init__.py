@@ -1,1 +1,1 @@
-"""Between a run's samples and its engines: placement, dispatch, interruption, weight updates."""
+"""Router between samples and engines: placement, dispatch, interruption, weight updates."""

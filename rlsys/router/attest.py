@@ -1,8 +1,9 @@
-"""Do trainer and engine agree after a push? Pure: log-probs of canaries (invariant 8); tensors are in holdings.py.
+"""Attestation of an engine after a push: comparison of canary log-probs (invariant 8). Pure functions.
 
-The first comparison with an engine measures rounding: checksums say that both hold the same tensors. It is held
-against the most that a model of this precision, depth and vocabulary rounds. Later ones are held against a multiple
-of it.
+Tensors are compared in engine_checksums.py. The first comparison of log-probs with an engine measures rounding,
+since checksums confirm that both sides hold the same tensors. Its limit is the largest rounding error of a
+model of this precision, depth and vocabulary. The limit of later comparisons is a multiple of the first one's
+result.
 """
 
 from __future__ import annotations
@@ -18,60 +19,65 @@ from rlsys.config import Config
 from rlsys.core.model_folder import read_fields
 
 DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5), "fp8": (0.1, 2.0)}
-"""Largest mean and 99.9th percentile: in float32 of 2 layers and 128 tokens, else of models of up to 4 layers. Those
-of FP8 are a guess: no engine has been compared yet."""
+"""Largest mean and 99.9th percentile: in float32 for 2 layers and 128 tokens, otherwise for models of up to 4 layers.
+Those of FP8 are a guess: no engine has been compared yet.
+"""
 _TOKENS, _HALF_LAYERS = 128, 4
 REPEATED = 3.0
-"""Later comparisons may show so many times what the first one did: the sequences are others, and weights move."""
+"""Limit of later comparisons as a multiple of the first: they use other sequences, and the weights change."""
 WARNING = 5.0
-"""An engine whose tensors agree is quarantined for its canaries only beyond so many times the bounds; below, it is
-warned of. In half precision, experts that score nearly the same are chosen otherwise here and there, and what follows
-differs (docs/trainer.md: mean 0.035, 99.9th percentile 1.79 in bfloat16). Other weights show as 0.2 and more."""
+"""Factor on the bounds up to which an engine with equal tensors is only warned about, and quarantined beyond.
+
+In half precision, experts with nearly equal scores may be chosen differently, and so do the following tokens
+(docs/trainer.md: mean 0.035, 99.9th percentile 1.79 in bfloat16). Other weights differ by 0.2 and more.
+"""
 CHANCE = 6.0
-"""Standard errors beyond which canaries are nearer to the old weights: tokens of a sequence are not independent."""
+"""Standard errors beyond which canaries count as nearer to the old weights: the tokens of a sequence are correlated.
+"""
 
 
 @dataclass(frozen=True)
 class Bounds:
     """Largest mean and 99.9th percentile of the gap between trainer and engine over all canary tokens.
 
-    A quantile and not the maximum: where two experts score nearly the same, one token may legitimately differ.
+    A quantile is used instead of the maximum: if two experts have nearly equal scores, one token may differ
+    legitimately.
     """
 
     mean: float
     p999: float
     exact: bool = True
-    """Whether both sides compute in float32, or somebody has set the bounds: then what exceeds them is wrong."""
-    uncompared: float = 0.0
-    """Largest share of an engine's tensors that may be unknown (holdings.py)."""
+    """Whether both sides compute in float32, or the bounds are configured: then exceeding them is an error."""
+    max_unknown_share: float = 0.0
+    """Largest share of an engine's tensors that may be incomparable (engine_checksums.py)."""
     floor: tuple[float, float] | None = None
-    """Least mean and percentile that later comparisons are held against; None: no comparison moves the bounds."""
+    """Smallest mean and percentile used as bounds of later comparisons. None: comparisons never change the bounds."""
     experts: bool = False
-    """Whether a few tokens may differ by more in float32, because experts score the same but for rounding."""
+    """Whether a few tokens may differ more in float32, because experts have equal scores except for rounding."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Of a first comparison, where `weights` sets none."""
+        """Return the bounds of the first comparison, unless `weights` configures them."""
         precision = "fp8" if config.model.fp8 != "none" else config.model.dtype
         mean, p999 = DEFAULT_BOUNDS[precision]
         fields = _fields(config)
         layers, vocabulary = fields.get("num_hidden_layers", 1), fields.get("vocab_size", _TOKENS)
-        # The first push compares prompts alone; responses of a small model were seen to round six times as much.
-        least = REPEATED if precision == "float32" else 1.0
-        more = growth(precision, int(layers), int(vocabulary))
+        # The first push compares prompts only; responses of a small model had six times the rounding error.
+        floor_scale = REPEATED if precision == "float32" else 1.0
+        scale = rounding_growth(precision, int(layers), int(vocabulary))
         w = config.weights
         set_by_hand = w.canary_mean is not None or w.canary_p999 is not None
         return cls(
-            w.canary_mean or mean * more,
-            w.canary_p999 or p999 * more,
+            w.canary_mean or mean * scale,
+            w.canary_p999 or p999 * scale,
             config.model.dtype == "float32" or set_by_hand,
             largest_unknown_share(config),
-            None if set_by_hand else (mean * least, p999 * least),
+            None if set_by_hand else (mean * floor_scale, p999 * floor_scale),
             not set_by_hand and any(fields.get(name) for name in _EXPERTS),
         )
 
     def after(self, first: Agreement | None) -> Self:
-        """Of an engine whose first comparison came out so; None: this is the first."""
+        """Return the bounds for an engine with this first comparison; None: this is the first."""
         if first is None or self.floor is None:
             return self
         mean, p999 = self.floor
@@ -83,11 +89,13 @@ class Bounds:
 
 
 def largest_unknown_share(config: Config) -> float:
-    """Share of an engine's tensors that no checksum needs to speak for: of kernels that keep weights in an order of
-    their own, only what changes can be compared. SGLang's default kernels keep the trainer's order: 39 of 39 tensors
-    of a bfloat16 model were equal on an H200. FP8 kernels rearrange projections and their scales. Of a draft that
-    shares the target's tensors nothing is foretold: at most as many tensors as the target of a small model has. Of
-    kernels that engine.extra_args choose nothing is known.
+    """Return the share of an engine's tensors that may have no comparable checksum.
+
+    Kernels that store weights in an order of their own allow only changes to be compared. SGLang's default
+    kernels keep the trainer's order: 39 of 39 tensors of a bfloat16 model were equal on an H200. FP8 kernels
+    rearrange projections and their scales. The checksums of a draft model that shares the target's tensors are
+    not predicted: at most as many as the target of a small model has. Kernels chosen by engine.extra_args may
+    change all tensors.
     """
     if config.engine.chooses_kernels:
         return 1.0
@@ -96,14 +104,14 @@ def largest_unknown_share(config: Config) -> float:
     return 0.5 if config.engine.drafts_with_model else 0.0
 
 
-def growth(precision: str, layers: int, vocabulary: int) -> float:
-    """How many times DEFAULT_BOUNDS a model of these sizes may round, at the most.
+def rounding_growth(precision: str, layers: int, vocabulary: int) -> float:
+    """Return the factor on DEFAULT_BOUNDS for a model of this size.
 
-    float32: every layer but the first adds rounding to the sum of those before it, and rounding is relative to the
-    logits, whose size grows as the logarithm of the vocabulary. SmolLM2-135M (30 layers, 49,152 tokens) was seen
-    4.8e-6 off (bound 6.5e-5), gpt-oss with 4 random layers 2e-6 (3e-6). Half precision: roundings of layers partly
-    cancel, so they grow as the square root; the vocabulary does not show. Random models of 4, 16, 30 and 60 layers
-    were seen 0.009, 0.019, 0.026 and 0.044 off (0.02, 0.04, 0.055, 0.077).
+    float32: every layer after the first adds rounding to the residual sum, relative to the logits, which grow
+    as the logarithm of the vocabulary. Observed: SmolLM2-135M (30 layers, 49,152 tokens) 4.8e-6 (bound 6.5e-5),
+    gpt-oss with 4 random layers 2e-6 (3e-6). Half precision: the rounding errors of layers partly cancel, so
+    they grow as the square root; the vocabulary has no effect. Random models of 4, 16, 30 and 60 layers: 0.009,
+    0.019, 0.026 and 0.044 (bounds 0.02, 0.04, 0.055, 0.077).
     """
     if precision != "float32":
         return math.sqrt(max(1.0, layers / _HALF_LAYERS))
@@ -114,7 +122,7 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """Of the model's config.json; none where its folder is not here, and with it the strictest bounds."""
+    """Read the model's config.json; empty, with the strictest bounds, if its folder is not on this machine."""
     try:
         return read_fields(config.model.path)
     except FileNotFoundError:
@@ -123,8 +131,10 @@ def _fields(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Gaps are relative where |log-prob| exceeds 1: rounding grows with the logits, and a prompt's tokens, which
-    nobody trained, can have log-probs of -20.
+    """Gaps between trainer and engine over canary tokens.
+
+    They are relative where |log-prob| exceeds 1: rounding grows with the logits, and prompt tokens, which are
+    not trained, can have log-probs of -20.
     """
 
     mean: float
@@ -132,18 +142,22 @@ class Agreement:
     median: float = 0.0
 
     @classmethod
-    def of(cls, expected: list[float], seen: list[float]) -> Agreement:
-        """Raises ValueError when the lengths differ."""
-        if len(expected) != len(seen):
-            raise ValueError(f"{len(expected)} canary log-probs expected, {len(seen)} seen")
-        a, b = np.asarray(expected, dtype=np.float64), np.asarray(seen, dtype=np.float64)
+    def of(cls, expected: list[float], reported: list[float]) -> Agreement:
+        """Compare log-probs of the trainer with those of an engine.
+
+        Raises:
+            ValueError: the lengths differ.
+        """
+        if len(expected) != len(reported):
+            raise ValueError(f"{len(expected)} canary log-probs expected, got {len(reported)}")
+        a, b = np.asarray(expected, dtype=np.float64), np.asarray(reported, dtype=np.float64)
         if not len(a):
             return cls(0.0, 0.0)
         gaps = np.abs(a - b) / np.maximum(1.0, np.abs(a))
         return cls(float(gaps.mean()), float(np.quantile(gaps, 0.999)), float(np.median(gaps)))
 
-    def against(self, bounds: Bounds) -> str:
-        """For people."""
+    def describe(self, bounds: Bounds) -> str:
+        """Return mean and percentile with their bounds, for messages."""
         return (
             f"mean {self.mean:.1e} (bound {bounds.mean:.0e}: weights.canary_mean), "
             f"99.9th percentile {self.p999:.1e} (bound {bounds.p999:.0e}: weights.canary_p999)"
@@ -152,22 +166,31 @@ class Agreement:
     def within(self, bounds: Bounds, times: float = 1.0) -> bool:
         return self.mean <= times * bounds.mean and self.p999 <= times * bounds.p999
 
-    def of_ties(self, bounds: Bounds) -> bool:
-        """Whether a few tokens differ that other experts may have computed, and most are within the bounds. Such
-        tokens move the mean no further than rounding does in half precision."""
+    def differs_by_ties(self, bounds: Bounds) -> bool:
+        """Return whether the difference may come from a few tokens for which other experts were chosen.
+
+        Most tokens are then within the bounds, and the mean moves no further than by rounding in half
+        precision.
+        """
         return bounds.experts and self.median <= bounds.mean and self.mean <= DEFAULT_BOUNDS["bfloat16"][0]
 
 
-def nearness(old: Sequence[float], new: Sequence[float], seen: Sequence[float]) -> tuple[float, float]:
-    """How much nearer log-probs `seen` in an engine are to the trainer's new ones than to those before its step, and
-    the standard error of that: 1 at the new ones, -1 at the old ones, in units of the step's own movement.
+def nearness(old: Sequence[float], new: Sequence[float], reported: Sequence[float]) -> tuple[float, float]:
+    """Compare an engine's log-probs with the trainer's before and after its step.
 
-    Rounding moves a token's figure by no more than the step itself moved its log-prob, however large the rounding is.
-    (1, 0) where the step moved nothing.
+    Args:
+        old: the trainer's log-probs before the step.
+        new: the trainer's log-probs after the step.
+        reported: the engine's log-probs.
+
+    Returns:
+        mean and standard error of a score that is 1 at `new`, -1 at `old`, in units of the step's own change;
+            (1, 0) if
+        the step changed nothing. Rounding changes a token's score by at most the change of the step itself.
     """
-    a, b, x = (np.asarray(values, dtype=np.float64) for values in (old, new, seen))
-    moved = float(np.abs(b - a).mean()) if len(a) else 0.0
-    if not moved:
+    a, b, x = (np.asarray(values, dtype=np.float64) for values in (old, new, reported))
+    movement = float(np.abs(b - a).mean()) if len(a) else 0.0
+    if not movement:
         return 1.0, 0.0
-    gains = (np.abs(x - a) - np.abs(x - b)) / moved
+    gains = (np.abs(x - a) - np.abs(x - b)) / movement
     return float(gains.mean()), float(gains.std() / len(gains) ** 0.5)

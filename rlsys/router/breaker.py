@@ -1,4 +1,4 @@
-"""When an engine that failed may be tried again. Pure: the time is an argument."""
+"""Circuit breaker: when a failed engine may be retried. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ LONGEST_BACK_OFF = 30.0
 
 @dataclass
 class Breaker:
-    """closed --failed--> open --after the back-off--> on trial --succeeded--> closed
-    '--failed--> open for longer
+    """States and transitions:
+
+    closed --failure--> open --after the back-off--> on trial --success--> closed '--failure--> open for longer
     """
 
     failures: int = 0  # in a row
     retry_at: float = 0.0
 
-    def failed(self, now: float) -> None:
-        """The back-off doubles with every failure in a row; those that come while it is open are the same one."""
-        if self.open(now):
+    def record_failure(self, time: float) -> None:
+        """Open the breaker; the back-off doubles with each failure in a row. Failures while open are ignored."""
+        if self.open(time):
             return
         self.failures += 1
-        self.retry_at = now + min(LONGEST_BACK_OFF, BACK_OFF_SECONDS * 2.0 ** (self.failures - 1))
+        self.retry_at = time + min(LONGEST_BACK_OFF, BACK_OFF_SECONDS * 2.0 ** (self.failures - 1))
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
+        """Close the breaker."""
         self.failures = 0
 
-    def open(self, now: float) -> bool:
-        """Nothing may be sent."""
-        return self.failures > 0 and now < self.retry_at
+    def open(self, time: float) -> bool:
+        """Return whether no request may be sent."""
+        return self.failures > 0 and time < self.retry_at
 
-    def on_trial(self, now: float) -> bool:
-        """One request at a time may find out."""
-        return self.failures > 0 and now >= self.retry_at
+    def on_trial(self, time: float) -> bool:
+        """Return whether one request at a time may be sent."""
+        return self.failures > 0 and time >= self.retry_at

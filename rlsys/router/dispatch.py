@@ -1,7 +1,7 @@
-"""Who may go to which engine and when; what is in the engines; how it comes back. Owns gate, queue and flights.
+"""Dispatcher: admits requests to engines, tracks them, and aborts or pauses them. Owns gate, queue and flights.
 
-A request is `admitted` when the gate is open and an engine serves, the oldest first; it is in flight inside
-`flying`, and every flight can be aborted, paused with its engine, or cut off with it.
+A request is admitted, the oldest first, when the gate is open and an engine serves. It is in flight inside
+`track`, and every flight can be aborted, paused with its engine, or cancelled with it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from typing import Any, Literal
 from rlsys.core.types import Sample
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.engine_state import NEVER, EngineState, Flight
-from rlsys.router.pool import NobodyExplores, Pool
-from rlsys.router.strategy import Strategy, Wish
+from rlsys.router.pool import NoExplorationEngine, Pool
+from rlsys.router.strategy import RoutingRequest, Strategy
 
 EVALUATION = -1
 """Id of samples and groups outside the ledger."""
 ABORT_AGAIN_SECONDS, ABORT_AGAIN_AT_MOST = 0.02, 0.5
-"""Until the first repetition of an abort; twice as long from one to the next. A sample starts whenever one ends, so
-most interrupts overtake some request, and then this is what they wait for."""
+"""Delay before an abort is repeated, doubled up to the second value.
+
+A sample starts whenever one ends, so most interrupts overtake some request and wait for the repetition.
+"""
 ABORT_ANSWER_SECONDS = 10.0
-"""An abort without an answer is repeated after so long: the engine may have come to itself since."""
+"""Timeout of one abort, which is then repeated: the engine may have recovered."""
 INTERRUPT_SECONDS = 60.0
-"""An engine that gives nothing back for so long, and makes no token either, counts as dead."""
+"""An engine that neither ends a request nor generates a token for this long counts as dead."""
 
 Interruption = Literal["abort", "retract", "in_place"]
-"""What an engine does with its requests while weights change: gives them back, keeps them without their KV cache, or
-keeps them with it (then tokens are predicted from keys and values of older weights).
+"""What happens to running requests while weights change.
+
+abort: they are returned to the router. retract: the engine keeps them without their KV cache. in_place: it
+keeps them with the cache, so later tokens use keys and values of older weights.
 """
 
 Priority = Callable[[], tuple[int, ...]]
@@ -41,7 +45,7 @@ log = logging.getLogger("rlsys.router")
 
 
 class Dispatcher:
-    """Belongs to one event loop. Starts with the gate closed."""
+    """Belongs to one event loop. The gate is initially closed."""
 
     def __init__(self, pool: Pool, strategy: Strategy) -> None:
         self.pool = pool
@@ -51,49 +55,61 @@ class Dispatcher:
         self._background: set[asyncio.Task[None]] = set()
         self.open = False
         self.interrupted = True
-        """Not even evaluation may go on."""
+        """Whether the gate is closed for evaluation too."""
         self.interrupts = 0
-        """How often requests were asked back: an abort without one is somebody else's."""
+        """Number of interrupts. An aborted request without one was aborted by another client."""
 
     # -- one request --------------------------------------------------------------------------------------------
 
     async def admit(
         self,
         priority: Priority,
-        wish: Callable[[], Wish],
+        routing_request: Callable[[], RoutingRequest],
         *,
         evaluation: bool = False,
         explorers: bool = False,
     ) -> EngineState:
-        """Wait until the gate is open and an engine serves; lower priorities first, then in order of arrival.
-        `explorers`: one of those that try prompts out. Raises NobodyExplores when all of them are dead.
+        """Wait until the gate is open and an engine serves, and choose the engine.
 
-        Both are asked for at the last moment: a prefix lives in a cache for as long as the weights do, and siblings
-        may have ended while this one waited.
+        The priority and the routing request are evaluated at the last moment: a prefix stays cached as long as
+        the weights, and siblings may have ended meanwhile.
+
+        Args:
+            priority: lower values go first, equal ones in order of arrival.
+            routing_request: input of the routing strategy.
+            evaluation: pass the gate while it is closed for training samples only.
+            explorers: choose among the engines for exploration.
+
+        Raises:
+            NoExplorationEngine: `explorers` is set, and all of them are dead.
         """
-        while not (self._may_pass(evaluation) and (serving := self.pool.serving(explorers=explorers))):
+        while not (self._is_open_for(evaluation) and (serving := self.pool.serving(explorers=explorers))):
             if explorers and not self.pool.explorable:
-                raise NobodyExplores("no engine that explores is there")
+                raise NoExplorationEngine("no engine for exploration is alive")
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((priority, next(self._order), waiter))
             await waiter
-        wished = wish()
-        others = [e for e in serving if e.url not in wished.avoid] if wished.avoid else serving
-        return self._strategy(others or serving, wished)
+        request = routing_request()
+        preferred = [e for e in serving if e.url not in request.avoid] if request.avoid else serving
+        return self._strategy(preferred or serving, request)
 
-    def _may_pass(self, evaluation: bool) -> bool:
+    def _is_open_for(self, evaluation: bool) -> bool:
         return self.open or (evaluation and not self.interrupted)
 
     @contextmanager
-    def flying(self, engine: EngineState, flight: Flight, tokens: int) -> Iterator[Flight]:
-        """The request of `flight`, with so many tokens of prompt, is in the engine for as long as this lasts.
+    def track(self, engine: EngineState, flight: Flight, tokens: int) -> Iterator[Flight]:
+        """Register a request as in flight in the engine while the context is active.
 
-        Who asked may go away (a trainer that dies in an evaluation): the engine then counts tokens that nobody takes.
+        If the caller is cancelled (a trainer that dies during an evaluation), the engine's count includes lost
+        tokens.
+
+        Args:
+            tokens: number of prompt tokens.
         """
         engine.flights[flight.rid] = flight
         engine.unread += flight.unread
-        flight.since = asyncio.get_running_loop().time() if engine.load <= engine.slots else None
-        self.grow(engine, flight, tokens)
+        flight.last_token_at = asyncio.get_running_loop().time() if engine.load <= engine.slots else None
+        self.add_tokens(engine, flight, tokens)
         try:
             yield flight
         except asyncio.CancelledError:
@@ -103,18 +119,18 @@ class Dispatcher:
             del engine.flights[flight.rid]
             engine.tokens -= flight.tokens
             engine.unread -= flight.unread
-            engine.landed.set()
-            if self._waiting and engine.breaker.failures:  # on trial: the next one may try
+            engine.flight_ended.set()
+            if self._waiting and engine.breaker.failures:  # on trial: admit the next request
                 self.wake()
 
-    def grow(self, engine: EngineState, flight: Flight, tokens: int) -> None:
+    def add_tokens(self, engine: EngineState, flight: Flight, tokens: int) -> None:
         flight.tokens += tokens
         engine.tokens += tokens
 
-    def works(self, engine: EngineState) -> None:
-        """It has just answered a request: no longer on trial, so that others may go to it as well."""
+    def record_success(self, engine: EngineState) -> None:
+        """Close the engine's breaker after a response, so that other requests may use it too."""
         if engine.breaker.failures:
-            engine.breaker.succeeded()
+            engine.breaker.record_success()
             self.wake()
 
     @property
@@ -122,62 +138,66 @@ class Dispatcher:
         return sum(not w.done() for _, _, w in self._waiting)
 
     def wake(self) -> None:
-        """Waiters look again, in the order of their priorities."""
+        """Let waiting requests check for an engine again, in the order of their priorities."""
         waiting, self._waiting = [w for w in self._waiting if not w[2].done()], []
         for _, _, waiter in sorted(waiting, key=lambda w: (w[0](), w[1])):
             waiter.set_result(None)
 
     # -- all requests -------------------------------------------------------------------------------------------
 
-    async def bring_back(self, keep: Keep | None = None) -> None:
-        """Close the gate and abort all flights but those of samples to `keep`; afterwards none of them is left. What
-        a pinned engine answers for an evaluation stays in it.
+    async def abort_all(self, keep: Keep | None = None) -> None:
+        """Close the gate and abort all flights, except those of samples to `keep`, and wait until they have ended.
 
-        An abort that overtakes its request is lost, so it is repeated until each request has answered.
+        Evaluation requests on a pinned engine are kept. An abort that overtakes its request has no effect, so
+        it is repeated until every request has ended.
         """
         self.open, self.interrupted = False, True
         self.interrupts += 1
-        await asyncio.gather(*(self._empty(e, keep) for e in self.pool.engines))
+        await asyncio.gather(*(self._abort_flights(e, keep) for e in self.pool.engines))
 
-    async def empty(self, engines: Sequence[EngineState]) -> None:
-        """Abort all flights of engines that get no others; they go on elsewhere at once."""
+    async def abort_engines(self, engines: Sequence[EngineState]) -> None:
+        """Abort all flights of engines that get no new ones. The requests continue on other engines."""
         self.interrupts += 1
-        await asyncio.gather(*(self._empty(e, None) for e in engines))
+        await asyncio.gather(*(self._abort_flights(e, None) for e in engines))
 
-    async def _empty(self, engine: EngineState, keep: Keep | None) -> None:
-        loop, patience, seen = asyncio.get_running_loop(), ABORT_AGAIN_SECONDS, (-1, -1)
-        while leaving := _leaving(engine, keep):
-            engine.landed.clear()
-            if (now := (len(leaving), engine.received)) != seen:
-                seen, deadline = now, loop.time() + INTERRUPT_SECONDS
+    async def _abort_flights(self, engine: EngineState, keep: Keep | None) -> None:
+        loop, delay, progress = asyncio.get_running_loop(), ABORT_AGAIN_SECONDS, (-1, -1)
+        while leaving := _flights_to_abort(engine, keep):
+            engine.flight_ended.clear()
+            if (current := (len(leaving), engine.received)) != progress:
+                progress, deadline = current, loop.time() + INTERRUPT_SECONDS
             for flight in [engine.flights[rid] for rid in leaving]:
-                if flight.blocked and not flight.scope.expired():  # its end waits for somebody's client
+                if flight.blocked and not flight.scope.expired():  # its client is slow
                     flight.scope.reschedule(loop.time())
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_ANSWER_SECONDS):
-                    everything = keep is None and not engine.pinned
-                    await self.attempt(engine, self._abort(engine, None if everything else leaving))
+                    abort_everything = keep is None and not engine.pinned
+                    await self.attempt(engine, self._abort(engine, None if abort_everything else leaving))
             try:
-                async with asyncio.timeout(patience):
-                    while _leaving(engine, keep):
-                        await engine.landed.wait()
-                        engine.landed.clear()
+                async with asyncio.timeout(delay):
+                    while _flights_to_abort(engine, keep):
+                        await engine.flight_ended.wait()
+                        engine.flight_ended.clear()
             except TimeoutError:
-                patience = min(2 * patience, ABORT_AGAIN_AT_MOST)
+                delay = min(2 * delay, ABORT_AGAIN_AT_MOST)
                 if loop.time() > deadline:
-                    log.warning("%s: gives nothing back in %g s", engine.url, INTERRUPT_SECONDS)
-                    engine.died()
+                    log.warning(
+                        "%s: neither ended a request nor generated a token in %g s",
+                        engine.url,
+                        INTERRUPT_SECONDS,
+                    )
+                    engine.mark_dead()
 
     async def _abort(self, engine: EngineState, rids: list[str] | None) -> None:
         if rids is None:
             await engine.client.abort(None)
         else:
             await asyncio.gather(*(engine.client.abort(rid) for rid in rids))
-        if engine.paused:  # a request that is kept in place answers only when it may go on
+        if engine.paused:  # a paused request ends only after it continues
             await self._continue(engine)
 
     async def pause(self, mode: Interruption, engines: Sequence[EngineState]) -> None:
-        """They keep what is in them and make no more tokens, until `unpause`."""
+        """Suspend generation in these engines, which keep their requests, until `unpause`."""
         busy = [e for e in engines if e.alive and e.flights and not e.paused and not e.pinned]
         await asyncio.gather(*(self.attempt(e, self._pause(e, mode)) for e in busy))
 
@@ -187,7 +207,7 @@ class Dispatcher:
 
     async def _continue(self, engine: EngineState) -> None:
         engine.paused = False
-        engine.rested()
+        engine.reset_timing()
         await engine.client.continue_generation()
 
     async def unpause(self, engine: EngineState) -> None:
@@ -195,7 +215,7 @@ class Dispatcher:
             await self._continue(engine)
 
     def resume(self) -> None:
-        """Open the gate; what was interrupted goes on. Not what an engine keeps that gets new weights just now."""
+        """Open the gate and continue interrupted requests, except on engines that are receiving weights."""
         self.open, self.interrupted = True, False
         for engine in self.pool.engines:
             if engine.paused and engine.version != NEVER:
@@ -209,20 +229,23 @@ class Dispatcher:
             self.wake()
 
     async def attempt(self, engine: EngineState, call: Coroutine[Any, Any, None]) -> bool:
-        """Whether the engine did it. If not, it counts as dead until it answers a probe, and as without weights."""
+        """Run a call to an engine. Returns whether it succeeded.
+
+        If it failed, the engine counts as dead until it answers a probe, and as without weights.
+        """
         try:
             await call
         except (*DeadEngine, EngineError) as e:
             engine.failure = str(e) or type(e).__name__
             log.warning("%s: %s", engine.url, engine.failure)
-            engine.died()
+            engine.mark_dead()
             return False
         return True
 
 
-def _leaving(engine: EngineState, keep: Keep | None) -> list[str]:
-    """Ids of its flights that must end."""
+def _flights_to_abort(engine: EngineState, keep: Keep | None) -> list[str]:
+    """Return the ids of the flights that must end."""
     leaving = {rid: f.sample for rid, f in engine.flights.items() if not f.pinned}
-    if keep is None or engine.pinned:  # nothing of training stays in an engine that gets no push
+    if keep is None or engine.pinned:  # training samples do not stay in an engine that gets no push
         return list(leaving)
     return [rid for rid, sample in leaving.items() if sample is not None and not keep(sample)]

@@ -1,9 +1,9 @@
-"""One engine behind the router: what is known of it, and what becomes of it. Owner: the pool.
+"""EngineState: the state of one engine behind the router. Owner: the pool.
 
-dead --probe--> stale --push or copy, attested--> serving --nobody listens, a request fails--> dead
+dead --probe--> stale --push or copy, attested--> serving --no response, a request fails--> dead
                   |                          |--answers with other weights (it was restarted)--> stale
-                  |                          |--drain--> draining --nothing in it--> gone
-                  |                          '--pin--> evaluates --unpin--> serving, or stale after a push
+                  |                          |--drain--> draining --empty--> removed
+                  |                          '--pin--> evaluating --unpin--> serving, or stale after a push
                   '--push, not attested--> quarantined, until it is restarted
 """
 
@@ -18,98 +18,103 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError, NobodyListens, Stranger
 from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
-from rlsys.router.checksums import Match
+from rlsys.router.engine_checksums import Match
 from rlsys.router.speed import Speed
 
 log = logging.getLogger("rlsys.router")
 
 NEVER = -1
-"""Version of an engine whose weights are not known. Real versions are 0 and above."""
+"""Version of an engine whose weights are unknown. Actual versions start at 0."""
 PROBE_TIMEOUT = 5.0
 SILENT_PROBES = 5
-"""Unanswered probes in a row after which an engine counts as dead: it is stopped, or its machine is gone. A probe
-a second: that is half a minute, half of what an interrupt waits: one or two may be late on a busy machine. The HTTP
-process answers them (/model_info) by itself, whatever its scheduler, another process, computes: no prefill, however
-long, keeps it from answering. A scheduler that hangs alone is left to the server's own watchdog.
+"""Failed probes in a row after which an engine counts as dead: its process is stopped, or its machine is gone.
+
+With one probe per second this takes half a minute, half the time limit of an interrupt; one or two probes may
+be late on a busy machine. The HTTP process answers probes (/model_info) independently of the scheduler process,
+so a long prefill does not delay them. The server's own watchdog detects a scheduler that hangs.
 """
-MOST_FRUITLESS = 5
-"""Pushes in a row that an engine may miss while it answers probes."""
+MAX_FAILED_PUSHES = 5
+"""Pushes in a row that may fail on an engine that answers probes."""
 UNBOUNDED = 2**31
-"""Slots of an engine of which nobody knows how many requests it decodes at once."""
-RESTING, RESTING_CACHE = "resting", "resting-cache"
-"""Versions by which an engine says what it has given back: weights and cache, or the cache alone. With the engine,
-the mark outlives a rollout process; to take back what was not given would kill it."""
+"""Slots of an engine whose number of concurrent requests is unknown."""
+RELEASED_LABEL, RELEASED_CACHE_LABEL = "resting", "resting-cache"
+"""Weight labels of an engine that has released weights and cache, or the cache only.
+
+They are stored in the engine, so they outlive a rollout process: resuming memory that was not released kills
+it.
+"""
 
 
 @dataclass
 class Flight:
-    """One request in an engine. Its scope has no deadline until somebody cuts the request off."""
+    """One request in an engine. Its scope has no deadline until the request is cancelled."""
 
     rid: str
     sample: Sample | None  # None for a request that came over HTTP
     scope: asyncio.Timeout
-    tokens: int = 0  # prompt and response, as far as they are here
-    blocked: bool = False  # its client does not read, and so nothing is read from the engine
-    pinned: bool = False  # of an evaluation that has the engine for itself
-    arrived: int = 0  # tokens of it that came
-    dropped: int = 0  # those of them that came behind the end of the turn
-    why: str = ""  # its prompt may be in the engine's cache, see Router.stats
-    unread: int = 0  # tokens of its prompt, until its first token comes
-    began: bool = False  # that one came
-    since: float | None = (
-        None  # it was sent, or gave its last tokens; None: the engine rested since, or was full
+    tokens: int = 0  # prompt and response tokens so far
+    blocked: bool = False  # its client does not read, so the engine's stream is not read either
+    pinned: bool = False  # of an evaluation on its pinned engine
+    received_tokens: int = 0  # tokens that arrived
+    dropped: int = 0  # of these, tokens after the end of the turn
+    cache_source: str = ""  # why its prompt may be cached, see Router.stats
+    unread: int = 0  # prompt tokens, until its first token arrives
+    has_tokens: bool = False  # that one came
+    last_token_at: float | None = (
+        None  # sent, or last tokens received; None: the engine was paused since, or full
     )
 
 
 @dataclass
 class EngineState:
-    """One engine, and its tokens: `received` counts what came from this server process, whatever it was for,
-    `generated` is the process's own count, read when nothing runs. The difference, `lost_now`, got lost on the way.
+    """One engine and its counts of tokens.
 
-    `trusted`: no trainer attests its weights, so what it reports is what it has (a router that stands alone).
+    `received` counts tokens that arrived from this server process for any purpose; `generated` is the process's
+    own count, read when no request runs. The difference, `lost_now`, was lost in transit. `skip_attestation`:
+    no trainer attests its weights, so its reported version is trusted (a stand-alone router).
     """
 
     client: EngineClient
-    trusted: bool = False
-    pool: str = ""  # the name of its pool, where the config has pools
-    cost: float = 1.0  # of one of its ranks for a second
-    chain: int | None = None  # of one that joined, see EngineAddress
-    explores: bool = False  # tries prompts out, and gets nothing else to do
+    skip_attestation: bool = False
+    pool: str = ""  # name of its pool, if the config has pools
+    cost: float = 1.0  # per rank and second
+    chain: int | None = None  # for an engine that joined, see EngineAddress
+    explores: bool = False  # serves exploration only
     alive: bool = False
     draining: bool = False
-    paused: bool = False  # holds its requests and makes no tokens
-    pinned: bool = False  # answers an evaluation, and keeps its weights for it
-    resting: bool = False  # gets nothing new: a push begins with it
-    loading: bool = False  # weights out of a folder or from another engine, on its own
-    copied: bool = False  # these came, and no push has reached this process yet: it is in no process group
-    uncopied: bool = False  # another engine's weights did not arrive: it waits for the trainer's
+    paused: bool = False  # holds its requests and generates no tokens
+    pinned: bool = False  # reserved for an evaluation, with its weights
+    update_pending: bool = False  # gets no new requests: a push starts on it
+    loading: bool = False  # loads weights from a folder or another engine
+    copied: bool = False  # has them without a push to this process: it is in no process group
+    uncopied: bool = False  # a copy failed: it waits for the trainer's weights
     quarantined: str | None = None
-    refusal: str | None = (
-        None  # to the last probe, in words: somebody listens there, but not as an engine does
-    )
+    refusal: str | None = None  # error of the last probe: another kind of server responds
     agreement: Agreement | None = None  # of the last push
     match: Match | None = None  # of the last push
     version: int = NEVER
-    pushed: set[int] = field(default_factory=set)  # versions that its requests' tokens may have
+    pushed: set[int] = field(default_factory=set)  # versions that new tokens may have
     breaker: Breaker = field(default_factory=Breaker)
     flights: dict[str, Flight] = field(default_factory=dict)
-    landed: asyncio.Event = field(default_factory=asyncio.Event)  # one of them has just ended
+    flight_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when one of them ends
     tokens: int = 0  # of all flights
     unread: int = 0  # of all flights
     slots: int = UNBOUNDED
     speed: Speed = field(default_factory=Speed)  # of this process
-    attested: asyncio.Event = field(default_factory=asyncio.Event)  # held requests wait for it after a push
+    attested: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # requests with new tokens wait for it after a push
     received: int = 0
     generated: int = 0
-    generated_before: int = 0  # by the processes before, and for the rollout processes before
+    generated_before: int = 0  # by earlier engine processes, and for earlier rollout processes
     lost_now: int = 0
     lost_before: int = 0
-    counting: bool = False  # else the count starts anew with the next push
+    counting: bool = False  # False: counting restarts with the next push
     deaths: int = 0
-    since: float | None = None  # loop time of its first answer here
-    silent: int = 0  # probes in a row without an answer
-    failure: str = ""  # of the last call to it that failed, in words
-    fruitless: int = 0  # pushes in a row, to one process, that it answered and did not get through
+    first_response_at: float | None = None  # loop time of its first response
+    unanswered_probes: int = 0  # in a row
+    failure: str = ""  # message of the last failed call
+    failed_pushes: int = 0  # in a row, to one live process
     _counter_start: int = 0
 
     @property
@@ -128,185 +133,193 @@ class EngineState:
     def seconds_to_write(self) -> tuple[float, float] | None:
         return self.speed.write
 
-    def hear(self, flight: Flight, segment: Segment, now: float) -> None:
-        """Tokens of a flight came: what that says of the engine's speed."""
-        if not segment.ids or not segment.prompt_tokens:  # it was aborted in the queue
+    def record_tokens(self, flight: Flight, segment: Segment, time: float) -> None:
+        """Update the measured speed with new tokens of a flight."""
+        if not segment.ids or not segment.prompt_tokens:  # aborted in the queue
             return
-        if flight.began:
-            self.speed.went_on(len(segment.ids), self.load, flight.since, now)
+        if flight.has_tokens:
+            self.speed.record_decode(len(segment.ids), self.load, flight.last_token_at, time)
         else:
-            flight.began = True
+            flight.has_tokens = True
             self.unread -= flight.unread
             flight.unread = 0
-            self.speed.began(segment.prompt_tokens - segment.cached_tokens, flight.since, now)
-        flight.since = now
+            self.speed.record_prefill(
+                segment.prompt_tokens - segment.cached_tokens, flight.last_token_at, time
+            )
+        flight.last_token_at = time
 
-    def rested(self) -> None:
-        """It made no tokens for a while, and goes on: what comes next says nothing of its speed."""
+    def reset_timing(self) -> None:
+        """Restart the time measurement of all flights after a pause."""
         for flight in self.flights.values():
-            flight.since = None
+            flight.last_token_at = None
 
-    def died(self) -> None:
-        """A request to it failed. Every other one is cut off too: what was not streamed yet is made again.
+    def mark_dead(self) -> None:
+        """Mark the engine dead after a failed request, and cancel all others; unstreamed tokens are repeated.
 
-        Its process may live on and count those tokens: the count starts anew with the next push.
+        Its process may still run and count these tokens, so counting restarts with the next push.
         """
         self.counting = self.uncopied = False
         self.speed = Speed()
         if self.alive:
             self.alive = False
             self.deaths += 1
-            self.failed()
+            self.record_failure()
         self.paused = False
-        self.cut_off()
+        self.cancel_flights()
 
-    def failed(self) -> None:
-        self.breaker.failed(asyncio.get_running_loop().time())
+    def record_failure(self) -> None:
+        self.breaker.record_failure(asyncio.get_running_loop().time())
 
-    def lost_weights(self) -> None:
-        """It does not have the weights that were pushed to it: another process took its place."""
+    def mark_weights_lost(self) -> None:
+        """Mark the engine as without the pushed weights: another process took its place."""
         self.counting = False
         self.speed = Speed()
         self.version = NEVER
         self.pushed.clear()
         self.paused = False
-        self.cut_off()
+        self.cancel_flights()
 
-    def cut_off(self) -> None:
-        now = asyncio.get_running_loop().time()
+    def cancel_flights(self) -> None:
+        time = asyncio.get_running_loop().time()
         for flight in self.flights.values():
-            if not flight.scope.expired():  # cut already, and not unwound yet
-                flight.scope.reschedule(now)
+            if not flight.scope.expired():  # not cancelled yet
+                flight.scope.reschedule(time)
 
-    def has(self, version: int) -> None:
-        """Its weights are known, and those that push asked for."""
+    def set_version(self, version: int) -> None:
+        """Set the version after its weights were attested."""
         self.version = version
         self.pushed.add(version)
-        self.fruitless = 0
-        self.breaker.succeeded()
+        self.failed_pushes = 0
+        self.breaker.record_success()
         self.attested.set()
 
     async def probe(self) -> None:
-        """Is it there, and with the weights that it should have? A slow answer is no death, none at all is."""
+        """Check that the engine is up and has the expected weights. A slow response is not a failure."""
         expected = self.version
         try:
             async with asyncio.timeout(PROBE_TIMEOUT):
                 reported = await self.client.weight_version()
         except NobodyListens:
-            self.fruitless = 0  # what comes up here next is another process
+            self.failed_pushes = 0  # the next process here is another one
             if self.alive or self.flights:
-                self.died()
+                self.mark_dead()
             return
         except EngineError as e:
-            self.silent = 0
+            self.unanswered_probes = 0
             if self.refusal is None:
                 log.warning("%s", e)
             self.refusal = str(e)
             if isinstance(e, Stranger) and (self.alive or self.flights):
-                self.died()  # somebody else has its port
+                self.mark_dead()  # another server has its port
             return
         except DeadEngine:
-            self.silent += 1
-            if self.alive and self.silent >= SILENT_PROBES:
-                log.warning("%s: has not answered %d probes of %g s", self.url, self.silent, PROBE_TIMEOUT)
-                self.died()
+            self.unanswered_probes += 1
+            if self.alive and self.unanswered_probes >= SILENT_PROBES:
+                log.warning(
+                    "%s: has not answered %d probes of %g s", self.url, self.unanswered_probes, PROBE_TIMEOUT
+                )
+                self.mark_dead()
             return
-        self.silent, self.refusal = 0, None
+        self.unanswered_probes, self.refusal = 0, None
         if self.version != expected or self.loading:
-            return  # a push went on meanwhile
-        if self.trusted:
+            return  # a push proceeded meanwhile
+        if self.skip_attestation:
             reported = max(reported, 0)
         if expected not in (NEVER, reported):
-            self.lost_weights()
+            self.mark_weights_lost()
         if not self.alive:
             self.alive = True
             if not self.hopeless:
                 self.quarantined = None
-        if self.trusted and self.version == NEVER:
+        if self.skip_attestation and self.version == NEVER:
             self.version = reported
             self.pushed.add(reported)
             self.attested.set()
 
     async def start_counting(self) -> None:
-        """Before its first push: stop what it does for a rollout process that is gone, then count from here."""
+        """Prepare for the first push: abort requests of an earlier rollout process, and count tokens from here."""
         await self.client.abort(None)
         await self.client.continue_generation()
         await self.client.flush()
         self.pushed.clear()
         start = await self.client.generated_tokens()
-        self.generated_before += max(self.generated, self.received)  # what arrived was made, counted or not
+        self.generated_before += max(
+            self.generated, self.received
+        )  # arrived tokens were generated, counted or not
         self.lost_before += self.lost_now
         self._counter_start, self.generated, self.received, self.lost_now = start, 0, 0, 0
-        self.speed = Speed()  # it may be another process than before
+        self.speed = Speed()  # it may be another process
         self.counting = True
 
-    async def rest(self) -> None:
-        """Give weights and cache away, with their memory, while nothing runs in it; the next push wakes it."""
-        if self.version == NEVER:  # rests already, or never had weights
+    async def release_memory(self) -> None:
+        """Release the memory of weights and cache while no request runs; the next push resumes it."""
+        if self.version == NEVER:  # already released, or never had weights
             return
         await self.client.flush()
         self.version = NEVER
         self.attested.clear()
-        await self.client.set_weight_version(RESTING)
+        await self.client.set_weight_version(RELEASED_LABEL)
         await self.client.release_memory()
 
     async def wake_weights(self) -> None:
-        """Memory for the weights that a push brings; the trainer may still need that of the cache."""
-        if await self.client.weight_label() == RESTING:
+        """Resume the memory of the weights for a push. The trainer may still need that of the cache."""
+        if await self.client.weight_label() == RELEASED_LABEL:
             await self.client.resume_memory("weights")
-            await self.client.set_weight_version(RESTING_CACHE)
+            await self.client.set_weight_version(RELEASED_CACHE_LABEL)
 
     async def wake_cache(self) -> None:
-        if await self.client.weight_label() == RESTING_CACHE:
+        if await self.client.weight_label() == RELEASED_CACHE_LABEL:
             await self.client.resume_memory("kv_cache")
 
     async def count(self) -> None:
-        """Read its own counter of generated tokens; the last figure stays when it does not answer.
+        """Read the engine's counter of generated tokens; keep the last value if it does not respond.
 
-        Not before `start_counting`: until then the counter holds what others asked for.
+        Does nothing before `start_counting`: the counter includes requests of other clients.
         """
         if not self.counting:
             return
         try:
             self.generated = await self.client.generated_tokens() - self._counter_start
         except (*DeadEngine, EngineError):
-            self.died()
+            self.mark_dead()
         else:
             self.lost_now = max(0, self.generated - self.received)
 
     def missed_push(self) -> None:
-        """It answers, and yet a push did not get through. One more than a few, and nobody tries again: each takes the
-        trainer's time, and new versions look like progress."""
-        self.fruitless += 1
+        """Count a push that failed on a live engine, and quarantine it after several.
+
+        Each costs the trainer time, and new versions would look like progress.
+        """
+        self.failed_pushes += 1
         if self.hopeless:
-            self.quarantined = f"{self.fruitless} pushes in a row failed, the last with: {self.failure}"
+            self.quarantined = f"{self.failed_pushes} pushes in a row failed, the last with: {self.failure}"
 
     @property
     def hopeless(self) -> bool:
-        """Until another process has taken its place."""
-        return self.fruitless >= MOST_FRUITLESS
+        """Whether so many pushes failed that the engine is not used until its process is replaced."""
+        return self.failed_pushes >= MAX_FAILED_PUSHES
 
     @property
-    def lost(self) -> int:
-        """Tokens that it made, as of the last count, and nobody received."""
+    def lost_tokens(self) -> int:
+        """Tokens that the engine generated, as of the last count, and that never arrived."""
         return self.lost_before + self.lost_now
 
     @property
     def rank_seconds(self) -> float:
-        """Of its ranks together, since it answered for the first time."""
-        if self.since is None:
+        """Seconds since its first response, times its number of ranks."""
+        if self.first_response_at is None:
             return 0.0
-        return self.client.tp * (asyncio.get_running_loop().time() - self.since)
+        return self.client.tp * (asyncio.get_running_loop().time() - self.first_response_at)
 
-    def held_off(self, now: float) -> bool:
-        """By its breaker. On trial it takes a single request."""
-        if not self.breaker.failures:  # asked for every request: most engines never failed
+    def backing_off(self, time: float) -> bool:
+        """Return whether its breaker allows no further request. On trial it allows a single one."""
+        if not self.breaker.failures:  # fast path, for every request
             return False
-        return self.breaker.open(now) or (self.breaker.on_trial(now) and self.load > 0)
+        return self.breaker.open(time) or (self.breaker.on_trial(time) and self.load > 0)
 
     @property
     def state(self) -> str:
-        """For people."""
+        """Description for users."""
         if not self.alive and not self.hopeless:
             return f"dead: {self.refusal[:300]}" if self.refusal else "dead"
         if self.quarantined is not None:

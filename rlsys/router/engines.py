@@ -1,4 +1,4 @@
-"""What commands, evaluations and planners ask of engines: one router, or several workers with a router each."""
+"""Engines: the interface to engines for commands, evaluations and planners. A router, or several workers' routers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlsys.engine_requests import Limits
 
 
 class Engines(Protocol):
-    """Router says what each of these does."""
+    """See Router for the methods."""
 
     @property
     def open(self) -> bool: ...
@@ -25,7 +25,7 @@ class Engines(Protocol):
 
     def resume(self) -> None: ...
 
-    async def rest_engines(self) -> None: ...
+    async def release_memory(self) -> None: ...
 
     def next_members(self, at_most: int) -> list[str]: ...
 
@@ -43,7 +43,7 @@ class Engines(Protocol):
 
     def add_engine(self, client: EngineClient) -> None: ...
 
-    async def send_away(self, url: str) -> None: ...
+    async def evict_engine(self, url: str) -> None: ...
 
     def engine_states(self) -> dict[str, str]: ...
 

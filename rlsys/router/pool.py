@@ -1,4 +1,4 @@
-"""The engines behind the router, and the weight version that they should have. Owner: the router."""
+"""Pool: the engines behind the router, and their expected weight version. Owner: the router."""
 
 from __future__ import annotations
 
@@ -13,45 +13,54 @@ from rlsys.router.engine_state import NEVER, UNBOUNDED, EngineState
 
 
 class PinLost(RunError):
-    """The engine that was pinned for an evaluation has died, and its weights are gone."""
+    """Raised when the engine that was pinned for an evaluation has died, and its weights are lost."""
 
 
-class NobodyExplores(RunError):
-    """Every engine of the pools that try prompts out is dead, or must not serve."""
+class NoExplorationEngine(RunError):
+    """Raised when no engine of the pools for exploration is alive and may serve."""
 
 
 class Pool:
-    """All engines and the weight version that they should have. Owns the pin."""
+    """All engines and their expected weight version. Owns the pin."""
 
     def __init__(
         self,
         clients: list[EngineClient],
         *,
-        trusted: bool = False,
+        skip_attestation: bool = False,
         slots: int = UNBOUNDED,
         kinds: EngineConfig | None = None,
     ) -> None:
-        """`slots`: requests that each engine decodes at once. `kinds`: which pools of the config there are."""
-        self._trusted = trusted
+        """Create a pool.
+
+        Args:
+            slots: requests that each engine decodes concurrently.
+            kinds: the pools of the config.
+        """
+        self._skip_attestation = skip_attestation
         self._slots = slots
         self._kinds = kinds if kinds is not None and kinds.pools else None
         self.engines: list[EngineState] = []
         self.version = NEVER
         self.older: int | None = None
-        """The version before it, while a rolling push goes round: engines that have it serve until their turn."""
-        self._gone = {"generated": 0, "lost": 0, "deaths": 0}
-        self._seconds_gone = 0.0
-        self._gone_by_pool: dict[str, float] = {}
+        """The previous version during a rolling push: engines that have it serve until their turn."""
+        self._removed_totals = {"generated": 0, "lost": 0, "deaths": 0}
+        self._removed_seconds = 0.0
+        self._removed_by_pool: dict[str, float] = {}
         self._pin: tuple[EngineState, int] | None = None
-        """The engine that answers an evaluation alone, and its weight version."""
+        """The engine reserved for an evaluation, and its weight version."""
         for client in clients:
             self.add(client)
 
     def add(self, client: EngineClient) -> EngineState:
-        """It serves once it has the current weights. Raises ValueError for an engine that is here already."""
+        """Add an engine, which serves once it has the current weights.
+
+        Raises:
+            ValueError: it is in the pool already.
+        """
         if any(e.url == client.url for e in self.engines):
             raise ValueError(f"{client.url} is in the pool already")
-        engine = EngineState(client, trusted=self._trusted, slots=self._slots)
+        engine = EngineState(client, skip_attestation=self._skip_attestation, slots=self._slots)
         if self._kinds is not None:
             pool = self._kinds.pool_of(client.index, client.pool)
             engine.pool, engine.cost = (JOINED, 1.0) if pool is None else (pool.name, pool.cost)
@@ -60,14 +69,14 @@ class Pool:
         self.engines.append(engine)
         return engine
 
-    def forget(self, engine: EngineState) -> None:
-        """Its figures stay in the sums."""
+    def remove(self, engine: EngineState) -> None:
+        """Remove an engine; its counts stay in the totals."""
         self.engines.remove(engine)
-        self._seconds_gone += engine.rank_seconds
-        _add(self._gone_by_pool, _by_pool(engine))
-        self._gone["generated"] += engine.generated + engine.generated_before
-        self._gone["lost"] += engine.lost
-        self._gone["deaths"] += engine.deaths
+        self._removed_seconds += engine.rank_seconds
+        _add(self._removed_by_pool, _by_pool(engine))
+        self._removed_totals["generated"] += engine.generated + engine.generated_before
+        self._removed_totals["lost"] += engine.lost_tokens
+        self._removed_totals["deaths"] += engine.deaths
 
     def find(self, url: str) -> EngineState | None:
         return next((e for e in self.engines if e.url == url.rstrip("/")), None)
@@ -76,16 +85,16 @@ class Pool:
         return [e for e in self.engines if e.alive and e.quarantined is None and not e.draining]
 
     def serving(self, *, explorers: bool = False) -> list[EngineState]:
-        """Those that a request may go to now; of `explorers`, one that tries a prompt out."""
-        now, version = asyncio.get_running_loop().time(), self.version
+        """Return the engines that may get a request now; with `explorers` those for exploration."""
+        time, version = asyncio.get_running_loop().time(), self.version
         if version == NEVER:
             return []
         return [
             e
             for e in self.engines
             if e.version in (version, self.older) and e.alive
-            if e.explores is explorers and not (e.paused or e.pinned or e.draining or e.resting)
-            if e.quarantined is None and not e.held_off(now)
+            if e.explores is explorers and not (e.paused or e.pinned or e.draining or e.update_pending)
+            if e.quarantined is None and not e.backing_off(time)
         ]
 
     @property
@@ -94,17 +103,17 @@ class Pool:
         return any(e.explores for e in self.alive())
 
     def stale(self) -> list[EngineState]:
-        """Alive, but without weights that may serve: they serve after a push."""
+        """Return the live engines without current weights, which serve after a push."""
         return [e for e in self.alive() if e.version not in (self.version, self.older) and not e.pinned]
 
     def before_roll(self) -> list[EngineState]:
-        """Those that a rolling push has still to update: all that serve, as long as it has not begun."""
+        """Return the engines that a rolling push has not updated yet: all that serve if none is under way."""
         version = self.version if self.older is None else self.older
         return [e for e in self.alive() if e.version == version and not e.pinned]
 
     @property
     def hopeless(self) -> bool:
-        """Whether there are engines, and every one is quarantined."""
+        """Whether there are engines, and all are quarantined."""
         return bool(self.engines) and all(e.quarantined for e in self.engines)
 
     def pin(self) -> bool:
@@ -128,7 +137,11 @@ class Pool:
         return self._pin is not None
 
     def pinned(self) -> EngineState:
-        """Raises PinLost."""
+        """Return the pinned engine.
+
+        Raises:
+            PinLost: there is none, or it lost its weights.
+        """
         if self._pin is None:
             raise PinLost("its engine is no longer pinned")
         engine, version = self._pin
@@ -141,26 +154,29 @@ class Pool:
         return sum(e.load for e in self.engines)
 
     async def probe(self) -> None:
-        """Those in their back-off are left alone; those that were drained leave."""
-        now = asyncio.get_running_loop().time()
+        """Probe all engines except those in their back-off, and remove drained ones."""
+        time = asyncio.get_running_loop().time()
         for engine in [e for e in self.engines if e.draining and not e.load]:
             await engine.count()
-            if engine in self.engines:  # a push probes as well, and may have been faster
-                self.forget(engine)
-        await asyncio.gather(*(e.probe() for e in self.engines if e.alive or not e.breaker.open(now)))
+            if engine in self.engines:  # a concurrent push may have removed it
+                self.remove(engine)
+        await asyncio.gather(*(e.probe() for e in self.engines if e.alive or not e.breaker.open(time)))
         at_work = self.in_flight > 0
         for engine in self.engines:
-            engine.speed.settle(fade=at_work)
-            if engine.alive and engine.since is None:
-                engine.since = now
-        if self._trusted and self.version == NEVER:
+            engine.speed.update(fade=at_work)
+            if engine.alive and engine.first_response_at is None:
+                engine.first_response_at = time
+        if self._skip_attestation and self.version == NEVER:
             self.version = max((e.version for e in self.alive()), default=NEVER)
 
     async def count(self, members: Collection[str] | None = None) -> None:
-        """Compare the engines' own counters with what arrived; only meaningful while nothing is in flight. `members`:
-        URLs of those that are asked; all when none are given."""
-        asked = [e for e in self.alive() if not e.pinned and (members is None or e.url in members)]
-        await asyncio.gather(*(e.count() for e in asked))
+        """Compare the engines' counters with the tokens that arrived. Only meaningful while no request is in flight.
+
+        Args:
+            members: URLs of the engines to read; None reads all.
+        """
+        engines = [e for e in self.alive() if not e.pinned and (members is None or e.url in members)]
+        await asyncio.gather(*(e.count() for e in engines))
 
     def figures(self) -> dict[str, dict[str, object]]:
         """See Router.engine_figures."""
@@ -178,17 +194,20 @@ class Pool:
                 "deaths": e.deaths,
                 "alive": e.alive,
                 "rank_seconds": e.rank_seconds,
-                **e.speed.told(e.load),
+                **e.speed.metrics(e.load),
                 **({"pool": e.pool} if e.pool else {}),
             }
             for e in self.engines
         }
 
     def totals(self) -> dict[str, float]:
-        """Of all engines that ever were here. `engine_rank_seconds`: what they cost, each rank from the first answer
-        of its engine until that left, dead or alive. Where the config has pools, also of each: its rank-seconds,
-        these times its cost, tokens as of the last interrupt, and how many of its engines serve."""
-        pools = dict(self._gone_by_pool)
+        """Return totals over all current and former engines.
+
+        `engine_rank_seconds` is their cost: each rank from the engine's first response until it left, dead or
+        alive. For each pool of the config also: rank-seconds, the same times its cost, tokens as of the last
+        interrupt, and the number of serving engines.
+        """
+        pools = dict(self._removed_by_pool)
         for engine in self.engines:
             _add(pools, _by_pool(engine))
         if self._kinds is not None:
@@ -197,16 +216,16 @@ class Pool:
             pools |= {f"pool_{name}_serving": serving[name] for name in names}
         return {
             **pools,
-            "engine_rank_seconds": self._seconds_gone + sum(e.rank_seconds for e in self.engines),
-            "engine_tokens": self._gone["generated"]
+            "engine_rank_seconds": self._removed_seconds + sum(e.rank_seconds for e in self.engines),
+            "engine_tokens": self._removed_totals["generated"]
             + sum(e.generated + e.generated_before for e in self.engines),
-            "lost": self._gone["lost"] + sum(e.lost for e in self.engines),
-            "engine_deaths": self._gone["deaths"] + sum(e.deaths for e in self.engines),
+            "lost": self._removed_totals["lost"] + sum(e.lost_tokens for e in self.engines),
+            "engine_deaths": self._removed_totals["deaths"] + sum(e.deaths for e in self.engines),
         }
 
 
 def _by_pool(engine: EngineState) -> dict[str, float]:
-    """See Pool.totals; of an engine in no pool, nothing."""
+    """Return the engine's part of the totals of its pool, see Pool.totals."""
     if not engine.pool:
         return {}
     seconds, name = engine.rank_seconds, f"pool_{engine.pool}"
@@ -217,6 +236,6 @@ def _by_pool(engine: EngineState) -> dict[str, float]:
     }
 
 
-def _add(sums: dict[str, float], more: dict[str, float]) -> None:
-    for key, value in more.items():
+def _add(sums: dict[str, float], increments: dict[str, float]) -> None:
+    for key, value in increments.items():
         sums[key] = sums.get(key, 0.0) + value

@@ -1,7 +1,7 @@
-"""The order of a weight push, in one place (docs/architecture.md); every step of it has a time limit.
+"""WeightPush: the order of a weight push (docs/architecture.md); every step has a time limit.
 
-A push may fail half-way. An engine that fails a step, or dies, is without weights from then on and gets the next
-push to stale engines: it is rolled forward, a few times. One that answers with other log-probs than the trainer's is
+A push may fail half-way. An engine that fails a step, or dies, is without weights and takes part in the next
+push to stale engines, a limited number of times. An engine whose log-probs differ from the trainer's is
 quarantined until it is restarted. Neither serves meanwhile.
 """
 
@@ -17,25 +17,27 @@ from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.wire import EngineError
 from rlsys.obs.phases import Phases
 from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
-from rlsys.router.checksums import Checksums, Match
 from rlsys.router.dispatch import Dispatcher, Interruption
+from rlsys.router.engine_checksums import ChecksumVerifier, Match
 from rlsys.router.engine_state import NEVER, EngineState
-from rlsys.router.failures import REFUSES
+from rlsys.router.failure_policy import REFUSAL_STATUSES
 from rlsys.router.pool import Pool
 
 PROBE_SECONDS = 1.0
 PHASES = ("wake_weights", "open", "close", "wake_cache", "flush", "version", "checksums", "canaries")
-"""Of a weight update, in an engine; tensors come between `open` and `close`."""
-TRIES = 5
-"""To get an engine ready, at the least, before `begin` runs out of patience."""
+"""Phases of a weight update in an engine; the tensors are sent between `open` and `close`."""
+PREPARE_ATTEMPTS = 5
+"""Attempts to prepare an engine within the timeout of `begin`."""
 log = logging.getLogger("rlsys.router")
 
 
 class WeightPush:
-    """`begin`, then the trainer sends tensors, then `end`. Owns the engines of the push under way.
+    """`begin`, then the trainer sends tensors, then `end`. Owns the engines of the current push.
 
-    patience: seconds that `begin` waits for an engine, long enough for one to be restarted. sole: see Router. tps:
-    sizes of engines, ascending; () or one: all are alike.
+    Args:
+        timeout_s: seconds that `begin` waits for an engine; long enough for a restart.
+        single_router: see Router.
+        tps: tensor-parallel sizes of the engines, ascending; () or one: all are equal.
     """
 
     def __init__(
@@ -43,42 +45,47 @@ class WeightPush:
         dispatcher: Dispatcher,
         bounds: Bounds,
         interruption: Interruption,
-        patience: float,
+        timeout_s: float,
         *,
-        sole: bool = True,
+        single_router: bool = True,
         tps: Sequence[int] = (),
     ) -> None:
-        self._sole = sole
+        self._single_router = single_router
         self._tps = tps
         self._dispatcher = dispatcher
         self._pool = dispatcher.pool
         self._bounds = bounds
         self._interruption = interruption
-        self.patience = patience
-        self._pushing: list[EngineState] = []
+        self.timeout_s = timeout_s
+        self._targets: list[EngineState] = []
         self._under_way = False
         self._last: tuple[int, list[Canary], Sequence[dict[str, str]]] | None = None
-        """What the trainer said of the version that it pushed last."""
-        self._checksums = Checksums()
-        self._told = False  # that some tensors cannot be compared
+        """Canaries and checksums of the last pushed version."""
+        self._checksums = ChecksumVerifier()
+        self._warned_unknown = False  # about tensors that cannot be compared
         self._canaries: dict[int, dict[tuple[int, ...], list[float]]] = {}
-        """The trainer's log-probs of each canary, of the last two versions."""
-        self._figures = Figures()
+        """Version -> the trainer's log-probs of each canary, for the last two versions."""
+        self._metrics = PushMetrics()
         self._first: dict[str, Agreement] = {}
-        """Of each engine, by URL: its first comparison with tensors that were all seen to agree."""
+        """Engine URL -> its first comparison in which all tensors were equal."""
 
     def announce(self) -> None:
-        """A push is to begin. Until it has ended, no engine gets weights from another one."""
+        """Announce a push: until it ends, no engine copies weights from another one."""
         self._under_way = True
 
     async def begin(
         self, version: int, *, only_stale: bool, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """Get every engine (or only those without the current weights) ready for tensors; nothing may run in them.
+        """Prepare every engine (or only those without current weights) for tensors. No request may run in them.
 
-        `members`: URLs of the engines of this round of a rolling push, beside those without weights; `only_stale`
-        from the second round on. Without them the push waits up to `patience` for an engine, since the supervisor may
-        be restarting the only one; then RunError.
+        Args:
+            version: the weight version to push.
+            only_stale: push to engines without weights only; also from the second round of a rolling push on.
+            members: URLs of the engines of this round of a rolling push. Without them, the push waits for at
+                least one engine, since the supervisor may be restarting the only one.
+
+        Raises:
+            RunError: no engine was ready in time.
         """
         self.announce()
         if not only_stale:
@@ -86,56 +93,57 @@ class WeightPush:
             self._pool.older = self._pool.version if members else None
             self._pool.version = version
         if not (only_stale and members):
-            self._figures = Figures()
+            self._metrics = PushMetrics()
         try:
-            async with asyncio.timeout(self.patience):
+            async with asyncio.timeout(self.timeout_s):
                 while True:
                     await self._pool.probe()
                     turn = [e for e in self._pool.before_roll() if e.url in members]
                     targets = [*self._pool.stale(), *turn]
-                    held = {e.url: NEVER if e.copied else e.version for e in targets}
+                    previous_versions = {e.url: NEVER if e.copied else e.version for e in targets}
                     ready = await asyncio.gather(
                         *(self._dispatcher.attempt(e, self._prepare(e)) for e in targets)
                     )
-                    self._pushing = [e for e, ok in zip(targets, ready, strict=True) if ok]
-                    if self._pushing or only_stale or members or not self._sole:
+                    self._targets = [e for e, succeeded in zip(targets, ready, strict=True) if succeeded]
+                    if self._targets or only_stale or members or not self._single_router:
                         break
                     self._raise_if_hopeless()
                     await asyncio.sleep(PROBE_SECONDS)
-            for engine, ok in zip(targets, ready, strict=True):
-                if not ok:
+            for engine, succeeded in zip(targets, ready, strict=True):
+                if not succeeded:
                     engine.missed_push()
             for engine in self._pool.engines:
-                engine.resting = False  # who has an update open is without weights; who refused it is dead
+                engine.update_pending = False  # either its update is open, or it is dead
         except TimeoutError:
             raise RunError(
-                f"no engine was there for weight version {version} within {self.patience:g} s: {states(self._pool)}"
+                f"no engine was ready for weight version {version} within {self.timeout_s:g} s: "
+                f"{describe_states(self._pool)}"
             ) from None
         return [
             EngineAddress(
                 e.url,
                 e.client.tp,
-                held[e.url],
+                previous_versions[e.url],
                 e.client.index,
                 e.client.identity.admin_key,
                 e.client.epoch,
                 e.chain,
             )
-            for e in self._pushing
+            for e in self._targets
         ]
 
     async def _prepare(self, engine: EngineState) -> None:
-        """A hung engine may come to itself, or another one come back: so it is not waited for to the end."""
-        async with asyncio.timeout(self.patience / TRIES):
-            phases = self._figures.phases
+        """Prepare one engine. The time limit is short because it may recover, or another one may come back."""
+        async with asyncio.timeout(self.timeout_s / PREPARE_ATTEMPTS):
+            phases = self._metrics.phases
             if engine.version == NEVER:
-                with phases.at_once("wake_weights"):
+                with phases.concurrent("wake_weights"):
                     await engine.wake_weights()
             if not engine.counting and not engine.paused:
                 await engine.start_counting()
             engine.version, engine.copied = NEVER, False  # until it is attested again
             engine.attested.clear()
-            with phases.at_once("open"):
+            with phases.concurrent("open"):
                 await engine.client.begin_weight_update()
 
     async def end(
@@ -145,19 +153,27 @@ class WeightPush:
         checksums: Sequence[dict[str, str]],
         left_out: Mapping[str, str],
     ) -> dict[str, float]:
-        """Empty caches and attest. Raises RunError when every engine is quarantined. The figures are of all rounds of
-        a rolling push so far; `push_left`: engines that still serve with the weights before it.
+        """Empty caches and attest the engines.
 
-        `checksums`: what each rank of an engine must hold, one size of engine after the other
-        (rlsys.weights.checksums); empty: not compared. `left_out`: URLs of engines that did not get all tensors, and
-        why: they hold a part of them, and get all once more.
+        Args:
+            checksums: the expected tensors of each rank, for one engine size after the other
+                (rlsys.weights.checksums); empty: not compared.
+            left_out: URL -> reason, for engines that did not get all tensors. They hold a part, and get all
+                once more.
+
+        Returns:
+            metrics over all rounds of a rolling push so far; `push_left`: engines that still serve the previous
+                weights.
+
+        Raises:
+            RunError: every engine is quarantined.
         """
-        pushing, self._pushing = self._pushing, []
+        pushing, self._targets = self._targets, []
         self._last = version, canaries, checksums
         for engine in pushing:
             if engine.url in left_out:
                 engine.failure = left_out[engine.url]
-                engine.died()
+                engine.mark_dead()
                 engine.missed_push()
         pushing = [e for e in pushing if e.url not in left_out]
         self._canaries[version] = {tuple(c.ids): c.logp for c in canaries}
@@ -168,7 +184,7 @@ class WeightPush:
                 *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
             )
         finally:
-            # Not before: an engine that is being attested still looks as if it had nothing.
+            # Not earlier: an engine that is being attested still appears to have no weights.
             self._under_way = False
         for engine in pushing:
             if engine.version != version and engine.quarantined is None:
@@ -176,14 +192,14 @@ class WeightPush:
         self._raise_if_hopeless()
         self._dispatcher.interrupted = False
         self._dispatcher.wake()
-        left = [] if self._pool.older is None else self._pool.before_roll()
-        if not left:
+        remaining = [] if self._pool.older is None else self._pool.before_roll()
+        if not remaining:
             self._pool.older = None
-        return {**self._figures.told(), "push_left": len(left)}
+        return {**self._metrics.to_dict(), "push_left": len(remaining)}
 
     @property
     def attested(self) -> bool:
-        """Whether no push goes on, and every tensor of the newest version is known by its checksum."""
+        """Whether no push runs and the newest version has checksums for every tensor."""
         return (
             not self._under_way
             and self._pool.older is None
@@ -192,75 +208,77 @@ class WeightPush:
         )
 
     async def attest(self, engine: EngineState) -> None:
-        """As at the end of a push: of one that has got the newest version by itself."""
+        """Attest an engine that got the newest version without a push."""
         assert self._last is not None
         await self._finish(engine, *self._last)
 
     async def _finish(
         self, engine: EngineState, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]]
     ) -> None:
-        """Nothing of the old weights may stay, and the version is reported only by an engine that has it.
+        """Finish the update of one engine and attest it; only an attested engine gets the version.
 
-        Held requests go on before the canaries, which would wait behind a pause; what they bring is kept back
-        until the engine is attested.
+        Nothing of the old weights remains. Paused requests continue before the canaries, which would otherwise
+        wait; their tokens are held back until the engine is attested.
         """
         engine.agreement = engine.match = None
-        phases = self._figures.phases
-        with phases.at_once("close"):
+        phases = self._metrics.phases
+        with phases.concurrent("close"):
             await engine.client.end_weight_update()
-        with phases.at_once("wake_cache"):
+        with phases.concurrent("wake_cache"):
             await engine.wake_cache()
         if self._interruption != "in_place":
-            with phases.at_once("flush"):
+            with phases.concurrent("flush"):
                 await engine.client.flush(
                     paused=engine.paused
                 )  # old keys and values are wrong for new weights
-        with phases.at_once("version"):
+        with phases.concurrent("version"):
             await engine.client.set_weight_version(version)
             reported = await engine.client.weight_version()
-        if checksums:  # while it is still paused: later they would wait for a pass that reads many prefixes
+        if checksums:  # while it is paused: later they would wait for a pass with many prefills
             engine.match = await self._compare(engine, checksums)
         await self._dispatcher.unpause(engine)
         counting = engine.counting
-        engine.counting = False  # a push that ends in here leaves tokens that nobody takes
-        with phases.at_once("canaries"):
-            answers = await asyncio.gather(*(self._ask(engine, c) for c in canaries))
-        refused = answers.count(None)
+        engine.counting = False  # a push that ends here leaves uncounted tokens
+        with phases.concurrent("canaries"):
+            answers = await asyncio.gather(*(self._canary_logprobs(engine, c) for c in canaries))
+        refusals = answers.count(None)
         canaries = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
-        seen = [answer for answer in answers if answer is not None]
-        engine.received += len(canaries)  # each asked for one token more
+        logprobs = [answer for answer in answers if answer is not None]
+        engine.received += len(canaries)  # each generated one token
         engine.counting = counting
-        self._figures.refused = max(self._figures.refused, refused)
-        if refused and not canaries and (engine.match is None or engine.match.unknown):
+        self._metrics.refused_canaries = max(self._metrics.refused_canaries, refusals)
+        if refusals and not canaries and (engine.match is None or engine.match.unknown):
             self._quarantine(
-                engine, f"refused all of {refused} canaries, and nothing else speaks for its weights"
+                engine, f"refused all of {refusals} canaries, and nothing else speaks for its weights"
             )
             return
-        engine.agreement = Agreement.of([x for c in canaries for x in c.logp], [x for s in seen for x in s])
-        self._figures.add(engine)
-        if (objection := self._objection(engine, version, reported, canaries, seen)) is not None:
+        engine.agreement = Agreement.of(
+            [x for c in canaries for x in c.logp], [x for s in logprobs for x in s]
+        )
+        self._metrics.add(engine)
+        if (objection := self._objection(engine, version, reported, canaries, logprobs)) is not None:
             self._quarantine(engine, objection)
             return
         bounds = self._bounds_of(engine)
         if not engine.agreement.within(bounds):
-            self._figures.warned += 1
-            gaps = engine.agreement.against(bounds)
+            self._metrics.warned_engines += 1
+            gaps = engine.agreement.describe(bounds)
             log.warning(
                 "%s: its tensors are the trainer's, but canary log-probs differ: %s", engine.url, gaps
             )
         if canaries and engine.match is not None and not engine.match.unknown:
             self._first.setdefault(engine.url, engine.agreement)
         self._checksums.attest(engine.url)
-        engine.has(version)
+        engine.set_version(version)
 
-    async def _ask(self, engine: EngineState, canary: Canary) -> list[float] | None:
-        """Log-probs of its tokens; None where the engine refuses it, which says something about the canary."""
+    async def _canary_logprobs(self, engine: EngineState, canary: Canary) -> list[float] | None:
+        """Return the log-probs of a canary; None if the engine refuses it, which indicates a fault of the canary."""
         try:
             return await engine.client.token_logprobs(canary.ids)
         except EngineError as e:
-            if e.status not in REFUSES:
+            if e.status not in REFUSAL_STATUSES:
                 raise
-            log.warning("a canary of %d tokens is left out: %s", len(canary.ids), e)
+            log.warning("skipped a canary of %d tokens: %s", len(canary.ids), e)
             return None
 
     def _bounds_of(self, engine: EngineState) -> Bounds:
@@ -272,57 +290,57 @@ class WeightPush:
         version: int,
         reported: int,
         canaries: list[Canary],
-        seen: list[list[float]],
+        logprobs: list[list[float]],
     ) -> str | None:
-        """Why it must not serve, in words; None: it is attested."""
+        """Return the reason why the engine must not serve; None: it is attested."""
         match, agreement, bounds = engine.match, engine.agreement, self._bounds_of(engine)
-        uncompared = bounds.uncompared
+        max_unknown_share = bounds.max_unknown_share
         assert agreement is not None
         if reported != version:
             return f"reports weight version {reported}, {version} was pushed"
         if match is not None and match.wrong:
-            return match.complaint()
-        if match is not None and match.share_unknown > uncompared:
+            return match.mismatch_message()
+        if match is not None and match.share_unknown > max_unknown_share:
             return (
                 f"{len(match.unknown)} tensor(s), {match.share_unknown:.0%}, cannot be compared, more than the "
-                f"{uncompared:.0%} that model.fp8 and engine.extra_args explain, first: {match.unknown[0]}"
+                f"{max_unknown_share:.0%} that model.fp8 and engine.extra_args explain, first: {match.unknown[0]}"
             )
         equal = match is not None and not match.unknown
-        if not agreement.within(bounds, self._patience_with(match)) and not (
-            equal and agreement.of_ties(bounds)
+        if not agreement.within(bounds, self._tolerance(match)) and not (
+            equal and agreement.differs_by_ties(bounds)
         ):
-            return f"canary log-probs differ from the trainer's: {agreement.against(bounds)}"
-        if not self._follows(version, canaries, seen, match):
+            return f"canary log-probs differ from the trainer's: {agreement.describe(bounds)}"
+        if not self._follows_last_step(version, canaries, logprobs, match):
             return "canary log-probs are nearer to those before the trainer's step than to those after it"
         return None
 
-    def _follows(
-        self, version: int, canaries: list[Canary], seen: list[list[float]], match: Match | None
+    def _follows_last_step(
+        self, version: int, canaries: list[Canary], logprobs: list[list[float]], match: Match | None
     ) -> bool:
-        """Where checksums do not speak for every tensor: whether the engine went the trainer's last step with it."""
+        """Return whether the engine followed the trainer's last step, if checksums do not cover every tensor."""
         earlier = min(self._canaries)
         if earlier == version or (match is not None and not match.unknown):
             return True
-        before = self._canaries[earlier]
+        previous = self._canaries[earlier]
         old: list[float] = []
         new: list[float] = []
-        here: list[float] = []
-        for canary, found in zip(canaries, seen, strict=True):
-            if (was := before.get(tuple(canary.ids))) is not None:
-                old, new, here = [*old, *was], [*new, *canary.logp], [*here, *found]
-        gain, error = nearness(old, new, here)
+        reported: list[float] = []
+        for canary, values in zip(canaries, logprobs, strict=True):
+            if (previous_logp := previous.get(tuple(canary.ids))) is not None:
+                old, new, reported = [*old, *previous_logp], [*new, *canary.logp], [*reported, *values]
+        gain, error = nearness(old, new, reported)
         return gain + CHANCE * error >= 0
 
-    def _patience_with(self, match: Match | None) -> float:
-        """Times the bounds. Only rounding to half precision earns any, and only where tensors were seen to agree."""
+    def _tolerance(self, match: Match | None) -> float:
+        """Return a factor on the bounds. It exceeds 1 only in half precision, and only if tensors were equal."""
         return WARNING if match is not None and match.equal and not self._bounds.exact else 1.0
 
     async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
-        with self._figures.phases.at_once("checksums"):
-            own = of_size(checksums, self._tps, engine.client.tp)
-            match = self._checksums.compare(engine.url, own, await engine.client.checksums())
-        if match.unknown and not self._told:
-            self._told = True
+        with self._metrics.phases.concurrent("checksums"):
+            expected = checksums_of_size(checksums, self._tps, engine.client.tp)
+            match = self._checksums.compare(engine.url, expected, await engine.client.checksums())
+        if match.unknown and not self._warned_unknown:
+            self._warned_unknown = True
             log.warning(
                 "%s holds %d of its %d tensors in a layout that cannot be compared with the trainer's, first: %s; "
                 "only canaries speak for them",
@@ -332,22 +350,27 @@ class WeightPush:
 
     def _quarantine(self, engine: EngineState, reason: str) -> None:
         engine.quarantined = reason
-        engine.cut_off()
+        engine.cancel_flights()
 
     def _raise_if_hopeless(self) -> None:
-        if self._sole and self._pool.hopeless:
-            raise RunError(f"no engine can serve weight version {self._pool.version}: {states(self._pool)}")
+        if self._single_router and self._pool.hopeless:
+            raise RunError(
+                f"no engine can serve weight version {self._pool.version}: {describe_states(self._pool)}"
+            )
 
 
 @dataclass
-class Figures:
-    """Of a push: the worst of its engines. `warned`: engines beyond the bounds of canaries that were let pass.
-    `refused`: canaries that one engine did not take. `phases`: in their order."""
+class PushMetrics:
+    """Metrics of a push: the worst over its engines.
+
+    `warned_engines`: engines beyond the bounds of canaries that were accepted. `refused_canaries`: canaries
+    that one engine did not accept. `phases`: in their order.
+    """
 
     agreements: list[Agreement] = field(default_factory=list)
     matches: list[Match] = field(default_factory=list)
-    warned: int = 0
-    refused: int = 0
+    warned_engines: int = 0
+    refused_canaries: int = 0
     phases: Phases = field(default_factory=lambda: Phases("time_push", PHASES))
 
     def add(self, engine: EngineState) -> None:
@@ -356,12 +379,12 @@ class Figures:
         if engine.match is not None:
             self.matches.append(engine.match)
 
-    def told(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         return {
             "push_canary_mean": max((a.mean for a in self.agreements), default=0.0),
             "push_canary_p999": max((a.p999 for a in self.agreements), default=0.0),
-            "push_canary_warnings": self.warned,
-            "push_canaries_refused": self.refused,
+            "push_canary_warnings": self.warned_engines,
+            "push_canaries_refused": self.refused_canaries,
             "push_tensors_equal": min((m.equal for m in self.matches), default=0),
             "push_tensors_unknown": max((len(m.unknown) for m in self.matches), default=0),
             "push_share_unknown": max((m.share_unknown for m in self.matches), default=0.0),
@@ -370,23 +393,25 @@ class Figures:
         }
 
 
-def of_size(checksums: Sequence[dict[str, str]], tps: Sequence[int], tp: int) -> Sequence[dict[str, str]]:
-    """Those of the ranks of an engine of `tp`, out of those of engines of all sizes `tps`; none for another size."""
+def checksums_of_size(
+    checksums: Sequence[dict[str, str]], tps: Sequence[int], tp: int
+) -> Sequence[dict[str, str]]:
+    """Select the ranks of an engine of size `tp` from the checksums of all sizes `tps`; empty for another size."""
     if len(tps) < 2:
         return checksums
     first = sum(smaller for smaller in tps if smaller < tp)
     return checksums[first : first + tp] if tp in tps else []
 
 
-def worst(pushes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The figures of one push through several routers, some of which may have had no engine to push to."""
-    told = [{**Figures().told(), "push_left": 0}, *pushes]
-    out = {key: max(found[key] for found in told) for key in told[0]}
+def merge_push_metrics(pushes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge the metrics of one push through several routers, some of which may have had no engine to push to."""
+    metrics = [{**PushMetrics().to_dict(), "push_left": 0}, *pushes]
+    out = {key: max(push[key] for push in metrics) for key in metrics[0]}
     for key in ("push_canary_warnings", "push_left"):
-        out[key] = sum(found[key] for found in told)
-    out["push_tensors_equal"] = min((n for found in told if (n := found["push_tensors_equal"])), default=0)
+        out[key] = sum(push[key] for push in metrics)
+    out["push_tensors_equal"] = min((n for push in metrics if (n := push["push_tensors_equal"])), default=0)
     return out
 
 
-def states(pool: Pool) -> str:
+def describe_states(pool: Pool) -> str:
     return "; ".join(f"{e.url} {e.state}" for e in pool.engines)

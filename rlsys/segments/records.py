@@ -1,22 +1,21 @@
-"""Records: the tokens of samples in segments, append-only files beside rollouts.sqlite, and their reader.
+"""Record format of segments, append-only files beside rollouts.sqlite that hold the tokens of samples; its reader.
 
-    segments/EPOCH-WRITER-NUMBER.seg    records, one behind the other, little-endian:
+    segments/EPOCH-WRITER-NUMBER.seg    a sequence of records, little-endian:
 
         magic  checksum  kind  version  policy  sample  sequence  parent  start  tokens  routes  payload
         4 s    u32       u8    u8       u16     u64     u32       u32     u32    u32     u32     u32
 
-        payload of TOKENS: ids int32[tokens], mu float64[tokens], routes (msgpack of RouteSpans, so many bytes)
+        payload of TOKENS: ids int32[tokens], mu float64[tokens], routes (`routes` bytes: msgpack of RouteSpans)
         payload of SCORES: logp float32[tokens]
-        payload of SUPPORT: rows of the ids that sampling had kept, one a token (rlsys/segments/support.py)
-        payload of OPINIONS: what a teacher finds most probable in the place of each
-        (rlsys/segments/teacher_logprobs.py)
-        payload of ROUTES: see rlsys/segments/route_records.py; engines write these, into files of their own
+        payload of SUPPORT: for each token, the ids that sampling did not mask (rlsys/segments/support.py)
+        payload of TEACHER_LOGPROBS: a teacher's top-k log-probs at each token (rlsys/segments/teacher_logprobs.py)
+        payload of ROUTES: see rlsys/segments/route_records.py; engines write these into files of their own
 
-`start` is the first token's place in its sequence. `sequence` and `parent` tell the sequences of one sample apart and
-which of them each continues; `policy` whose tokens they are: today one.
+`start` is the position of the first token in its sequence. `sequence` numbers the sequences of one sample, and
+`parent` is the sequence that it continues. `policy` is reserved for several policies; it is 0.
 
-The rollout process writes them (rlsys/ledger/segments.py). Whoever sees the run's folder reads them in place: a
-trainer rank those of the samples that it trains.
+The rollout process writes the records (rlsys/ledger/segments.py). Processes with access to the run folder read
+them in place: a trainer rank reads those of the samples that it trains on.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from rlsys.core.types import Sample
 FOLDER = "segments"
 _HEADER = struct.Struct("<4sIBBHQIIIIII")
 HEADER_BYTES = _HEADER.size
-_CHECKED_FROM = 8
-"""The checksum is of all that comes after it."""
+_CHECKSUM_START = 8
+"""Offset of the first byte that the checksum covers."""
 _MAGIC = b"rlsg"
 _VERSION = 1
 _NO_PARENT = 2**32 - 1
-LARGEST = 2**32 - 1
-"""Bytes of a payload: its length has 32 bits."""
+MAX_PAYLOAD_BYTES = 2**32 - 1
+"""Largest payload: its length is stored in 32 bits."""
 
 T = TypeVar("T", bound=np.generic)
 
@@ -59,11 +58,11 @@ class Kind(IntEnum):
     SCORES = 2
     SUPPORT = 3
     ROUTES = 4
-    OPINIONS = 5
+    TEACHER_LOGPROBS = 5
 
 
 class Record(NamedTuple):
-    """Of one sequence of a sample, from token `start` on."""
+    """A decoded record of one sequence: its tokens from `start` on."""
 
     kind: Kind
     sample_id: int
@@ -86,89 +85,130 @@ class Record(NamedTuple):
         return np.frombuffer(self.payload, "<f4", self.tokens)
 
 
-class Whose(NamedTuple):
-    """The sequence that a record is of."""
+class SequenceKey(NamedTuple):
+    """The sequence that a record belongs to."""
 
     sample_id: int
     sequence: int = 0
     parent: int = _NO_PARENT
 
     @classmethod
-    def of(cls, sample: Sample) -> Whose:
+    def of(cls, sample: Sample) -> SequenceKey:
         return cls(sample.sample_id, sample.sequence, _NO_PARENT if sample.parent is None else sample.parent)
 
 
-def encode(kind: Kind, whose: Whose, start: int, tokens: int, payload: bytes, routes: int = 0) -> bytes:
-    """One record. `routes`: how many bytes of the payload, its last ones, are routes."""
-    return head(kind, whose, start, tokens, len(payload), payload, routes) + payload
+def encode(kind: Kind, key: SequenceKey, start: int, tokens: int, payload: bytes, routes: int = 0) -> bytes:
+    """Encode one record.
+
+    Args:
+        key: the sequence.
+        start: position of the first token in the sequence.
+        tokens: number of tokens.
+        payload: see the header of this file.
+        routes: size in bytes of the routes, which end the payload.
+    """
+    return encode_header(kind, key, start, tokens, len(payload), payload, routes) + payload
 
 
-def head(
-    kind: Kind, whose: Whose, start: int, tokens: int, length: int, checked: bytes, routes: int = 0
+def encode_header(
+    kind: Kind, key: SequenceKey, start: int, tokens: int, length: int, checksummed: bytes, routes: int = 0
 ) -> bytes:
-    """What a record begins with. `length`: bytes of its payload, of which the checksum is of `checked` alone."""
-    rest = _HEADER.pack(_MAGIC, 0, kind, _VERSION, 0, *whose, start, tokens, routes, length)[_CHECKED_FROM:]
-    checksum = zlib.crc32(checked, zlib.crc32(rest))
-    return _MAGIC + checksum.to_bytes(4, "little") + rest
+    """Encode the header of a record whose payload is written separately.
+
+    Args:
+        length: bytes of the payload.
+        checksummed: the part of the payload that the checksum covers.
+    """
+    header = _HEADER.pack(_MAGIC, 0, kind, _VERSION, 0, *key, start, tokens, routes, length)[_CHECKSUM_START:]
+    checksum = zlib.crc32(checksummed, zlib.crc32(header))
+    return _MAGIC + checksum.to_bytes(4, "little") + header
 
 
-def decode(data: bytes, where: str) -> Record:
-    """Raises RunError that begins with `where` when these are not the bytes that were written."""
+def decode(data: bytes, location: str) -> Record:
+    """Decode and verify one record.
+
+    Args:
+        location: file and offset, for error messages.
+
+    Raises:
+        RunError: the bytes are not those that were written, or have another version.
+    """
     if len(data) < _HEADER.size or data[:4] != _MAGIC:
-        raise RunError(f"{where}: damaged: no record begins there")
+        raise RunError(f"{location}: damaged: no record starts here")
     _, checksum, kind, version, _, sample, sequence, _, start, tokens, routes, payload = _HEADER.unpack_from(
         data
     )
-    if len(data) != _HEADER.size + payload or zlib.crc32(memoryview(data)[_CHECKED_FROM:]) != checksum:
-        raise RunError(f"{where}: damaged: the record of sample {sample} has another checksum")
+    if len(data) != _HEADER.size + payload or zlib.crc32(memoryview(data)[_CHECKSUM_START:]) != checksum:
+        raise RunError(f"{location}: damaged: checksum mismatch in the record of sample {sample}")
     if version != _VERSION:
-        raise RunError(f"{where}: record version {version}, this rlsys reads {_VERSION}")
+        raise RunError(f"{location}: record version {version}, this rlsys reads {_VERSION}")
     return Record(Kind(kind), sample, sequence, start, tokens, routes, memoryview(data)[_HEADER.size :])
 
 
-class Head(NamedTuple):
-    """Of a record whose payload is read in parts. `checksum`: of the rest and of `routes` bytes of payload."""
+class RecordHeader(NamedTuple):
+    """Header of a record whose payload is read in parts.
+
+    `checksum` covers `header` and the first `routes` bytes of the payload.
+    """
 
     kind: Kind
     checksum: int
     start: int
     tokens: int
     routes: int
-    rest: bytes
+    header: bytes
 
-    def check(self, checked: bytes, where: str) -> None:
-        """Raises RunError when head and these bytes are not those that were written."""
-        if len(checked) != self.routes or zlib.crc32(checked, zlib.crc32(self.rest)) != self.checksum:
-            raise RunError(f"{where}: damaged: the record has another checksum")
+    def check(self, checksummed: bytes, location: str) -> None:
+        """Verify the checksum of the header and of these bytes of the payload.
+
+        Raises:
+            RunError: they are not those that were written.
+        """
+        if (
+            len(checksummed) != self.routes
+            or zlib.crc32(checksummed, zlib.crc32(self.header)) != self.checksum
+        ):
+            raise RunError(f"{location}: damaged: checksum mismatch in the header of the record")
 
 
-def decode_head(data: bytes, where: str) -> Head:
-    """Not checked yet. Raises RunError when no record begins there, or one of another version."""
+def decode_header(data: bytes, location: str) -> RecordHeader:
+    """Decode a header without verifying its checksum.
+
+    Raises:
+        RunError: the bytes are no header, or one of another version.
+    """
     if len(data) < HEADER_BYTES or data[:4] != _MAGIC:
-        raise RunError(f"{where}: damaged: no record begins there")
+        raise RunError(f"{location}: damaged: no record starts here")
     _, checksum, kind, version, _, _, _, _, start, tokens, routes, _ = _HEADER.unpack_from(data)
     if version != _VERSION or kind not in tuple(Kind):
-        raise RunError(f"{where}: record version {version} of kind {kind}, this rlsys reads {_VERSION}")
-    return Head(Kind(kind), checksum, start, tokens, routes, data[_CHECKED_FROM:HEADER_BYTES])
+        raise RunError(f"{location}: record version {version} of kind {kind}, this rlsys reads {_VERSION}")
+    return RecordHeader(Kind(kind), checksum, start, tokens, routes, data[_CHECKSUM_START:HEADER_BYTES])
 
 
-class Arrays(NamedTuple):
-    """What a sample's pieces hold, by the names that its fields have."""
+class TokenArrays(NamedTuple):
+    """The arrays stored in a sample's pieces, under the names of the fields of Sample."""
 
     response_ids: NDArray[np.int32]  # [tokens]
     mu: NDArray[np.float64]  # [tokens]
-    behaviour: NDArray[np.float32]  # of the first tokens; NaN: not scored
+    behaviour: NDArray[np.float32]  # [<= tokens], the trainer's log-probs; NaN: not scored
     routes: list[RouteSpan]
-    support: bytearray  # a row of kept ids for each token; empty: sampling kept all
-    opinions: bytes  # a teacher's, of each token; empty: none was asked
+    support: bytearray  # sampling mask of each token; empty: sampling masked no id
+    teacher_logprobs: bytes  # top-k of each token; empty: no teacher engine
 
 
 class SegmentReader:
-    """Reads records in place, beside the writer. Keeps files open until `close`, which ends its `with` block. It may
-    be used again after that."""
+    """Reads records in place, while the writer may still append.
+
+    Files stay open until `close` or the end of the `with` block. A closed reader can be used again.
+    """
 
     def __init__(self, folder: Path, reader: str = "") -> None:
-        """`folder`: the run's, where rollouts.sqlite is. `reader`: who it is, named in errors."""
+        """Create a reader; files are opened by reads.
+
+        Args:
+            folder: the run folder, which contains rollouts.sqlite.
+            reader: the name of the reading process, for error messages.
+        """
         self._folder = folder / FOLDER
         self._reader = reader and f"{reader}: "
         self._open: dict[str, int] = {}
@@ -183,28 +223,36 @@ class SegmentReader:
         self.close()
 
     def close(self) -> None:
-        """All files; the next read opens what it needs."""
+        """Close all files. A later read opens the files it needs."""
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
 
     def read(self, piece: Piece) -> Record:
-        """Raises RunError: the file is not there, or damaged."""
+        """Read and verify one record.
+
+        Raises:
+            RunError: the file is missing or damaged.
+        """
         return decode(
             self.bytes_at(*piece), f"{self._reader}{self._folder / piece.segment} at {piece.offset}"
         )
 
     def bytes_at(self, segment: str, offset: int, length: int) -> bytes:
-        """Fewer where the file ends before. Raises RunError: it is not there, or cannot be read."""
+        """Read `length` bytes at `offset`, or fewer at the end of the file.
+
+        Raises:
+            RunError: the file is missing or unreadable.
+        """
         path = self._folder / segment
         try:
             if segment not in self._open:
                 self._open[segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             data = os.pread(self._open[segment], length, offset)
             while len(data) < length and (
-                more := os.pread(self._open[segment], length - len(data), offset + len(data))
-            ):  # one call reads 2 GiB at most
-                data += more
+                chunk := os.pread(self._open[segment], length - len(data), offset + len(data))
+            ):  # one call reads at most 2 GiB
+                data += chunk
         except FileNotFoundError:
             raise RunError(
                 f"{self._reader}{path}: no such file; each machine that trains must see run.dir"
@@ -214,54 +262,64 @@ class SegmentReader:
         self.bytes_read += len(data)
         return data
 
-    def arrays(self, sample: Sample) -> Arrays | Sample:
-        """What has its tokens: the sample itself, or what is read of all its pieces. Raises RunError as `read`, and
-        when they are not those of the sample."""
+    def arrays(self, sample: Sample) -> TokenArrays | Sample:
+        """Return the object that holds the sample's tokens: the sample itself, or the arrays read from its pieces.
+
+        Raises:
+            RunError: a file is missing or damaged, or its records do not belong to the sample.
+        """
         if len(sample.response_ids) == sample.tokens:
             return sample
         records = [self.read(piece) for piece in sample.pieces]
-        own_place = sample.sample_id, sample.sequence
-        if strange := [p for r in records if (p := (r.sample_id, r.sequence)) != own_place]:
+        expected = sample.sample_id, sample.sequence
+        if foreign := [p for r in records if (p := (r.sample_id, r.sequence)) != expected]:
             raise RunError(
-                f"sample {sample.sample_id}: the ledger points at a record of sample {strange[0][0]}"
-                + f", sequence {strange[0][1]}" * (strange[0][0] == sample.sample_id)
+                f"sample {sample.sample_id}: the ledger points at a record of sample {foreign[0][0]}"
+                + f", sequence {foreign[0][1]}" * (foreign[0][0] == sample.sample_id)
             )
-        wanted = Kind.TOKENS, Kind.SCORES, Kind.SUPPORT, Kind.OPINIONS
-        own, scores, kept, taught = ([r for r in records if r.kind is kind] for kind in wanted)
-        if (found := sum(r.tokens for r in own)) != sample.tokens:
+        kinds = Kind.TOKENS, Kind.SCORES, Kind.SUPPORT, Kind.TEACHER_LOGPROBS
+        tokens, scores, masks, teacher = ([r for r in records if r.kind is kind] for kind in kinds)
+        if (stored_tokens := sum(r.tokens for r in tokens)) != sample.tokens:
             raise RunError(
-                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {found} are kept"
+                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {stored_tokens} "
+                "in its segments"
             )
-        if strange_opinions := [r.tokens for r in taught if (r.start, r.tokens) != (0, sample.tokens)]:
+        if mismatched := [r.tokens for r in teacher if (r.start, r.tokens) != (0, sample.tokens)]:
             raise RunError(
-                f"sample {sample.sample_id}: a teacher's opinions of {strange_opinions[0]} tokens, but it has "
+                f"sample {sample.sample_id}: teacher log-probs of {mismatched[0]} tokens, but it has "
                 f"{sample.tokens}"
             )
         behaviour = np.full(max((r.start + r.tokens for r in scores), default=0), np.nan, np.float32)
         for record in scores:
             behaviour[record.start : record.start + record.tokens] = record.logp()
-        routes = [span for r in own for span in msgspec.msgpack.decode(r.route_bytes(), type=list[RouteSpan])]
-        routes.sort(key=lambda span: span.start)  # those that an engine wrote come in a record of their own
-        return Arrays(
-            _joined([r.ids() for r in own], np.int32), _joined([r.mu() for r in own], np.float64), behaviour, routes,
-            bytearray().join(r.payload for r in kept), bytes(taught[-1].payload) if taught else b"",
+        routes = [
+            span for r in tokens for span in msgspec.msgpack.decode(r.route_bytes(), type=list[RouteSpan])
+        ]
+        routes.sort(key=lambda span: span.start)  # routes written by an engine have a record of their own
+        return TokenArrays(
+            _concatenate([r.ids() for r in tokens], np.int32), _concatenate([r.mu() for r in tokens], np.float64),
+            behaviour, routes,
+            bytearray().join(r.payload for r in masks), bytes(teacher[-1].payload) if teacher else b"",
         )  # fmt: skip
 
-    def loaded(self, sample: Sample) -> Sample:
-        """The same with its tokens in hand, those of all its sequences; routes that an engine wrote stay where they
-        are. Raises RunError as `arrays`."""
-        further = [self.loaded(q) for q in sample.further]
+    def load(self, sample: Sample) -> Sample:
+        """Return a copy of the sample that holds the tokens of all its sequences.
+
+        Routes that an engine wrote stay on disk; `load_with_routes` reads them too. Raises RunError like
+        `arrays`.
+        """
+        other_sequences = [self.load(q) for q in sample.extra_sequences]
         if isinstance(arrays := self.arrays(sample), Sample):
-            return replace(sample, further=further) if further else sample
-        ids, mu, behaviour, routes, support, opinions = arrays
+            return replace(sample, extra_sequences=other_sequences) if other_sequences else sample
+        ids, mu, behaviour, routes, support, teacher_logprobs = arrays
         out = replace(
             sample, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
-            support=support, opinions=opinions, pieces=[], further=further,
+            support=support, teacher_logprobs=teacher_logprobs, pieces=[], extra_sequences=other_sequences,
         )  # fmt: skip
         out.response_ids.frombytes(ids.astype(np.intc).tobytes())
         out.mu.frombytes(mu.astype(np.double).tobytes())
         return out
 
 
-def _joined(parts: Sequence[NDArray[T]], kind: type[T]) -> NDArray[T]:
+def _concatenate(parts: Sequence[NDArray[T]], kind: type[T]) -> NDArray[T]:
     return np.concatenate(parts) if parts else np.empty(0, kind)

@@ -1,15 +1,15 @@
-"""Records of routes: which experts tokens took, layer by layer, as an engine writes them and a rank reads them.
+"""Record format of routed experts, the experts that each token used, by layer: engines write, trainer ranks read.
 
-    segments/EPOCH-UNIT-START/RANK-NUMBER.seg    records as in rlsys/segments/records.py, of the kind ROUTES
+    segments/EPOCH-UNIT-START/RANK-NUMBER.seg    records of kind ROUTES as in rlsys/segments/records.py
 
         `start` is the first position in prompt + response, `tokens` the number of positions
         payload: table  layers  topk  width   one checksum a layer     then  experts of layer 0, of layer 1, ...
                         u16     u16   u32     u32[layers]                    uint8 or uint16 [tokens, topk] each
 
-A pipeline stage reads its own layers and nothing else. So the record's checksum covers head and table, and each layer
-has one of its own. The folder belongs to one start of one engine, a file in it to one process of that engine, which
-is its only writer (rlsys/engine/hooks/route_writer.py). The engine's answer carries a pointer instead of the
-experts; what the rollout process has committed of pointers is what exists.
+A pipeline stage reads only its own layers. The record's checksum therefore covers header and table, and each
+layer has a checksum of its own. A folder belongs to one start of one engine, a file in it to one process of
+that engine, its only writer (rlsys/engine/hooks/route_writer.py). The engine's response carries a pointer
+instead of the experts. A record exists once the rollout process has committed a pointer to it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.core.errors import RunError
-from rlsys.core.spans import RoutePlace, RouteSpan
+from rlsys.core.spans import RouteLocation, RouteSpan
 from rlsys.core.types import Sample
-from rlsys.segments.records import HEADER_BYTES, LARGEST, Kind, SegmentReader, Whose, decode_head, head
+from rlsys.segments.records import (
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Kind,
+    SegmentReader,
+    SequenceKey,
+    decode_header,
+    encode_header,
+)
 
 ROUTES_VARIABLE = "RLSYS_ROUTES"
-"""Tells an engine's process its folder but for EPOCH and START: RUN/segments/UNIT."""
-ASK = "rlsys_routes"
-"""A key of a request's custom_params, which stock SGLang ignores: answer with a pointer if you can."""
+"""Environment variable of an engine: its folder RUN/segments/UNIT, to which the writer adds EPOCH and START."""
+ROUTES_PARAM = "rlsys_routes"
+"""Key in a request's custom_params, ignored by stock SGLang: return a pointer to the routed experts if possible."""
 _FILE = re.compile(r"(\d{6})-([\w-]{1,100})-(\d{1,9})/(\d{1,9})-(\d{6})\.seg", re.ASCII)
-"""Bounded: a longer name is an error of the disk in the process that looks for the file."""
+"""Bounded, because a longer name would be an OS error in the process that opens the file."""
 _POINTER = b"rlsyspt1"
-"""What a pointer begins with. The stock answer begins with an expert's id as int32, and none is so large."""
+"""Prefix of a pointer. A stock response starts with an expert's id as int32, which is never that large."""
 _TABLE = struct.Struct("<HHI")
 
 Read = Callable[[str, int, int], bytes]
@@ -48,7 +56,7 @@ Read = Callable[[str, int, int], bytes]
 
 @dataclass(frozen=True, order=True)
 class RouteFile:
-    """The parts of a file's name."""
+    """The parts of the name of a file of routed experts."""
 
     epoch: int
     unit: str
@@ -66,17 +74,17 @@ class RouteFile:
 
     @classmethod
     def of(cls, name: str) -> RouteFile | None:
-        """None: no such name, and no path to anywhere else."""
-        found = _FILE.fullmatch(name)
-        if found is None:
+        """Parse a file name relative to segments/. None if it has another form, such as a path to another folder."""
+        match = _FILE.fullmatch(name)
+        if match is None:
             return None
-        epoch, unit, start, rank, number = found.groups()
+        epoch, unit, start, rank, number = match.groups()
         return cls(int(epoch), unit, int(start), int(rank), int(number))
 
 
 @dataclass(frozen=True)
 class LayerRoutes:
-    """Like RouteSpan, of some layers only: experts `[layers, end - start, topk]`."""
+    """A RouteSpan restricted to some layers; `experts` is `[layers, end - start, topk]`."""
 
     start: int
     end: int
@@ -85,9 +93,14 @@ class LayerRoutes:
 
 
 def encode(experts: NDArray[np.integer], start: int) -> bytes:
-    """A record of experts `[tokens, layers, topk]`, of positions from `start` on.
+    """Encode a record of routed experts.
 
-    Raises ValueError for more than a record holds, 4 GiB: 9 million tokens of DeepSeek-V3.
+    Args:
+        experts: `[tokens, layers, topk]`.
+        start: position of the first token in prompt + response.
+
+    Raises:
+        ValueError: more than 4 GiB, the largest record: 9 million tokens of DeepSeek-V3.
     """
     tokens, layers, topk = experts.shape
     width = 1 if experts.size == 0 or np.max(experts) < 256 else 2
@@ -96,88 +109,101 @@ def encode(experts: NDArray[np.integer], start: int) -> bytes:
     size = tokens * topk * width
     sums = [zlib.crc32(memoryview(data)[i * size : (i + 1) * size]) for i in range(layers)]
     table = _TABLE.pack(layers, topk, width) + struct.pack(f"<{layers}I", *sums)
-    if len(table) + len(data) > LARGEST:
-        raise ValueError(f"routes of {tokens} positions have {len(data)} bytes, a record at most {LARGEST}")
+    if len(table) + len(data) > MAX_PAYLOAD_BYTES:
+        raise ValueError(
+            f"routes of {tokens} positions have {len(data)} bytes, a record at most {MAX_PAYLOAD_BYTES}"
+        )
     return (
-        head(Kind.ROUTES, Whose(0), start, tokens, len(table) + len(data), table, len(table)) + table + data
+        encode_header(Kind.ROUTES, SequenceKey(0), start, tokens, len(table) + len(data), table, len(table))
+        + table
+        + data
     )
 
 
 def pointer(segment: str, offset: int, record: bytes) -> bytes:
-    """What an answer carries for a record that lies there."""
-    found = decode_head(record, "")
+    """Encode the pointer that a response carries to `record`, which starts at `offset` of `segment`."""
+    header = decode_header(record, "")
     return _POINTER + msgspec.msgpack.encode(
-        [segment, offset, len(record), found.checksum, found.start, found.tokens]
+        [segment, offset, len(record), header.checksum, header.start, header.tokens]
     )
 
 
-def read_pointer(data: bytes, first: int, rows: int) -> RoutePlace | None:
-    """Of `rows` positions from `first` on; None for bytes that are no pointer.
+def read_pointer(data: bytes, first: int, rows: int) -> RouteLocation | None:
+    """Decode a pointer to `rows` positions from `first` on. None for bytes that are no pointer.
 
-    Raises ValueError for one that points at anything else.
+    Raises:
+        ValueError: the pointer is malformed or points at other positions.
     """
     if not data.startswith(_POINTER):
         return None
-    segment, *place, start, tokens = msgspec.msgpack.decode(
+    segment, *location, start, tokens = msgspec.msgpack.decode(
         data[len(_POINTER) :], type=tuple[str, int, int, int, int, int]
     )
-    if RouteFile.of(segment) is None or min(place) < 0:
-        raise ValueError(f"routes in {segment[:100]!r} at {place}")
+    if RouteFile.of(segment) is None or min(location) < 0:
+        raise ValueError(f"routes in {segment[:100]!r} at {location}")
     if (start, tokens) != (first, rows):
         raise ValueError(f"routes of {tokens} positions from {start} on, expected {rows} from {first} on")
-    return RoutePlace(segment, *place)
+    return RouteLocation(segment, *location)
 
 
 def read_routes(read: Read, span: RouteSpan, layers: Sequence[int] | None) -> LayerRoutes:
-    """Of the span's record, these layers; None: all. Reads neighbouring layers together and no others.
+    """Read these layers of a span's record; None reads all. Adjacent layers are read at once, others are skipped.
 
-    Raises RunError for bytes that are not those that the engine wrote.
+    Raises:
+        RunError: the bytes are not those that the engine wrote.
     """
-    place = span.place
-    assert place is not None
-    where = f"{place.segment} at {place.offset}"
-    found = decode_head(read(place.segment, place.offset, HEADER_BYTES), where)
-    if (found.kind, found.checksum) != (Kind.ROUTES, place.checksum):
-        raise RunError(f"{where}: damaged: not the routes that the ledger points at")
-    table = read(place.segment, place.offset + HEADER_BYTES, found.routes)
-    found.check(table, where)
+    location = span.location
+    assert location is not None
+    description = f"{location.segment} at {location.offset}"
+    header = decode_header(read(location.segment, location.offset, HEADER_BYTES), description)
+    if (header.kind, header.checksum) != (Kind.ROUTES, location.checksum):
+        raise RunError(f"{description}: damaged: not the routes that the ledger points at")
+    table = read(location.segment, location.offset + HEADER_BYTES, header.routes)
+    header.check(table, description)
     count, topk, width = _TABLE.unpack_from(table)
     sums = struct.unpack_from(f"<{count}I", table, _TABLE.size)
-    wanted = tuple(range(count)) if layers is None else tuple(layers)
-    if strange := [layer for layer in wanted if not layer < count]:
-        raise RunError(f"{where}: routes of {count} layers, but layer {strange[0]} was asked for")
-    size, base = found.tokens * topk * width, place.offset + HEADER_BYTES + found.routes
+    selected = tuple(range(count)) if layers is None else tuple(layers)
+    if missing := [layer for layer in selected if not layer < count]:
+        raise RunError(f"{description}: routes of {count} layers, but layer {missing[0]} was requested")
+    size, base = header.tokens * topk * width, location.offset + HEADER_BYTES + header.routes
     parts: list[bytes] = []
-    for _, run in groupby(enumerate(wanted), lambda at: at[1] - at[0]):
-        near = [layer for _, layer in run]
-        data = read(place.segment, base + near[0] * size, len(near) * size)
-        for i, layer in enumerate(near):
+    for _, run in groupby(enumerate(selected), lambda item: item[1] - item[0]):
+        run_layers = [layer for _, layer in run]
+        data = read(location.segment, base + run_layers[0] * size, len(run_layers) * size)
+        for i, layer in enumerate(run_layers):
             if zlib.crc32(memoryview(data)[i * size : (i + 1) * size]) != sums[layer]:
-                raise RunError(f"{where}: damaged: layer {layer} has another checksum")
+                raise RunError(f"{description}: damaged: checksum mismatch in layer {layer}")
         parts.append(data)
-    joined = parts[0] if len(parts) == 1 else b"".join(parts)
-    experts = np.frombuffer(joined, f"<u{width}").reshape(len(wanted), found.tokens, topk)
-    skip = span.start - found.start  # the weights changed: what the older ones chose is gone
-    return LayerRoutes(span.start, span.end, wanted, experts[:, skip : skip + span.end - span.start])
+    payload = parts[0] if len(parts) == 1 else b"".join(parts)
+    experts = np.frombuffer(payload, f"<u{width}").reshape(len(selected), header.tokens, topk)
+    skip = span.start - header.start  # the start was sampled by older weights
+    return LayerRoutes(span.start, span.end, selected, experts[:, skip : skip + span.end - span.start])
 
 
-def whole(routes: LayerRoutes) -> RouteSpan:
-    """With all layers, in the form of a span in hand."""
+def to_route_span(routes: LayerRoutes) -> RouteSpan:
+    """Convert routes of all layers to a RouteSpan that holds the experts itself."""
     experts = routes.experts.transpose(1, 0, 2)
     kind = "u1" if np.max(experts, initial=0) < 256 else "<u2"
     return RouteSpan(routes.start, routes.end, experts.astype(kind).tobytes())
 
 
-def in_hand(reader: SegmentReader, sample: Sample) -> Sample:
-    """The sample with tokens and routes, so that it needs no file any more. Raises RunError as `read_routes`."""
-    loaded = reader.loaded(sample)
-    routes = [s if s.place is None else whole(read_routes(reader.bytes_at, s, None)) for s in loaded.routes]
-    return replace(loaded, routes=routes, further=[in_hand(reader, q) for q in loaded.further])
+def load_with_routes(reader: SegmentReader, sample: Sample) -> Sample:
+    """Return a copy of the sample that holds its tokens and routes. Raises RunError like `read_routes`."""
+    loaded = reader.load(sample)
+    routes = [
+        s if s.location is None else to_route_span(read_routes(reader.bytes_at, s, None))
+        for s in loaded.routes
+    ]
+    return replace(
+        loaded, routes=routes, extra_sequences=[load_with_routes(reader, q) for q in loaded.extra_sequences]
+    )
 
 
-def written_bytes(path: Path) -> int:
-    """Of a file beside its writer; -1 when it is not there. Opened, because a network file system looks anew only
-    then."""
+def file_size(path: Path) -> int:
+    """Return the current size of a file that may still grow, in bytes; -1 if it does not exist.
+
+    The file is opened because a network file system refreshes its attributes only then.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

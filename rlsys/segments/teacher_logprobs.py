@@ -1,7 +1,6 @@
-"""A teacher's opinions of a response: the ids that it finds most probable in the place of each response token, and
-their log-probs.
+"""Encoding of a teacher's top-k log-probs at each response token.
 
-    bytes    ids int32[tokens, K], logp float32[tokens, K]; little-endian, so that K follows from their number
+bytes    ids int32[tokens, K], logp float32[tokens, K]; little-endian; K follows from their number
 """
 
 from __future__ import annotations
@@ -14,7 +13,11 @@ _ENTRY = 8
 
 
 def encode(ids: NDArray[np.int32], logp: NDArray[np.float32]) -> bytes:
-    """Of `[tokens, K]` both. Raises ValueError for other shapes, and for what is no log-prob."""
+    """Encode ids and log-probs, both `[tokens, K]`.
+
+    Raises:
+        ValueError: other shapes, or a log-prob that is not finite.
+    """
     if ids.ndim != 2 or ids.shape != logp.shape or not ids.size:
         raise ValueError(f"ids {list(ids.shape)} and log-probs {list(logp.shape)}, expected [tokens, K] both")
     if not np.isfinite(logp).all():
@@ -22,10 +25,14 @@ def encode(ids: NDArray[np.int32], logp: NDArray[np.float32]) -> bytes:
     return ids.astype("<i4").tobytes() + logp.astype("<f4").tobytes()
 
 
-def decode(opinions: bytes, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """ids and log-probs `[tokens, K]`. Raises ValueError when these are not of so many tokens."""
-    if not opinions or len(opinions) % (_ENTRY * tokens):
-        raise ValueError(f"{len(opinions)} bytes of a teacher's opinions for {tokens} tokens")
-    half = len(opinions) // 2
-    ids = np.frombuffer(opinions, "<i4", half // 4).reshape(tokens, -1)
-    return ids, np.frombuffer(opinions, "<f4", half // 4, half).reshape(tokens, -1)
+def decode(data: bytes, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Decode ids and log-probs, both `[tokens, K]`.
+
+    Raises:
+        ValueError: the size does not fit this number of tokens.
+    """
+    if not data or len(data) % (_ENTRY * tokens):
+        raise ValueError(f"{len(data)} bytes of teacher log-probs for {tokens} tokens")
+    half = len(data) // 2
+    ids = np.frombuffer(data, "<i4", half // 4).reshape(tokens, -1)
+    return ids, np.frombuffer(data, "<f4", half // 4, half).reshape(tokens, -1)

@@ -15,7 +15,7 @@ from typing import Any
 from rlsys.config import Config, load_config
 from rlsys.convert.adapters import matrices
 from rlsys.core.identity import engine_identity
-from rlsys.core.owner import of_process
+from rlsys.core.owner import owner_of_process
 from rlsys.engine.wire import Limits, make_session
 from rlsys.engine_requests import RESERVED_TOKENS
 from rlsys.http_server.server import serving
@@ -33,7 +33,7 @@ log = logging.getLogger("rlsys.tenants")
 
 
 async def serve(config: Config, engine_url: str, host: str, port: int, tenants: list[str]) -> None:
-    owner, _ = of_process(config.run.dir)
+    owner, _ = owner_of_process(config.run.dir)
     keys = Keys({name: key_of(config.run.dir, name) for name in tenants})
     ledgers = {name: Ledger(config.run.dir / FOLDER / name, owner.check) for name in tenants}
     loop = asyncio.get_running_loop()

@@ -26,7 +26,7 @@ from rlsys.core.spans import RouteSpan
 from rlsys.core.types import Sample
 from rlsys.segments import support
 from rlsys.segments import teacher_logprobs as opinions
-from rlsys.segments.records import Arrays, SegmentReader
+from rlsys.segments.records import SegmentReader, TokenArrays
 from rlsys.segments.route_records import LayerRoutes, read_routes
 from rlsys.trainer.bins import plan_bins
 from rlsys.trainer.prefixes import Prefixes, in_order
@@ -80,7 +80,7 @@ class TrainSample:
         cls,
         sample: Sample,
         row: int = -1,
-        held: Arrays | Sample | None = None,
+        held: TokenArrays | Sample | None = None,
         read: ReadRoutes = list,
         first_turn: int = 0,
     ) -> TrainSample:
@@ -100,7 +100,7 @@ class TrainSample:
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
             behaviour, () if transferred else read(held.routes), transferred, held.support,
-            held.opinions, sample.sequence, turns,
+            held.teacher_logprobs, sample.sequence, turns,
         )  # fmt: skip
 
     def read(self) -> TrainSample:
@@ -139,7 +139,7 @@ class Unread:
         if self.layers is not None and not self.layers:
             return []
         read = self.segments.bytes_at
-        return [s if s.place is None else read_routes(read, s, self.layers) for s in spans]
+        return [s if s.location is None else read_routes(read, s, self.layers) for s in spans]
 
     @property
     def prompt(self) -> Sequence[int]:

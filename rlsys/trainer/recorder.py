@@ -11,7 +11,7 @@ from rlsys.data import Tokenizer
 from rlsys.obs.metrics import MetricsWriter, mismatch_quantiles, read_metrics
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.spans import step_spans
-from rlsys.obs.symptoms import Watch
+from rlsys.obs.symptoms import SymptomMonitor
 from rlsys.segments.records import SegmentReader
 
 SAMPLES = 3
@@ -26,13 +26,13 @@ class Recorder:
     def __init__(self, config: Config, steps_done: int) -> None:
         self._config = config
         self._metrics = MetricsWriter(config.run.dir, resume_step=steps_done)
-        self._watch = Watch()
+        self._watch = SymptomMonitor()
         if steps_done:  # what an earlier session wrote, up to the checkpoint that this one begins with
             before = read_metrics(config.run.dir)
             steps, evals = (
                 [e for e in kind if e["step"] <= steps_done] for kind in (before.steps, before.evals)
             )
-            self._watch = Watch(steps, evals)
+            self._watch = SymptomMonitor(steps, evals)
         self._groups: Sequence[SampleGroup] = ()
         self._spans = SpanSender(config.run.dir, "trainer") if config.run.spans else None
 
@@ -48,7 +48,7 @@ class Recorder:
         for symptom in self._watch.add(entry):
             decode = Tokenizer.of(self._config).decode
             with SegmentReader(self._config.run.dir) as segments:
-                samples = told_samples(symptom.name, self._groups, decode, segments.loaded)
+                samples = told_samples(symptom.name, self._groups, decode, segments.load)
             self._metrics.write("warning", step, **symptom.entry(), samples=samples)
 
     def show(self, groups: Sequence[SampleGroup]) -> None:

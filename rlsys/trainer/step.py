@@ -29,9 +29,9 @@ from rlsys.algo.batch import Samples, fork_columns
 from rlsys.algo.figures import engine_gaps, loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.types import Sample, SampleGroup, Scored, Taken, Unscored
+from rlsys.core.types import LogProbRequest, LogProbResult, Sample, SampleGroup, TrainBatch
 from rlsys.obs.metrics import MISMATCH_EDGES
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, Unread
@@ -43,7 +43,7 @@ from rlsys.trainer.trainer import Trainer, learning_rate
 def train_step(
     trainer: Trainer,
     objective: Objective,
-    taken: Taken,
+    taken: TrainBatch,
     early: Early | None = None,
     notes: list[Noted] | None = None,
 ) -> dict[str, object]:
@@ -67,7 +67,7 @@ def train_step(
     metrics["effective_groups"] = len({int(plan.samples.group_ids[r]) for r in plan.trained})
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
-    if due := objective.put_off(plan, taken.groups, step, partial(in_hand, trainer.segments)):
+    if due := objective.put_off(plan, taken.groups, step, partial(load_with_routes, trainer.segments)):
         again = replace(taken, groups=[group for group, _ in due])
         table = sample_table(again.groups, step, objective.asks.needs)
         plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
@@ -89,7 +89,7 @@ def learn(
     trainer: Trainer,
     objective: Objective,
     plan: StepPlan,
-    taken: Taken,
+    taken: TrainBatch,
     updates: Sequence[list[int]],
     sums: dict[str, Tensor],
     epochs: int = 1,
@@ -155,7 +155,7 @@ def parts_of_samples(objective: Objective, samples: Sequence[Sample], rows: Sequ
 
 
 def ready(
-    trainer: Trainer, objective: Objective, plan: StepPlan, taken: Taken, updates: Sequence[list[int]]
+    trainer: Trainer, objective: Objective, plan: StepPlan, taken: TrainBatch, updates: Sequence[list[int]]
 ) -> list[list[MicroBatch]]:
     """pack, score, advantages: this rank's micro-batches of each update, with all that their loss needs."""
     asks, passes, config = objective.asks, trainer.passes, trainer.config
@@ -212,8 +212,8 @@ def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collecti
 
 def turn_columns(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """Rewards of turns, and what goes with them. Raises UserError where nobody has said them."""
-    marks = [s.turn_marks for s in samples]
-    if missing := [s.sample_id for s in samples if s.turn_marks is None]:
+    marks = [s.turn_rewards for s in samples]
+    if missing := [s.sample_id for s in samples if s.turn_rewards is None]:
         raise UserError(
             f"algo: sample {missing[0]} has no rewards of its turns, which a plug-in needs; expected "
             "rollout.generator = environment, or a data.reward that gives turn_rewards beside the score"
@@ -242,7 +242,7 @@ def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[lis
 # -- pack ---------------------------------------------------------------------------------------------------
 
 
-def pack_rows(taken: Taken, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
+def pack_rows(taken: TrainBatch, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
     """This rank's micro-batches of these rows of the sample table."""
     samples, layers = [s for group in taken.groups for s in group.samples], trainer.replayed_layers
     unread = []
@@ -278,7 +278,7 @@ def score_with_others(batches: Sequence[list[MicroBatch]], objective: Objective,
         trainer.critic.score_values(batches)
     if "divergence" in passes and trainer.teacher is None:  # an engine was asked, and the samples have it
         if any(micro.teacher_ids is None for batch in batches for micro in batch):
-            raise RunError("a sample that was taken has no opinions of algo.teacher.engine")
+            raise RunError("a sample of the step has no log-probs of algo.teacher.engine")
     elif "divergence" in passes:
         assert isinstance(trainer.teacher, Teachers), "add_teacher comes before the first step"
         trainer.teacher.score(batches)
@@ -336,13 +336,13 @@ class Early:
     seconds: float = 0.0
     notes: list[Noted] = field(default_factory=list)
 
-    def metrics(self, taken: Taken) -> dict[str, float]:
+    def metrics(self, taken: TrainBatch) -> dict[str, float]:
         """early_share: of the step's samples. time_early: seconds, all of them while the rollout went on."""
         share = self.samples / sum(len(g.samples) for g in taken.groups)
         return {"early_share": share, "time_early": self.seconds}
 
 
-def go_backward(trainer: Trainer, objective: Objective, part: Taken, early: Early) -> None:
+def go_backward(trainer: Trainer, objective: Objective, part: TrainBatch, early: Early) -> None:
     """Passes of a step's first groups; the weights stay, and the step divides by the whole step's denominator."""
     start = time.monotonic()
     plan = objective.plan(sample_table(part.groups, part.train_step, objective.asks.needs))
@@ -358,7 +358,7 @@ def go_backward(trainer: Trainer, objective: Objective, part: Taken, early: Earl
     early.seconds += time.monotonic() - start
 
 
-def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]:
+def score_parked(unscored: Sequence[LogProbRequest], trainer: Trainer) -> list[LogProbResult]:
     """Log-probs of tokens that the resident weights sampled, before these change: exact `old` for later steps.
 
     With trainer.replay = engine it takes the engine's experts, as the step will that trains these tokens.
@@ -378,5 +378,6 @@ def score_parked(unscored: Sequence[Unscored], trainer: Trainer) -> list[Scored]
             mine[row] = logp[end - tokens : end].tolist()
     found = {row: logp for part in trainer.from_all(mine) for row, logp in part.items()}
     return [
-        Scored(u.sample.sample_id, u.start, found[row], u.sample.sequence) for row, u in enumerate(unscored)
+        LogProbResult(u.sample.sample_id, u.start, found[row], u.sample.sequence)
+        for row, u in enumerate(unscored)
     ]

@@ -1,4 +1,4 @@
-"""What a train step computed of single tokens, gathered for people to read (rlsys/obs/trained.py)."""
+"""What a train step computed of single tokens, gathered for people to read (rlsys/obs/token_records.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from rlsys.core.types import Sample, Taken
-from rlsys.obs.trained import TokenFigures, kept_groups, to_floats, write_trained
+from rlsys.core.types import Sample, TrainBatch
+from rlsys.obs.token_records import TokenRecord, readable_groups, to_floats, write_records
 from rlsys.trainer.passes import from_last_stage
 from rlsys.trainer.trainer import Trainer
 
@@ -31,12 +31,12 @@ class Noted(NamedTuple):
     """[T], as the loss saw them."""
 
 
-def write_notes(trainer: Trainer, taken: Taken, noted: Sequence[Noted]) -> None:
+def write_notes(trainer: Trainer, taken: TrainBatch, noted: Sequence[Noted]) -> None:
     """Every rank calls it; rank 0 writes the step's kept groups."""
     most = trainer.config.rollout.keep_groups
     if not most:
         return
-    kept = kept_groups((g.group_id for g in taken.groups), most)
+    kept = readable_groups((g.group_id for g in taken.groups), most)
     mine: dict[int, tuple[bytes, bytes]] = {}
     for note in noted:
         for row, place, end in zip(note.rows, note.places, note.cu_seqlens[1:], strict=True):
@@ -48,12 +48,12 @@ def write_notes(trainer: Trainer, taken: Taken, noted: Sequence[Noted]) -> None:
     if trainer.is_main:
         samples = [s for g in taken.groups if g.group_id in kept for s in g.samples]
         figures = {
-            s.sample_id: TokenFigures(
+            s.sample_id: TokenRecord(
                 np.array(s.response_ids, dtype="<i4").tobytes(), to_floats(s.mu), *found.get(s.sample_id, ())
             )
-            for s in map(trainer.segments.loaded, samples)
+            for s in map(trainer.segments.load, samples)
         }
-        write_trained(trainer.config.run.dir, taken.train_step, figures)
+        write_records(trainer.config.run.dir, taken.train_step, figures)
 
 
 def _floats(values: Tensor | None, tokens: slice) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from rlsys.core.types import Sample, Status
-from rlsys.ledger.samples import Seen
+from rlsys.ledger.samples import SampleView
 
 RowKind = Literal["chats", "pairs", "labels"]
 KINDS: tuple[RowKind, ...] = get_args(RowKind)
@@ -30,14 +30,14 @@ class AnswerRows:
         self._decode = decode
         self.left_out = 0
 
-    def of(self, kind: RowKind, seen: Iterable[Seen]) -> Iterator[dict[str, Any]]:
+    def of(self, kind: RowKind, seen: Iterable[SampleView]) -> Iterator[dict[str, Any]]:
         """`seen`: samples with their tokens."""
         groups: defaultdict[int, list[Sample]] = defaultdict(list)
         for one in seen:
             sample = one.sample
             if sample.reward is None or sample.status not in (Status.FINISHED, Status.TRUNCATED):
                 continue
-            if sample.further or sample.observed or not one.kept:
+            if sample.extra_sequences or sample.observed or not one.has_tokens:
                 self.left_out += 1
             else:
                 groups[sample.group_id].append(sample)

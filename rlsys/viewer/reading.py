@@ -15,7 +15,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.ledger.reader import RunReader
-from rlsys.ledger.samples import MOST, SampleQuery, Seen
+from rlsys.ledger.samples import MAX_PAGE_SAMPLES, SampleQuery, SampleView
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    samples: list[Seen]
+    samples: list[SampleView]
     next_skip: int | None
     """For the next page; None: there is none."""
     looked: int
@@ -64,8 +64,8 @@ class RunTexts:
             found = self.reader.samples(query)
             more = len(found) == query.limit
             return Page(found, query.skip + len(found) if more else None, len(found))
-        matches: list[Seen] = []
-        looked, step = 0, min(MOST, look)
+        matches: list[SampleView] = []
+        looked, step = 0, min(MAX_PAGE_SAMPLES, look)
         while looked < look:
             batch = self.reader.samples(replace(query, skip=query.skip + looked, limit=step))
             for seen in batch:
@@ -78,39 +78,40 @@ class RunTexts:
                 return Page(matches, None, looked)
         return Page(matches, query.skip + looked, looked)
 
-    def every(self, query: SampleQuery, pattern: re.Pattern[str] | None, most: int) -> Iterator[Seen]:
+    def every(self, query: SampleQuery, pattern: re.Pattern[str] | None, most: int) -> Iterator[SampleView]:
         """Up to `most` of them, however many pages that takes."""
         skip: int | None = 0
         while skip is not None and most > 0:
-            page = self.page(replace(query, skip=skip, limit=min(most, MOST)), pattern)
+            page = self.page(replace(query, skip=skip, limit=min(most, MAX_PAGE_SAMPLES)), pattern)
             yield from page.samples
             most -= len(page.samples)
             skip = page.next_skip
 
-    def prompt(self, seen: Seen) -> str:
+    def prompt(self, seen: SampleView) -> str:
         return self.tokenizer.decode(seen.sample.prompt_ids)
 
-    def response(self, seen: Seen) -> str:
+    def response(self, seen: SampleView) -> str:
         """Empty where the tokens are no longer kept."""
         return self.tokenizer.decode(seen.sample.response_ids)
 
-    def described(self, seen: Seen) -> dict[str, Any]:
+    def described(self, seen: SampleView) -> dict[str, Any]:
         """As JSON has it, without its arrays."""
         sample = seen.sample
         return {
             "sample": sample.sample_id, "group": sample.group_id, "place": sample.index, "step": seen.train_step,
-            "state": seen.state, "fate": seen.fate, "status": sample.status, "reward": sample.reward,
+            "state": seen.state, "fate": seen.outcome, "status": sample.status, "reward": sample.reward,
             "rewards": sample.named_rewards, "answer": sample.answer, "reason": sample.censor_reason,
-            "tokens": seen.tokens, "kept": seen.kept,
+            "tokens": seen.tokens, "kept": seen.has_tokens,
             "turns": turns_of(seen), "resumes": sample.resumes, "prompt": self.prompt(seen),
-            "response": self.response(seen) if seen.kept else None,
+            "response": self.response(seen) if seen.has_tokens else None,
             "parts": [asdict(part) for part in parts_of(seen)], "interrupts": seen.interrupts,
-            "branches_off": None if sample.fork is None else sample.fork._asdict(), "given": sample.given,
+            "branches_off": None if sample.fork is None else {"place": sample.fork.source, "at": sample.fork.at},
+            "given": sample.inherited_tokens,
             "discarded": sample.discarded, "sequences": sequences_of(seen, self.tokenizer.decode),
         }  # fmt: skip
 
 
-def parts_of(seen: Seen) -> list[Part]:
+def parts_of(seen: SampleView) -> list[Part]:
     """Who wrote which response tokens; also where these are no longer kept."""
     sample = seen.sample
     interrupted = {tokens for tokens, _ in seen.interrupts}
@@ -127,24 +128,24 @@ def parts_of(seen: Seen) -> list[Part]:
     return parts
 
 
-def sequences_of(seen: Seen, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+def sequences_of(seen: SampleView, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
     """The conversations after the first one; their texts as long as these are kept."""
     return [
         {
             "sequence": q.sequence, "parent": q.parent, "aside": q.aside, "tokens": q.tokens,
-            "prompt": decode(q.prompt_ids), "response": decode(q.response_ids) if seen.kept else None,
+            "prompt": decode(q.prompt_ids), "response": decode(q.response_ids) if seen.has_tokens else None,
         }
-        for q in seen.sample.further
+        for q in seen.sample.extra_sequences
     ]  # fmt: skip
 
 
-def turns_of(seen: Seen) -> int:
+def turns_of(seen: SampleView) -> int:
     """Stretches of the model's own text."""
     own = [not part.tool for part in parts_of(seen)]
     return sum(mine and not before for before, mine in zip([False, *own], own, strict=False))
 
 
-def arrays_of(seen: Seen) -> dict[str, list[float | None]]:
+def arrays_of(seen: SampleView) -> dict[str, list[float | None]]:
     """Of each response token: the engine's log-prob, the trainer's, the advantage; as JSON, which has no NaN."""
     arrays = {"mu": seen.sample.mu, "logp": seen.logp, "advantages": seen.advantages}
     return {name: [v if math.isfinite(v) else None for v in values] for name, values in arrays.items()}

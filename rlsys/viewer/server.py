@@ -27,7 +27,7 @@ from rlsys.core.texts import shortened
 from rlsys.http_server.connections import ServerLimits
 from rlsys.http_server.server import Refusal, guarded_app, same_secret, serving
 from rlsys.ledger.samples import SampleQuery, check_query
-from rlsys.obs.coordinator import Silent
+from rlsys.obs.coordinator import CoordinatorUnreachable
 from rlsys.viewer.reading import RunTexts, arrays_of
 from rlsys.viewer.series import RunCurves
 
@@ -139,7 +139,7 @@ class Dashboard:
         reader = self._texts[self._run(request)].reader
         try:
             status = await asyncio.to_thread(reader.status)
-        except Silent as e:
+        except CoordinatorUnreachable as e:
             status = {"silent": str(e)}
         return web.json_response(status or {})
 

@@ -1,1 +1,1 @@
-"""Weight updates, trainer side: who sends what to whom, transports, hashes."""
+"""Weight updates, trainer side: senders and receivers, transports, hashes."""

@@ -1,9 +1,9 @@
-"""What an engine's own checksums (SGLang's /weights_checker) must be after a push, from the tensors that pass by.
+"""Expected values of an engine's checksums (SGLang's /weights_checker), computed from the tensors of a push.
 
-An engine keeps as one tensor what a folder keeps apart: query, key and value; gate and up; all experts of a layer.
-Its tensor-parallel ranks each hold a part. SGLang hashes what each rank holds: SHA-256 on a CPU, a kernel of its own
-on a GPU. Some kernels want their weights in yet another order; which those are shows in the comparison
-(router/attest.py).
+An engine stores as one tensor what a model folder stores separately: query, key and value; gate and up; all
+experts of a layer. Each tensor-parallel rank has a part. SGLang hashes what each rank stores: SHA-256 on a
+CPU, a kernel of its own on a GPU. Some kernels need their weights in another order; which ones shows in the
+comparison (router/attest.py).
 """
 
 from __future__ import annotations
@@ -20,117 +20,135 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.hash_shares import HashShares, hash_shares
 from rlsys.convert.rules import Rule, Stack
 from rlsys.convert.table import entries, held_as, slots, stacked_names
-from rlsys.weights.hashes import ByteHash, PartDigests, TilePart, join, merge
+from rlsys.weights.hashes import ByteHash, PartDigests, TilePart, final_hash, merge_parts
 
 _VOCABULARY_STEP = 64
-"""SGLang pads the vocabulary to a multiple of this, with zeros."""
+"""SGLang zero-pads the vocabulary to a multiple of this."""
 
 
-Found = list[dict[str, "str | TilePart"]]
-"""Of each rank of an engine, one size of engine after the other: the engine's name of a tensor -> its checksum, or
-what one trainer rank has of it."""
+PartialChecksums = list[dict[str, "str | TilePart"]]
+"""For each engine rank, one engine size after the other: the engine's tensor name -> its checksum, or one trainer
+rank's part of it."""
 
 
-def under_adapter(name: str) -> str:
-    """What an engine that serves adapters calls a tensor: it wraps the experts."""
+def base_layer_name(name: str) -> str:
+    """Return the name of a tensor on an engine that serves adapters, which wraps the experts."""
     return re.sub(r"\.experts\.(?=w\d+_weight)", ".experts.base_layer.", name)
 
 
-def put_together(found: Sequence[Found]) -> list[dict[str, str]]:
-    """The checksums that engines must report, from what each trainer rank found. Only of tensors that are whole."""
+def merge_checksums(partials: Sequence[PartialChecksums]) -> list[dict[str, str]]:
+    """Merge the partial checksums of all trainer ranks into those that engines must report.
+
+    Incomplete tensors are omitted.
+    """
     digests = []
-    for of_ranks in zip(*found, strict=True):  # of one engine rank
-        whole: dict[str, str] = {}
+    for rank_partials in zip(*partials, strict=True):  # of one engine rank
+        complete: dict[str, str] = {}
         parts: dict[str, list[TilePart]] = {}
-        for name, value in (item for each in of_ranks for item in each.items()):
+        for name, value in (item for partial in rank_partials for item in partial.items()):
             if isinstance(value, str):
-                whole[name] = value
+                complete[name] = value
             else:
                 parts.setdefault(name, []).append(value)
-        joined = {name: join(of_tensor) for name, of_tensor in parts.items()}
-        digests.append(whole | {name: digest for name, digest in joined.items() if digest is not None})
+        merged = {name: final_hash(tensor_parts) for name, tensor_parts in parts.items()}
+        digests.append(complete | {name: digest for name, digest in merged.items() if digest is not None})
     return digests
 
 
 class EngineChecksums:
-    """`watch` the tensors of one push, then `digests`; or, where several trainer ranks hash some each, `found` on all
-    of them and `put_together`. Holds no tensor but parts that came out of order, and those of the next launch on a
-    GPU (rlsys.weights.hashes)."""
+    """Computes the checksums of one push: `watch` the tensors, then call `digests`.
+
+    If several trainer ranks hash a share each, call `partial_digests` on all of them and `merge_checksums`.
+    In memory are only parts that came out of order, and those of the next kernel launch on a GPU
+    (rlsys.weights.hashes).
+    """
 
     def __init__(self, hf: HFConfig, *tps: int, rank: int = 0, ranks: int = 1) -> None:
-        """`tps`: tensor-parallel ranks of the engines, of each size that there is, ascending. `ranks` trainer ranks
-        watch the same tensors, and each hashes its share (rlsys.convert.hash_shares)."""
-        self._hf, self._rank, self._of = hf, rank, ranks
+        """Prepare the checksums of all tensors.
+
+        Args:
+            hf: the model.
+            tps: the different tensor-parallel sizes of the engines, ascending.
+            rank: this trainer rank.
+            ranks: number of trainer ranks that watch the same tensors; each hashes a share
+                (rlsys.convert.hash_shares).
+        """
+        self._hf, self._rank, self._trainer_ranks = hf, rank, ranks
         self._sums = PartDigests()
         self._shares: HashShares | None = None
         self._ranks = [(tp, rank) for tp in tps for rank in range(tp)]
-        self.seconds = 0.0  # spent here
-        self._parts: dict[str, tuple[_Joined, int, Rule]] = {}
-        """Name in the folder -> the engine's tensor, its place there, how ranks share it."""
-        self._stacks: dict[str, tuple[_Joined, Stack]] = {}
-        """The same of tensors that hold all experts of a layer."""
-        self._plus_one: dict[str, _Joined] = {}
-        """The same of norms whose weights SGLang keeps twice: as they are, and with 1 added."""
-        self._joined: dict[str, _Joined] = {}
-        of_experts = slots(hf)
+        self.seconds = 0.0  # spent hashing
+        self._parts: dict[str, tuple[_EngineTensor, int, Rule]] = {}
+        """Name in the model folder -> the engine's tensor, the part's index in it, how ranks split it."""
+        self._stacks: dict[str, tuple[_EngineTensor, Stack]] = {}
+        """The same for tensors with all experts of a layer."""
+        self._plus_one: dict[str, _EngineTensor] = {}
+        """The same for norms whose weights SGLang stores twice: unchanged, and with 1 added."""
+        self._engine_tensors: dict[str, _EngineTensor] = {}
+        expert_names = slots(hf)
         for entry in entries(hf):
-            if any(name in of_experts for name in entry.hf):
+            if any(name in expert_names for name in entry.hf):
                 continue
-            joined = self._joined.setdefault(
-                held_as(entry, hf), _Joined(self._sums, experts=entry.expert is not None)
+            tensor = self._engine_tensors.setdefault(
+                held_as(entry, hf), _EngineTensor(self._sums, experts=entry.expert is not None)
             )
             for name in entry.hf:
-                self._parts[name] = joined, joined.count, entry.rule
-                joined.count += 1
+                self._parts[name] = tensor, tensor.count, entry.rule
+                tensor.count += 1
                 if hf.family.delta_net and entry.rule.megatron.endswith("layernorm.weight"):
-                    held = held_as(entry, hf).removesuffix("weight") + "gemma_weight"
-                    self._plus_one[name] = self._joined[held] = _Joined(self._sums, 1)
+                    engine_name = held_as(entry, hf).removesuffix("weight") + "gemma_weight"
+                    self._plus_one[name] = self._engine_tensors[engine_name] = _EngineTensor(self._sums, 1)
         for name, stack in stacked_names(hf).items():
-            joined = self._joined[f"{hf.in_table(name).rpartition('.')[0]}.{stack.engine}"] = _Joined(
-                self._sums, 1
+            tensor = self._engine_tensors[f"{hf.in_table(name).rpartition('.')[0]}.{stack.engine}"] = (
+                _EngineTensor(self._sums, 1)
             )
-            self._stacks[name] = joined, stack
+            self._stacks[name] = tensor, stack
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass the tensors through, and hash them."""
         for name, tensor in tensors:
             start = time.monotonic()
-            if self._shares is None and self._of > 1:
-                self._shares = hash_shares(self._hf, self._of, experts_together=not tensor.is_cuda)
+            if self._shares is None and self._trainer_ranks > 1:
+                self._shares = hash_shares(self._hf, self._trainer_ranks, experts_together=not tensor.is_cuda)
             if self._shares is not None and self._shares.hasher.get(name) != self._rank:
                 pass
             elif name in self._parts:
-                joined, place, rule = self._parts[name]
-                joined.add(place, [self._share(name, tensor, rule, tp, rank) for tp, rank in self._ranks])
+                engine_tensor, index, rule = self._parts[name]
+                engine_tensor.add(
+                    index, [self._shard(name, tensor, rule, tp, rank) for tp, rank in self._ranks]
+                )
                 if name in self._plus_one:
                     self._plus_one[name].add(0, [tensor + 1 for _ in self._ranks])
             elif name in self._stacks:
-                joined, stack = self._stacks[name]
-                held = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
-                joined.add(0, [_share_of_stack(held, stack, tp, rank) for tp, rank in self._ranks])
+                engine_tensor, stack = self._stacks[name]
+                weights = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
+                engine_tensor.add(0, [_stack_shard(weights, stack, tp, rank) for tp, rank in self._ranks])
             self.seconds += time.monotonic() - start
             yield name, tensor
 
     def digests(self) -> list[dict[str, str]]:
-        """Of each rank, one size of engine after the other: the engine's name of a tensor -> its checksum. Only
-        tensors that came whole."""
-        return put_together([self.found()])
+        """Return the checksums: for each engine rank, one engine size after the other, tensor name -> checksum.
 
-    def found(self) -> Found:
-        """What this trainer rank can say. Ends the watch."""
+        Incomplete tensors are omitted.
+        """
+        return merge_checksums([self.partial_digests()])
+
+    def partial_digests(self) -> PartialChecksums:
+        """Return this trainer rank's part of the checksums, and end the watch."""
         start = time.monotonic()
         parts = self._sums.results()
         self.seconds += time.monotonic() - start
         return [
             {
-                name: of_rank
-                for name, joined in self._joined.items()
-                if (of_rank := joined.found(i, parts)) is not None
+                name: digest
+                for name, tensor in self._engine_tensors.items()
+                if (digest := tensor.digest(i, parts)) is not None
             }
             for i in range(len(self._ranks))
         ]
 
-    def _share(self, name: str, tensor: Tensor, rule: Rule, tp: int, rank: int) -> Tensor:
-        """What `rank` of `tp` holds of it: all, or a piece along the axis of the cut."""
+    def _shard(self, name: str, tensor: Tensor, rule: Rule, tp: int, rank: int) -> Tensor:
+        """Return the part of a tensor on `rank` of `tp`: all of it, or a shard along the split axis."""
         if rule.engine_dtype is not None:
             tensor = tensor.to(getattr(torch, rule.engine_dtype))
         if rule.cut is None:
@@ -147,76 +165,92 @@ class EngineChecksums:
         return tensor.tensor_split(pieces, dim=rule.cut)[rank]
 
 
-def _share_of_stack(held: Tensor, stack: Stack, tp: int, rank: int) -> Tensor:
-    """What `rank` of `tp` holds of all experts `[experts, n out, in]`, or of their biases."""
+def _stack_shard(weights: Tensor, stack: Stack, tp: int, rank: int) -> Tensor:
+    """Return the part on `rank` of `tp` of all experts `[experts, n out, in]`, or of their biases."""
     if stack.cut is None or tp == 1:
-        return held
-    sections = held.chunk(stack.sections, stack.cut)
+        return weights
+    sections = weights.chunk(stack.sections, stack.cut)
     return torch.cat([section.tensor_split(tp, stack.cut)[rank] for section in sections], stack.cut)
 
 
-class _Joined:
-    """A tensor of the engine, hashed on each of its ranks. SHA-256 takes the parts in order, so one that comes early
-    waits. A GPU's digest is a sum: of experts, this trainer rank may have some only.
+class _EngineTensor:
+    """A tensor of the engine, hashed for each of its ranks.
+
+    SHA-256 takes the parts in order, so a part that comes early waits. A GPU's digest is a sum: this trainer
+    rank may have only some of the experts.
     """
 
     def __init__(self, digests: PartDigests, count: int = 0, *, experts: bool = False) -> None:
-        """`count`: its parts. `experts`: they are of one size."""
+        """Start the hash.
+
+        Args:
+            digests: receives parts on a GPU.
+            count: number of parts.
+            experts: whether the parts are experts, which have equal sizes.
+        """
         self.count = count
         self.experts = experts
         self._digests = digests
-        self._next = 0
+        self._next_index = 0
         self._early: dict[int, list[Tensor]] = {}
         self._hashes: list[ByteHash] = []
-        self._whole: list[str] = []
-        """Of each rank, once all parts have come."""
+        self._complete: list[str] = []
+        """For each rank, once all parts have come."""
         self._parts: list[list[int]] = []
-        """Of each rank, indices of its parts among the digests."""
+        """For each rank, indices of its parts among the digests."""
 
-    def add(self, place: int, shares: list[Tensor]) -> None:
+    def add(self, index: int, shares: list[Tensor]) -> None:
+        """Hash part `index`: its shard on each rank."""
         if not shares[0].is_cuda:
-            self._add_in_order(place, shares)
+            self._add_in_order(index, shares)
         elif self.experts:
-            words = [share.nbytes // 4 for share in shares]
-            self._add_parts([[(s, place * n, self.count * n)] for s, n in zip(shares, words, strict=True)])
+            word_counts = [share.nbytes // 4 for share in shares]
+            self._add_parts(
+                [[(s, index * n, self.count * n)] for s, n in zip(shares, word_counts, strict=True)]
+            )
         else:
-            self._early[place] = shares
+            self._early[index] = shares
             if len(self._early) == self.count:
-                self._add_parts([_placed(parts) for parts in zip(*self._in_order(), strict=True)])
+                self._add_parts([_with_offsets(parts) for parts in zip(*self._in_order(), strict=True)])
                 self._early = {}
 
-    def found(self, index: int, parts: Sequence[TilePart]) -> str | TilePart | None:
-        """`parts`: results of the digests."""
+    def digest(self, index: int, parts: Sequence[TilePart]) -> str | TilePart | None:
+        """Return rank `index`'s checksum, or this trainer rank's part of it; None if incomplete.
+
+        `parts`: results of the digests.
+        """
         if self._parts:
-            return merge([parts[i] for i in self._parts[index]])
-        return self._whole[index] if self._whole else None
+            return merge_parts([parts[i] for i in self._parts[index]])
+        return self._complete[index] if self._complete else None
 
     def _in_order(self) -> list[list[Tensor]]:
-        return [self._early[place] for place in range(self.count)]
+        return [self._early[index] for index in range(self.count)]
 
-    def _add_parts(self, of_ranks: list[list[tuple[Tensor, int, int]]]) -> None:
-        """Of each rank: parts, their first word, and words of the whole tensor."""
-        self._parts = self._parts or [[] for _ in of_ranks]
-        for indices, parts in zip(self._parts, of_ranks, strict=True):
+    def _add_parts(self, rank_parts: list[list[tuple[Tensor, int, int]]]) -> None:
+        """Add for each rank parts, with their first word and the number of words of the whole tensor."""
+        self._parts = self._parts or [[] for _ in rank_parts]
+        for indices, parts in zip(self._parts, rank_parts, strict=True):
             indices += [self._digests.add(*part) for part in parts]
 
-    def _add_in_order(self, place: int, shares: list[Tensor]) -> None:
-        self._early[place] = shares
-        while self._next in self._early:
-            shares = self._early.pop(self._next)
+    def _add_in_order(self, index: int, shares: list[Tensor]) -> None:
+        self._early[index] = shares
+        while self._next_index in self._early:
+            shares = self._early.pop(self._next_index)
             if not self._hashes:
                 self._hashes = [ByteHash() for _ in shares]
             for state, share in zip(self._hashes, shares, strict=True):
                 state.update(share)
-            self._next += 1
-        if self._next == self.count:
-            self._whole = [state.digest() for state in self._hashes]
+            self._next_index += 1
+        if self._next_index == self.count:
+            self._complete = [state.digest() for state in self._hashes]
             self._hashes = []
 
 
-def _placed(parts: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
-    """Parts of a whole tensor, the first word of each, and words of the whole. They are put together where one ends
-    within a word."""
+def _with_offsets(parts: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
+    """Return each part of a tensor with its first word and the number of words of the whole tensor.
+
+    Parts are concatenated if one ends within a word.
+    """
     if any(part.nbytes % 4 for part in parts[:-1]):
         parts = [torch.cat([part.reshape(-1) for part in parts])]
     total = -(-sum(part.nbytes for part in parts) // 4)

@@ -1,4 +1,4 @@
-"""Weights as engines in FP8 hold them: blocks of 128 x 128, each with one scale.
+"""FP8 weights of engines: blocks of 128 x 128 with one scale each.
 
 Shapes: a weight is `[rows, columns]`, its scales `[ceil(rows / 128), ceil(columns / 128)]`.
 """
@@ -13,14 +13,16 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.config.precision import BLOCK, SCALE, is_quantised
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
-def for_engines(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """What a push sends of the trainer's tensors (Hugging Face names). All scales come last, in buckets of their own.
+def quantise_for_engines(
+    config: Config, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Convert the trainer's tensors (Hugging Face names) into those that a push sends. All scales come last.
 
-    With `model.fp8: both` the trainer's own GEMMs use such scales as well (launch/environment.py tells Transformer
-    Engine so; by default its are powers of two).
+    With `model.fp8: both` the trainer's own GEMMs use the same kind of scales (launch/environment.py
+    configures Transformer Engine, whose default scales are powers of two).
     """
     if config.model.fp8 == "none":
         yield from tensors
@@ -37,21 +39,24 @@ def for_engines(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn values and float32 scales: weight = values * scale of their block.
+    """Quantise a weight: weight = values * scale of their block.
 
-    A block's scale puts its largest weight at the format's largest number, 448. A block of zeros has the scale 1.
+    A block's scale maps its largest weight to the format's maximum, 448. A block of zeros has scale 1.
+
+    Returns:
+        float8_e4m3fn values and float32 scales.
     """
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows', 128, columns', 128]
     largest = blocks.abs().amax((1, 3))
-    scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
-    values = (blocks / scale[:, None, :, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
+    values = (blocks / scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scale
 
 
-def restore(values: Tensor, scale: Tensor) -> Tensor:
-    """The weight `[rows, columns]` that values and scales stand for, float32."""
+def dequantise(values: Tensor, scale: Tensor) -> Tensor:
+    """Return the float32 weight `[rows, columns]` of values and scales."""
     rows, columns = values.shape
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return values.float() * spread[:rows, :columns]

@@ -1,4 +1,4 @@
-"""The engines of one push: who is asked, who has gone, and what an answer means."""
+"""The engines of one push: requests to them, and the exclusion of those that fail."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from rlsys.engine.weight_calls import Call
 from rlsys.obs.direct import opener
 
 Answers = dict[str, Future[dict[str, Any]]]
-"""URL of an engine -> what it says."""
+"""URL of an engine -> its response."""
 
 log = logging.getLogger("rlsys.weights")
 
 
-class Gone(Exception):
-    """Nobody answers at this engine's address any more."""
+class EngineUnreachable(Exception):
+    """The engine does not respond."""
 
 
 class Receivers:
-    """Engines that take part in a push. One that goes, or refuses, is left out of the rest of it: it holds a part of
-    the tensors. end_push hears why, and the next push brings it all of them; after a few such the run gives it up.
+    """Engines that take part in a push.
+
+    An engine that fails or refuses is excluded from the rest of the push, since it holds only a part of the
+    tensors. end_push gets the reason, and the next push sends it all tensors; after a few failures the run
+    drops the engine.
     """
 
     def __init__(self, engines: Sequence[EngineAddress], seconds: float) -> None:
-        """`seconds`: what an answer may take; then the engine counts as gone."""
+        """Start with all engines. `seconds`: response time after which an engine counts as unreachable."""
         self._seconds = seconds
         self.present = list(engines)
-        self.left_out: dict[str, str] = {}
-        """URL -> why."""
+        self.excluded: dict[str, str] = {}
+        """URL -> reason."""
         self._threads = ThreadPoolExecutor(max(1, len(engines)), thread_name_prefix="push")
 
     def __enter__(self) -> Receivers:
@@ -46,54 +49,65 @@ class Receivers:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def ask(self, calls: Sequence[Call]) -> Answers:
-        """Begin one POST to each present engine, all at once. The futures raise Gone or RunError (a refusal)."""
+    def post_all(self, calls: Sequence[Call]) -> Answers:
+        """Start one POST to each present engine, concurrently.
+
+        The futures raise EngineUnreachable or RunError (the engine refuses).
+        """
         return {
             engine.url: self._threads.submit(post, engine, call, self._seconds)
             for engine, call in zip(self.present, calls, strict=True)
         }
 
-    def settle(self, answers: Answers) -> None:
-        """Wait for the answers; who is gone or refuses is left out."""
+    def wait_all(self, answers: Answers) -> None:
+        """Wait for the responses; exclude engines that are unreachable or refuse."""
         for engine in list(self.present):
             try:
                 answers[engine.url].result()
-            except (Gone, RunError) as e:
-                self.leave_out(engine, e)
+            except (EngineUnreachable, RunError) as e:
+                self.exclude(engine, e)
 
-    def blame(
+    def exclude_failed(
         self,
         answers: Answers,
         first: Answers,
-        otherwise: RunError,
+        default: RunError,
     ) -> None:
-        """Wait for all answers and leave out who is to blame, at least one: who has gone; else who of the `first`
-        refused; else whoever refused; else all, for `otherwise`."""
-        refused: dict[str, Exception] = {}
-        before = list(self.present)
-        for engine in before:
+        """Wait for all responses, and exclude at least one engine.
+
+        These are the unreachable engines; else those of `first` that refused; else all that refused; else
+        all, for `default`.
+        """
+        refusals: dict[str, Exception] = {}
+        engines = list(self.present)
+        for engine in engines:
             try:
                 answers[engine.url].result()
-            except Gone as e:
-                self.leave_out(engine, e)
+            except EngineUnreachable as e:
+                self.exclude(engine, e)
             except RunError as e:
-                refused[engine.url] = e
-        if len(self.present) < len(before):
+                refusals[engine.url] = e
+        if len(self.present) < len(engines):
             return
-        blamed = {url: e for url, e in refused.items() if url in first} or refused
-        for engine in before:
-            if engine.url in blamed or not blamed:
-                self.leave_out(engine, blamed.get(engine.url, otherwise))
+        failed = {url: e for url, e in refusals.items() if url in first} or refusals
+        for engine in engines:
+            if engine.url in failed or not failed:
+                self.exclude(engine, failed.get(engine.url, default))
 
-    def leave_out(self, engine: EngineAddress, why: Exception) -> None:
-        log.warning("%s: left out of a push: %s", engine.url, why)
+    def exclude(self, engine: EngineAddress, reason: Exception) -> None:
+        """Exclude an engine from the rest of the push."""
+        log.warning("%s: excluded from a weight update: %s", engine.url, reason)
         self.present.remove(engine)
-        self.left_out[engine.url] = str(why)
+        self.excluded[engine.url] = str(reason)
 
 
 def post(engine: EngineAddress, call: Call, seconds: float) -> dict[str, Any]:
-    """What it answers. Raises Gone when the engine does not answer within so many seconds; RunError when it refuses,
-    or its answer is not one of SGLang."""
+    """Send a request to an engine, and return its response.
+
+    Raises:
+        EngineUnreachable: no response within `seconds`.
+        RunError: the engine refuses, or the response is not SGLang's.
+    """
     headers = {"Content-Type": "application/json"}
     if engine.key:
         headers["Authorization"] = f"Bearer {engine.key}"
@@ -103,20 +117,20 @@ def post(engine: EngineAddress, call: Call, seconds: float) -> dict[str, Any]:
         engine.url + call.path, data=json.dumps(call.body).encode(), headers=headers
     )
     try:
-        with opener.open(request, timeout=seconds) as answer:
-            said = answer.read()
+        with opener.open(request, timeout=seconds) as response:
+            body = response.read()
     except urllib.error.HTTPError as e:
         raise RunError(
             f"{engine.url}{call.path}: {e.code} {e.read().decode(errors='replace')[:300]}"
         ) from None
     except (OSError, http.client.HTTPException) as e:
-        raise Gone(f"{engine.url}{call.path}: {e}") from None
+        raise EngineUnreachable(f"{engine.url}{call.path}: {e}") from None
     try:
-        result = json.loads(said)
+        result = json.loads(body)
     except ValueError:
         result = None
     if not isinstance(result, dict):
-        raise RunError(f"{engine.url}{call.path}: not an answer of SGLang: {said[:100]!r}")
+        raise RunError(f"{engine.url}{call.path}: not a response of SGLang: {body[:100]!r}")
     if not result.get("success"):
         raise RunError(f"{engine.url}{call.path}: {result.get('message')}")
     return result

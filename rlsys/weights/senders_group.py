@@ -1,4 +1,4 @@
-"""The process group of a sharded push: all trainer ranks, and all ranks of some engines."""
+"""Process group of a sharded push: all trainer ranks, and all ranks of some engines."""
 
 from __future__ import annotations
 
@@ -17,37 +17,53 @@ from rlsys.core.weight_updates import EngineAddress
 from rlsys.engine.hooks.bucket_order import taker
 from rlsys.engine.weight_calls import leave_group
 from rlsys.trainer.control import Control
-from rlsys.weights.receivers import Gone, Receivers
-from rlsys.weights.transports import Meeting, abort, begin_first, offsets
+from rlsys.weights.receivers import EngineUnreachable, Receivers
+from rlsys.weights.transports import GroupRendezvous, abort, begin_first, offsets
 
-_LOOK_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 
 
 class SendersGroup:
-    """Every trainer rank has one, and calls all but `send` together with the others. `members` take part."""
+    """Process group of all trainer ranks and the engines `members`.
 
-    def __init__(self, control: Control, rank: int, trainers: int, seconds: float, joining: float) -> None:
-        """`seconds`: what an engine may take for a bucket; `joining`: to join. Who dies while it joins holds the
-        others up so long."""
+    Every trainer rank has an instance; all methods but `send` are collective.
+    """
+
+    def __init__(
+        self, control: Control, rank: int, trainers: int, seconds: float, join_seconds: float
+    ) -> None:
+        """Create an instance without a group.
+
+        Args:
+            control: collective operations of the trainer ranks.
+            rank: this trainer rank.
+            trainers: number of trainer ranks.
+            seconds: time limit of an engine for a bucket.
+            join_seconds: time limit for joining. An engine that dies while it joins delays the others by that
+                time.
+        """
         self._control, self._rank, self._trainers = control, rank, trainers
-        self._seconds, self._joining = seconds, joining
+        self._seconds, self._join_seconds = seconds, join_seconds
         self._group: dist.ProcessGroup | None = None
         self.members: list[EngineAddress] = []
         self.name = ""
 
     def open(self, receivers: Receivers) -> None:
-        """With all engines who are there; who goes while it joins is left out, and the others join another one.
-        `receivers`: rank 0's are asked; every rank's end as its are."""
-        while receivers.present and not self._joined(receivers):
+        """Create the group with all present engines; exclude those that fail to join, and try again without them.
+
+        `receivers`: rank 0 sends the requests; afterwards all ranks have rank 0's state.
+        """
+        while receivers.present and not self._join(receivers):
             pass
         self.members = list(receivers.present)
 
-    def meet(self) -> dict[str, str]:
-        """Once all members have been asked to load: NCCL makes its communicator when all come, gloo has done so.
+    def connect(self) -> dict[str, str]:
+        """Establish the communicator after all members were asked to load: NCCL does so now, gloo has already.
 
         Returns:
-            URL -> why of the engines that have gone. NCCL says of a group that it hangs, not who: all have gone then,
-            and each gets a push of its own.
+            URL -> reason for the engines that failed. NCCL reports that a group hangs, not which rank: then
+                all count as
+            failed, and each gets a push of its own.
         """
         if (group := self._group) is None or dist.get_backend(group) != "nccl":
             return {}
@@ -57,132 +73,146 @@ class SendersGroup:
             lambda: dist.all_reduce(token, group=group, async_op=True), token, lambda: False, self._seconds
         )
         while work is not None and not work.is_completed() and time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         if work is not None and work.is_completed() and work.exception() is None:
             return {}
-        why = f"NCCL made no communicator within {self._seconds:g} s"
-        return {engine.url: why for engine in self.members}
+        reason = f"NCCL could not create a communicator within {self._seconds:g} s"
+        return {engine.url: reason for engine in self.members}
 
-    def send(self, memory: Tensor, place: int, gone: dict[str, str]) -> None:
-        """This rank's next bucket to all members but the `gone`; `place` is this rank's among the senders. Returns
-        when they have it. Who does not take it is then gone, too: URL -> why."""
+    def send(self, memory: Tensor, sender_index: int, failed: dict[str, str]) -> None:
+        """Send this rank's next bucket to all members that have not failed; return when they have received it.
+
+        Args:
+            memory: the bucket.
+            sender_index: this rank's index among the senders.
+            failed: URL -> reason; members that do not receive the bucket are added.
+        """
         assert self._group is not None
         first, count = offsets(self.members, self._trainers), len(self.members)
         works: list[tuple[str, dist.Work]] = []
         for step in range(count):
-            engine = self.members[number := (place + step) % count]
-            if engine.url in gone:
+            engine = self.members[number := (sender_index + step) % count]
+            if engine.url in failed:
                 continue
-            to = first[number] + taker(place, engine.tp)
+            target = first[number] + taker(sender_index, engine.tp)
             try:
-                given = dist.P2POp(dist.isend, memory, group=self._group, group_peer=to)
-                (work,) = dist.batch_isend_irecv([given])
-            except RuntimeError as e:  # gloo: it has closed the connection
-                gone[engine.url] = str(e)
+                operation = dist.P2POp(dist.isend, memory, group=self._group, group_peer=target)
+                (work,) = dist.batch_isend_irecv([operation])
+            except RuntimeError as e:  # gloo: the engine has closed the connection
+                failed[engine.url] = str(e)
             else:
                 works.append((engine.url, work))
         if dist.get_backend(self._group) == "nccl":
-            self._settle_all(works, gone)
+            self._wait_all(works, failed)
         else:
-            self._settle_each(works, gone)
+            self._wait_each(works, failed)
 
-    def close(self, lost: Collection[str] = ()) -> None:
-        """Leave the group, here and at its engines. `lost`: URLs of those that have gone from it, and break it."""
+    def close(self, failed: Collection[str] = ()) -> None:
+        """Leave the group, here and on its engines. `failed`: URLs of members that have failed."""
         if self._group is None:
             return
         group, self._group = self._group, None
-        left = [engine for engine in self.members if engine.url not in lost]
-        if lost:
+        remaining = [engine for engine in self.members if engine.url not in failed]
+        if failed:
             abort(group)
-        with Receivers(left if self._rank == 0 else [], self._seconds) as members:
-            # Both sides at once: NCCL's end waits for the other's.
-            answers = members.ask([leave_group(self.name)] * len(members.present))
-            if not lost:
+        with Receivers(remaining if self._rank == 0 else [], self._seconds) as members:
+            # Both sides at the same time: in NCCL each waits for the other.
+            answers = members.post_all([leave_group(self.name)] * len(members.present))
+            if not failed:
                 dist.destroy_process_group(group)
             for answer in answers.values():
-                with contextlib.suppress(Gone, RunError):  # it has gone, or has never joined
+                with contextlib.suppress(EngineUnreachable, RunError):  # unreachable, or has never joined
                     answer.result()
         self.members = []
 
-    def _joined(self, receivers: Receivers) -> bool:
-        """Whether every engine is in the new group; when not, there is none, and who is to blame is left out."""
-        meeting = self._control.on_main(lambda: Meeting.towards(receivers.present, self._trainers))
-        self.name = meeting.name
-        asked = receivers.ask(meeting.calls(receivers.present)) if self._rank == 0 else {}
-        failure = RunError(f"no process group with {len(receivers.present)} engines at {meeting}")
+    def _join(self, receivers: Receivers) -> bool:
+        """Return whether every engine has joined the new group; if not, close it and exclude the engines at fault."""
+        rendezvous = self._control.on_main(lambda: GroupRendezvous.create(receivers.present, self._trainers))
+        self.name = rendezvous.name
+        answers = receivers.post_all(rendezvous.calls(receivers.present)) if self._rank == 0 else {}
+        failure = RunError(f"no process group with {len(receivers.present)} engines at {rendezvous}")
         try:
-            self._group = meeting.join(self._rank, self._joining)
+            self._group = rendezvous.join(self._rank, self._join_seconds)
         except (RuntimeError, TimeoutError) as e:
             failure = RunError(f"{failure}: {e}")
-        wait(asked.values())
-        fine = self._group is not None and not any(answer.exception() for answer in asked.values())
-        if all(self._control.gather(fine)):
+        wait(answers.values())
+        succeeded = self._group is not None and not any(answer.exception() for answer in answers.values())
+        if all(self._control.gather(succeeded)):
             return True
         if self._group is not None:
             abort(self._group)
             self._group = None
         if self._rank == 0:
-            receivers.blame(asked, {}, failure)  # the others waited in vain, and refuse, too
-        self._agree(receivers)
+            receivers.exclude_failed(answers, {}, failure)  # the others have timed out, and refuse as well
+        self._sync_receivers(receivers)
         return False
 
-    def _agree(self, receivers: Receivers) -> None:
-        """Every rank's receivers are rank 0's."""
-        receivers.present, receivers.left_out = self._control.on_main(
-            lambda: (receivers.present, receivers.left_out)
+    def _sync_receivers(self, receivers: Receivers) -> None:
+        """Copy rank 0's receivers to every rank."""
+        receivers.present, receivers.excluded = self._control.on_main(
+            lambda: (receivers.present, receivers.excluded)
         )
 
-    def _settle_each(self, works: Sequence[tuple[str, dist.Work]], gone: dict[str, str]) -> None:
+    def _wait_each(self, works: Sequence[tuple[str, dist.Work]], failed: dict[str, str]) -> None:
+        """Wait for each engine's transfer."""
         limit = datetime.timedelta(seconds=self._seconds)
         for url, work in works:
             try:
                 work.wait(limit)
-            except RuntimeError as e:  # it has died, or hangs
-                gone[url] = str(e)
+            except RuntimeError as e:  # the engine has died, or hangs
+                failed[url] = str(e)
 
-    def _settle_all(self, works: Sequence[tuple[str, dist.Work]], gone: dict[str, str]) -> None:
-        """NCCL says of a group that it hangs, not who: all have gone then, and each gets a push of its own."""
+    def _wait_all(self, works: Sequence[tuple[str, dist.Work]], failed: dict[str, str]) -> None:
+        """Wait for NCCL. It reports that a group hangs, not which rank: then all engines count as failed."""
         end = time.monotonic() + self._seconds
         while not all(work.is_completed() for _, work in works):
             if time.monotonic() > end:
-                gone.update(dict.fromkeys((url for url, _ in works), "NCCL did not finish sending in time"))
+                failed.update(dict.fromkeys((url for url, _ in works), "NCCL did not finish sending in time"))
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
 
-class SendersGroups:
-    """Owns one group for each set of engines that take part together: all of them, or those of a round of a rolling
-    push. One that an engine leaves for another is closed. Every trainer rank has one and calls it with the others.
+class SendersGroupCache:
+    """Owns one group for each set of engines that receive together: all, or those of a round of a rolling push.
+
+    If one of its engines joins another group, the group is closed. Every trainer rank has an instance;
+    methods are collective.
     """
 
-    def __init__(self, control: Control, rank: int, trainers: int, seconds: float, joining: float) -> None:
-        """See SendersGroup."""
-        self._made = (control, rank, trainers, seconds, joining)
-        self._kept: list[SendersGroup] = []
+    def __init__(
+        self, control: Control, rank: int, trainers: int, seconds: float, join_seconds: float
+    ) -> None:
+        """Create an empty cache. For the arguments see SendersGroup."""
+        self._arguments = (control, rank, trainers, seconds, join_seconds)
+        self._groups: list[SendersGroup] = []
 
-    def of(self, receivers: Receivers) -> SendersGroup:
-        """The group of those who are present, who have joined it; with fewer of them, when some go meanwhile. An
-        engine that was started anew does not know the group of its predecessor; it holds no weights."""
-        wanted = [(engine.url, engine.tp) for engine in receivers.present]
-        anew = {engine.url for engine in receivers.present if engine.holds < 0}
-        urls = {url for url, _ in wanted}
-        for group in list(self._kept):
-            inside = {e.url for e in group.members}
-            if (inside & urls and [(e.url, e.tp) for e in group.members] != wanted) or inside & anew:
-                self.leave(group)
-        found = next((g for g in self._kept if {e.url for e in g.members} == urls), None)
-        if found is None:
-            found = SendersGroup(*self._made)
-            found.open(receivers)
-            self._kept.append(found)
-        return found
+    def get(self, receivers: Receivers) -> SendersGroup:
+        """Return the joined group of the present engines; of fewer engines if some fail meanwhile.
 
-    def leave(self, group: SendersGroup, lost: Collection[str] = ()) -> None:
-        """See SendersGroup.close."""
-        self._kept.remove(group)
-        group.close(lost)
+        A restarted engine, which holds no weights, has lost the group of its predecessor.
+        """
+        members = [(engine.url, engine.tp) for engine in receivers.present]
+        restarted = {engine.url for engine in receivers.present if engine.holds < 0}
+        urls = {url for url, _ in members}
+        for cached in list(self._groups):
+            group_urls = {e.url for e in cached.members}
+            if (
+                group_urls & urls and [(e.url, e.tp) for e in cached.members] != members
+            ) or group_urls & restarted:
+                self.leave(cached)
+        group = next((g for g in self._groups if {e.url for e in g.members} == urls), None)
+        if group is None:
+            group = SendersGroup(*self._arguments)
+            group.open(receivers)
+            self._groups.append(group)
+        return group
+
+    def leave(self, group: SendersGroup, failed: Collection[str] = ()) -> None:
+        """Close a group, see SendersGroup.close."""
+        self._groups.remove(group)
+        group.close(failed)
 
     def close(self) -> None:
-        """Leave them all."""
-        while self._kept:
-            self._kept.pop().close()
+        """Leave all groups."""
+        while self._groups:
+            self._groups.pop().close()

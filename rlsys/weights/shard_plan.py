@@ -1,13 +1,13 @@
-"""Which trainer rank sends which tensors in a sharded push, and whose shards it gathers. Pure, without torch.
+"""Plan of a sharded push: the trainer rank that sends each tensor, and the shards it gathers. Pure, without torch.
 
-A tensor is sent by a rank of the pipeline stage that has it. An expert is sent by a rank that owns it; what several
-ranks could send goes to the one with least to send. The sender gathers the tensor-parallel parts from its group, so
-nobody holds more than the tensors that are on their way. What engines fuse as they load is one unit, which one rank
-sends: query, key and value; gate and up; latent attention's two first projections.
+A tensor is sent by a rank of its pipeline stage, an expert by a rank that owns it; what several ranks could
+send goes to the one with the least to send. The sender gathers the tensor-parallel shards from its group, so
+no rank holds more than the tensors in transfer. Tensors that engines fuse on loading are one unit, sent by
+one rank: query, key and value; gate and up; latent attention's two first projections.
 
-All senders send at once (rlsys.engine.hooks.bucket_order). An engine gets whole tensors and cuts its own parts, as
-SGLang's loaders do, whatever its layout. But each bucket comes to one of its ranks, which hands it to the others
-within the machine: so a link carries the model divided by the engine's ranks.
+All senders send concurrently (rlsys.engine.hooks.bucket_order). An engine receives whole tensors and slices
+its own parts, as SGLang's loaders do, whatever its layout. But each bucket goes to one of its ranks, which
+distributes it within the machine: so a link carries the model divided by the engine's ranks.
 """
 
 from __future__ import annotations
@@ -28,71 +28,85 @@ from rlsys.convert.table import Entry, Slot, entries, held_as, slots
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of the whole model, and the ranks whose shards make it up, in the order of the cut; one rank where
-    nothing is cut."""
+    """A parameter of the whole model, and the ranks of its shards in the order of the split; one if not split."""
 
     entry: Entry
     sources: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Sending:
-    """What one rank sends, bucket by bucket, in the order of the name table."""
+class SenderSchedule:
+    """Buckets that one rank sends, in the order of the name table."""
 
     sender: int
     buckets: tuple[tuple[Part, ...], ...]
 
     @property
     def parts(self) -> Iterator[Part]:
+        """All parameters of the buckets."""
         return chain.from_iterable(self.buckets)
 
 
 @dataclass(frozen=True)
 class SendersPlan:
-    """`given`: bytes that each trainer rank sends to each engine. `passed`: to the senders that gather its shards.
-    `received`: bytes that each engine takes."""
+    """Senders of a sharded push.
 
-    sendings: tuple[Sending, ...]
-    given: tuple[float, ...]
-    passed: tuple[float, ...]
-    received: float
+    Attributes:
+        schedules: one per sender.
+        engine_bytes: bytes that each trainer rank sends to each engine.
+        gather_bytes: bytes that it sends to the senders that gather its shards.
+        received_bytes: bytes that each engine receives.
+    """
+
+    schedules: tuple[SenderSchedule, ...]
+    engine_bytes: tuple[float, ...]
+    gather_bytes: tuple[float, ...]
+    received_bytes: float
 
     @property
-    def sent(self) -> tuple[float, ...]:
-        """Bytes of each rank, what goes to engines once, however many they are."""
-        return tuple(given + passed for given, passed in zip(self.given, self.passed, strict=True))
+    def total_bytes(self) -> tuple[float, ...]:
+        """Bytes that each rank sends, counting what goes to engines once."""
+        return tuple(
+            to_engines + to_senders
+            for to_engines, to_senders in zip(self.engine_bytes, self.gather_bytes, strict=True)
+        )
 
     @property
     def mean(self) -> float:
-        return sum(self.sent) / len(self.sent)
+        """Mean of `total_bytes`."""
+        return sum(self.total_bytes) / len(self.total_bytes)
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Where Megatron-Core puts the parts of a model. It numbers the ranks of a stage by tensor parallel rank first,
-    then context, then data; for experts by expert tensor parallel rank, then expert parallel rank, then copy."""
+class RankLayout:
+    """Megatron-Core's assignment of a model's parts to ranks.
+
+    It numbers the ranks of a stage by tensor parallel rank first, then context, then data; for experts by
+    expert tensor parallel rank, then expert parallel rank, then replica.
+    """
 
     parallel: ParallelConfig
     experts: int
 
     @property
     def lanes(self) -> int:
-        """Ranks of a stage."""
+        """Number of ranks of a stage."""
         return self.parallel.world_size // self.parallel.pp
 
     def of_stage(self, stage: int) -> range:
+        """Return the ranks of a stage."""
         return range(stage * self.lanes, (stage + 1) * self.lanes)
 
     def holders(self, entry: Entry, stage: int) -> set[int]:
-        """Ranks of its stage that hold it, or a part of it."""
+        """Return the ranks of a stage that hold the parameter, or a shard of it."""
         if entry.expert is None:
             return set(self.of_stage(stage))
-        p, owner, each = self.parallel, self._owner(entry.expert), self.parallel.expert_tp
-        copies = range(stage * self.lanes + owner * each, (stage + 1) * self.lanes, each * p.ep)
-        return {first + i for first in copies for i in range(each)}
+        p, owner, expert_tp = self.parallel, self._owner(entry.expert), self.parallel.expert_tp
+        copies = range(stage * self.lanes + owner * expert_tp, (stage + 1) * self.lanes, expert_tp * p.ep)
+        return {first + i for first in copies for i in range(expert_tp)}
 
     def sources(self, entry: Entry, sender: int) -> tuple[int, ...]:
-        """Whose shards `sender` puts together: of its own copy of the stage."""
+        """Return the ranks whose shards `sender` gathers, from its own replica of the stage."""
         p, lane = self.parallel, sender % self.lanes
         size, first = p.tp, lane - lane % p.tp
         if entry.expert is not None:
@@ -106,62 +120,73 @@ class Ranks:
 
 
 def plan_senders(config: Config, hf: HFConfig, *, experts_together: bool = False) -> SendersPlan:
-    """`experts_together`: one rank sends all experts of a layer, because no checksum could be put together from parts
-    (rlsys.weights.hashes). Families that stack experts need it in any case."""
-    p, ranks = config.parallel, Ranks(config.parallel, hf.experts)
+    """Assign every tensor of the model to a sending rank.
+
+    Args:
+        config: config of the run.
+        hf: the model.
+        experts_together: one rank sends all experts of a layer, because their checksum cannot be computed
+            from parts (rlsys.weights.hashes). Families that stack experts need that in any case.
+    """
+    p, ranks = config.parallel, RankLayout(config.parallel, hf.experts)
     stages = layer_stages(hf.layers, p.pp, p.vpp)
     jobs = []
     for unit in _units(hf, experts_together):
         stage = _stage(unit[0], stages)
         holders = set.intersection(*(ranks.holders(entry, stage) for entry in unit))
-        # Of experts that have no common owner any rank of the stage may put them together.
+        # Experts without a common owner can be gathered by any rank of the stage.
         candidates = sorted(holders) or list(ranks.of_stage(stage))
         jobs.append((candidates, sum(_pushed_bytes(entry, config) for entry in unit), unit))
-    given, passed = [0.0] * p.world_size, [0.0] * p.world_size
-    mine: dict[int, list[Part]] = {}
-    # Who has no choice first, then the largest: what many could send evens out the rest.
+    engine_bytes, gather_bytes = [0.0] * p.world_size, [0.0] * p.world_size
+    parts_by_sender: dict[int, list[Part]] = {}
+    # Units with few candidates first, then the largest; those with many candidates balance the rest.
     for candidates, size, unit in sorted(jobs, key=lambda job: (len(job[0]), -job[1])):
-        sender = min(candidates, key=lambda rank: given[rank] + passed[rank])
-        given[sender] += size
+        sender = min(candidates, key=lambda rank: engine_bytes[rank] + gather_bytes[rank])
+        engine_bytes[sender] += size
         for entry in unit:
             part = Part(entry, ranks.sources(entry, sender))
-            mine.setdefault(sender, []).append(part)
+            parts_by_sender.setdefault(sender, []).append(part)
             for source in part.sources:
                 if source != sender:
-                    passed[source] += entry.elements * _WIDTH[config.model.dtype] / len(part.sources)
+                    gather_bytes[source] += entry.elements * _WIDTH[config.model.dtype] / len(part.sources)
     order = {next(iter(entry.hf)): i for i, entry in enumerate(entries(hf))}
-    sendings = tuple(
-        Sending(sender, _buckets(sorted(parts, key=lambda p: order[next(iter(p.entry.hf))]), config, hf))
-        for sender, parts in sorted(mine.items())
+    schedules = tuple(
+        SenderSchedule(
+            sender, _buckets(sorted(parts, key=lambda p: order[next(iter(p.entry.hf))]), config, hf)
+        )
+        for sender, parts in sorted(parts_by_sender.items())
     )
-    return SendersPlan(sendings, tuple(given), tuple(passed), sum(size for _, size, _ in jobs))
+    return SendersPlan(schedules, tuple(engine_bytes), tuple(gather_bytes), sum(size for _, size, _ in jobs))
 
 
 def _buckets(parts: Sequence[Part], config: Config, hf: HFConfig) -> tuple[tuple[Part, ...], ...]:
-    """Neighbours, together at most weights.bucket_mb; what is larger has a bucket for itself. What an engine must get
-    in one call is in one: experts that a folder stacks; latent attention's two first projections, of which SGLang
-    forgets one whose partner is not in the same call, without a word."""
-    of_call, stacked = defaultdict[str, list[Part]](list), slots(hf)
+    """Group consecutive parameters into buckets of at most weights.bucket_mb; a larger one is a bucket by itself.
+
+    Tensors that an engine must receive in one call are in one bucket: experts that a folder stacks, and
+    latent attention's two first projections, of which SGLang silently drops one whose partner is not in the
+    same call.
+    """
+    parts_by_call, stacked = defaultdict[str, list[Part]](list), slots(hf)
     for part in parts:
-        of_call[_call(part.entry, hf, stacked)].append(part)
+        parts_by_call[_call(part.entry, hf, stacked)].append(part)
     limit, size = config.weights.bucket_mb * 2**20, 0.0
     buckets: list[list[Part]] = []
-    for together in of_call.values():
-        more = sum(_pushed_bytes(part.entry, config) for part in together)
-        if not buckets or size + more > limit:
+    for call_parts in parts_by_call.values():
+        call_size = sum(_pushed_bytes(part.entry, config) for part in call_parts)
+        if not buckets or size + call_size > limit:
             buckets.append([])
             size = 0.0
-        buckets[-1] += together
-        size += more
+        buckets[-1] += call_parts
+        size += call_size
     return tuple(map(tuple, buckets))
 
 
 _WIDTH = {"float32": 4, "bfloat16": 2}
-"""Bytes of a number."""
+"""Bytes per element."""
 
 
 def _pushed_bytes(entry: Entry, config: Config) -> int:
-    """As engines get it; scales of FP8 blocks, 4 bytes for 16,384 weights, are left out."""
+    """Return the bytes that engines receive; scales of FP8 blocks, 4 bytes per 16,384 weights, are not counted."""
     quantised = config.model.fp8 != "none"
     return sum(
         math.prod(shape) * (1 if quantised and is_quantised(name) else _WIDTH[config.model.dtype])
@@ -170,24 +195,27 @@ def _pushed_bytes(entry: Entry, config: Config) -> int:
 
 
 def _stage(entry: Entry, stages: list[int]) -> int:
-    """What belongs to no layer is on the first stage if it is the embedding, else on the last. Layers for multi-token
-    prediction are there, too."""
+    """Return the pipeline stage of a parameter.
+
+    Without a layer it is the first for the embedding, else the last, which also has the layers for
+    multi-token prediction.
+    """
     if entry.layer is not None and entry.layer < len(stages):
         return stages[entry.layer]
     return 0 if entry.megatron.startswith("embedding.") else stages[-1]
 
 
 def _units(hf: HFConfig, experts_together: bool) -> list[list[Entry]]:
-    """What one rank must send, in the order of the table."""
+    """Group the parameters that one rank must send, in the order of the table."""
     stacked, units = slots(hf), defaultdict[str, list[Entry]](list)
     for entry in entries(hf):
-        together = next(iter(entry.hf)) not in stacked and entry.expert is not None and experts_together
-        units[held_as(entry, hf) if together else _call(entry, hf, stacked)].append(entry)
+        is_grouped = next(iter(entry.hf)) not in stacked and entry.expert is not None and experts_together
+        units[held_as(entry, hf) if is_grouped else _call(entry, hf, stacked)].append(entry)
     return list(units.values())
 
 
 def _call(entry: Entry, hf: HFConfig, stacked: Mapping[str, Slot]) -> str:
-    """A name that entries share which an engine must get in one call."""
+    """Return a name shared by the parameters that an engine must receive in one call."""
     first = next(iter(entry.hf))
     if first in stacked:
         return stacked[first].name

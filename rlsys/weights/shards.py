@@ -1,4 +1,4 @@
-"""Puts parameters together on the rank that sends them, from the shards of the ranks that the plan names."""
+"""Gathering of parameters on the sending rank, from the shards of the ranks that the plan names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from rlsys.weights.shard_plan import Part
 
 
 class Shards:
-    """Both sides of a bucket. Every rank plays its part of every bucket, in one order: its sender `collect`s, the
-    others `help`. One parameter is on its way at a time.
+    """Gathers the shards of a bucket.
+
+    Every rank takes part in every bucket, in the same order: its sender calls `collect`, the others
+    `send_shards`. One parameter is gathered at a time.
     """
 
     def __init__(self, local: LocalWeights, hf: HFConfig) -> None:
@@ -26,48 +28,53 @@ class Shards:
         self._rank = dist.get_rank()
 
     def collect(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of a bucket that this rank sends, experts stacked where the family's
-        folders have them so. A tensor may be a view of a parameter: use it before the next optimizer step."""
-        return stacked(self._collected(parts), self._hf)
+        """Yield (Hugging Face name, full tensor) of a bucket that this rank sends; experts are stacked as in folders.
 
-    def like(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
-        """The same names, with tensors that have shape and dtype but no memory. Nobody helps."""
-        return stacked(self._like(parts), self._hf)
+        A tensor may be a view of a parameter: use it before the next optimizer step.
+        """
+        return stacked(self._collect(parts), self._hf)
 
-    def help(self, parts: Sequence[Part], sender: int) -> None:
-        """Give the sender what it lacks; returns when it has it all."""
+    def meta_tensors(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same names with meta tensors of the same shape and dtype. Not collective."""
+        return stacked(self._meta_tensors(parts), self._hf)
+
+    def send_shards(self, parts: Sequence[Part], sender: int) -> None:
+        """Send this rank's shards to the sender; return when it has received them."""
         for part in parts:
             if self._rank in part.sources:
                 dist.send(self._local.merged(self._name(part.entry)).contiguous(), sender)
 
-    def _collected(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+    def _collect(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         for part in parts:
-            shards, coming = [], []
+            shards, transfers = [], []
             for source in part.sources:
-                # Shards have one shape everywhere, experts' too, so this rank's own is the mould for another's.
+                # Shards have the same shape on all ranks, also those of experts.
                 name = self._name(part.entry)
                 if source == self._rank:
                     shard = self._local.merged(name)
                 else:
                     shard = torch.empty_like(self._local[name], memory_format=torch.contiguous_format)
-                    coming.append(dist.irecv(shard, source))
+                    transfers.append(dist.irecv(shard, source))
                 shards.append(shard)
-            for work in coming:
+            for work in transfers:
                 assert work is not None
                 work.wait()
             tensors = to_hf(part.entry.rule, join_shards(shards, part.entry.rule), self._hf)
             yield from zip(part.entry.hf, tensors, strict=True)
 
-    def _like(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+    def _meta_tensors(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         for part in parts:
             dtype = self._local[self._name(part.entry)].dtype
             for name, shape in part.entry.hf.items():
                 yield name, torch.empty(shape, dtype=dtype, device="meta")
 
     def _name(self, entry: Entry) -> str:
-        """Of this rank's shard; of another's expert, its own of the same number. Raises RuntimeError where Megatron
-        has put it elsewhere than the plan says."""
+        """Return the name of this rank's shard; for another rank's expert, the local expert with the same index.
+
+        Raises:
+            RuntimeError: Megatron's layout differs from the plan.
+        """
         for name in self._local.candidates(entry):
             if name in self._local:
                 return name
-        raise RuntimeError(f"rank {self._rank} was to have a part of {next(iter(entry.hf))}")
+        raise RuntimeError(f"rank {self._rank} should have a shard of {next(iter(entry.hf))}")

@@ -1,6 +1,6 @@
-"""How one bucket of weights reaches the engines of a push. Who takes part, and how, rlsys.weights.plan says.
+"""Transports of one bucket of weights to engines. rlsys.weights.push_plan chooses between them.
 
-memory     handles of memory (CUDA IPC on a GPU, shared memory without one), SGLang's `update_weights_from_tensor`:
+memory     memory handles (CUDA IPC on a GPU, shared memory without one), SGLang's `update_weights_from_tensor`:
            each engine rank opens memory of the trainer rank that the plan names
 group      a process group of one trainer rank and every rank of these engines (NCCL, gloo), SGLang's
            `update_weights_from_distributed`: engines anywhere
@@ -34,88 +34,96 @@ from rlsys.core.rendezvous import bound_store
 from rlsys.core.sockets import FOLDER_VARIABLE
 from rlsys.core.weight_updates import EngineAddress
 from rlsys.engine.weight_calls import Call, join_group, leave_group, load_from_group, load_from_memory
-from rlsys.weights.buckets import Flat
-from rlsys.weights.peers import Peers
-from rlsys.weights.plan import PushPlan
-from rlsys.weights.receivers import Answers, Gone, Receivers
+from rlsys.weights.buckets import FlatBucket
+from rlsys.weights.push_plan import PushPlan
+from rlsys.weights.rank_channel import RankChannel
+from rlsys.weights.receivers import Answers, EngineUnreachable, Receivers
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class MemoryTransport:
-    """The trainer ranks that serve an engine make a handle for each of its ranks, of their own copy of the bucket.
-    The one that serves the engine's first rank posts them all, and tells the others how it went. Until then each
-    keeps its copy. One handle for each engine rank: opening uses it up.
+    """Transport through memory of this machine.
+
+    The trainer ranks that serve an engine create a handle of their copy of the bucket for each of its ranks,
+    since a handle can be opened only once. The one that serves the engine's first rank posts all handles, and
+    sends the others the result. Until then each rank keeps its copy.
     """
 
     def __init__(self, plan: PushPlan, rank: int, seconds: float) -> None:
-        """Collective, where several ranks serve one engine. `seconds`: what an engine's answer may take."""
+        """Create the transport. Collective if several ranks serve one engine.
+
+        `seconds`: time limit of an engine's response.
+        """
         self._plan = plan
         self._rank = rank
-        self._peers = Peers(seconds) if plan.shared else None
-        self._served: list[tuple[EngineAddress, tuple[int, ...]]] = []
+        self._channel = RankChannel(seconds) if plan.shared else None
+        self._targets: list[tuple[EngineAddress, tuple[int, ...]]] = []
 
     def begin(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
-        """Of these, the engines that this rank posts to."""
+        """Start a push, and return those of `engines` to which this rank posts."""
         owners = [(engine, self._plan.owners(engine.index, engine.tp)) for engine in engines]
-        self._served = [(engine, ranks) for engine, ranks in owners if ranks and self._rank in ranks]
-        return [engine for engine, ranks in self._served if ranks[0] == self._rank]
+        self._targets = [(engine, ranks) for engine, ranks in owners if ranks and self._rank in ranks]
+        return [engine for engine, ranks in self._targets if ranks[0] == self._rank]
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is left that this rank serves."""
-        return not self._served
+        """Whether this rank serves no engine."""
+        return not self._targets
 
-    def send(self, flat: Flat, receivers: Receivers) -> None:
-        serialize, tensors = serializer(), as_handed_over(flat)
-        made = {
+    def send(self, flat: FlatBucket, receivers: Receivers) -> None:
+        """Send a bucket to the engines that this rank serves."""
+        serialize, tensors = serializer(), flattened_payload(flat)
+        handles_by_rank = {
             (engine.url, part): serialize(tensors)
-            for engine, ranks in self._served
+            for engine, ranks in self._targets
             for part, owner in enumerate(ranks)
             if owner == self._rank
         }
-        self._hand_in(made)
-        handles = [[made[engine.url, part] for part in range(engine.tp)] for engine in receivers.present]
-        receivers.settle(receivers.ask([load_from_memory(of_ranks) for of_ranks in handles]))
-        self._hear({engine.url for engine in receivers.present})
+        self._exchange_handles(handles_by_rank)
+        handles = [
+            [handles_by_rank[engine.url, part] for part in range(engine.tp)] for engine in receivers.present
+        ]
+        receivers.wait_all(receivers.post_all([load_from_memory(of_ranks) for of_ranks in handles]))
+        self._exchange_results({engine.url for engine in receivers.present})
 
-    def _hand_in(self, made: dict[tuple[str, int], bytes]) -> None:
-        """Send my handles to who posts them; `made` gets those that I post."""
-        for engine, ranks in self._served:
+    def _exchange_handles(self, handles_by_rank: dict[tuple[str, int], bytes]) -> None:
+        """Send this rank's handles to the ranks that post them; add the received ones to `handles_by_rank`."""
+        for engine, ranks in self._targets:
             for part, owner in enumerate(ranks):
                 if owner != ranks[0] and owner == self._rank:
-                    self._others.send(made[engine.url, part], ranks[0], _tag(engine))
-        for engine, ranks in self._served:
+                    self._required_channel.send(handles_by_rank[engine.url, part], ranks[0], _tag(engine))
+        for engine, ranks in self._targets:
             for part, owner in enumerate(ranks):
                 if ranks[0] == self._rank != owner:
-                    made[engine.url, part] = self._others.receive(owner, _tag(engine))
-        if self._peers is not None:
-            self._peers.settle()
+                    handles_by_rank[engine.url, part] = self._required_channel.receive(owner, _tag(engine))
+        if self._channel is not None:
+            self._channel.flush()
 
-    def _hear(self, present: set[str]) -> None:
-        """Whether each engine still takes part: said by who posted, to all who serve it."""
-        left = []
-        for engine, ranks in self._served:
+    def _exchange_results(self, present: set[str]) -> None:
+        """Send the ranks that serve an engine, from the one that posts, whether the engine still takes part."""
+        remaining = []
+        for engine, ranks in self._targets:
             if ranks[0] == self._rank:
-                here = engine.url in present
+                is_present = engine.url in present
                 for owner in dict.fromkeys(ranks[1:]):
                     if owner != self._rank:
-                        self._others.send(bytes([here]), owner, _tag(engine))
+                        self._required_channel.send(bytes([is_present]), owner, _tag(engine))
             else:
-                here = bool(self._others.receive(ranks[0], _tag(engine))[0])
-            if here:
-                left.append((engine, ranks))
-        if self._peers is not None:
-            self._peers.settle()
-        self._served = left
+                is_present = bool(self._required_channel.receive(ranks[0], _tag(engine))[0])
+            if is_present:
+                remaining.append((engine, ranks))
+        if self._channel is not None:
+            self._channel.flush()
+        self._targets = remaining
 
     @property
-    def _others(self) -> Peers:
-        assert self._peers is not None, "the plan has one rank for each engine"
-        return self._peers
+    def _required_channel(self) -> RankChannel:
+        assert self._channel is not None, "the plan has one rank for each engine"
+        return self._channel
 
 
 def _tag(engine: EngineAddress) -> int:
@@ -123,81 +131,93 @@ def _tag(engine: EngineAddress) -> int:
 
 
 class GroupTransport:
-    """Owns the process group, which lasts as long as the same engines take part. Its rank 0 is this process."""
+    """Transport through a process group, which lasts while the same engines take part. This process is its rank 0."""
 
-    def __init__(self, seconds: float, joining: float) -> None:
-        """What an engine may take for a bucket, and to join. Who dies while it joins holds the others up so long."""
+    def __init__(self, seconds: float, join_seconds: float) -> None:
+        """Create the transport without a group.
+
+        Args:
+            seconds: time limit of an engine for a bucket.
+            join_seconds: time limit for joining. An engine that dies while it joins delays the others by that
+                time.
+        """
         self._seconds = seconds
-        self._joining = joining
+        self._join_seconds = join_seconds
         self._group: dist.ProcessGroup | None = None
         self._members: list[EngineAddress] = []
         self._name = ""
         self._communicating = False
-        """Whether the group has done a collective: NCCL makes its communicator in the first one."""
+        """Whether the group has done a collective: the first one creates NCCL's communicator."""
 
     @property
     def urls(self) -> set[str]:
-        """Of the engines that are in the group."""
+        """URLs of the engines in the group."""
         return {engine.url for engine in self._members}
 
     def begin(self, receivers: Receivers) -> None:
-        """An engine that was started anew does not know the group of its predecessor; it holds no weights."""
-        if self._changed(receivers) or any(e.holds < 0 for e in receivers.present):
+        """Start a push. A restarted engine, which holds no weights, has lost its predecessor's group."""
+        if self._is_stale(receivers) or any(e.holds < 0 for e in receivers.present):
             self._open(receivers)
 
-    def send(self, flat: Flat, receivers: Receivers) -> None:
-        """Again, with a group of those who are left, when an engine goes in the middle: loading twice is harmless."""
-        described = [(n, str(dtype).removeprefix("torch."), list(shape)) for n, dtype, shape in flat.parts]
+    def send(self, flat: FlatBucket, receivers: Receivers) -> None:
+        """Broadcast a bucket; if an engine fails, again with a group of the remaining ones.
+
+        Loading a bucket twice is harmless.
+        """
+        descriptions = [(n, str(dtype).removeprefix("torch."), list(shape)) for n, dtype, shape in flat.parts]
         while receivers.present:
-            if self._changed(receivers):
+            if self._is_stale(receivers):
                 self._open(receivers)
                 continue
-            answers = receivers.ask([load_from_group(self._name, described)] * len(self._members))
+            answers = receivers.post_all([load_from_group(self._name, descriptions)] * len(self._members))
             if self._broadcast(flat.memory, answers):
-                receivers.settle(answers)
+                receivers.wait_all(answers)
                 return
-            self._give_up(receivers, answers)
+            self._abandon(receivers, answers)
 
-    def _changed(self, receivers: Receivers) -> bool:
+    def _is_stale(self, receivers: Receivers) -> bool:
         return [(e.url, e.tp) for e in receivers.present] != [(e.url, e.tp) for e in self._members]
 
     def close(self) -> None:
-        """Leave the group, here and at the engines that still answer."""
+        """Leave the group, here and on the engines that still respond."""
         if self._group is None:
             return
         with Receivers(self._members, self._seconds) as members:
-            # Both sides at once: NCCL's end waits for the other's.
-            answers = members.ask([leave_group(self._name)] * len(self._members))
+            # Both sides at the same time: in NCCL each waits for the other.
+            answers = members.post_all([leave_group(self._name)] * len(self._members))
             dist.destroy_process_group(self._group)
             for answer in answers.values():
-                with contextlib.suppress(Gone, RunError):  # it has gone, or has never joined
+                with contextlib.suppress(EngineUnreachable, RunError):  # unreachable, or has never joined
                     answer.result()
         self._group, self._members = None, []
 
-    def _give_up(self, receivers: Receivers, answers: Answers) -> None:
-        """Who waits in the broken broadcast is freed by our leaving, and may refuse only because of that: it is left
-        out only where nobody else is to blame."""
+    def _abandon(self, receivers: Receivers, answers: Answers) -> None:
+        """Leave a group whose broadcast failed, and exclude the engines at fault.
+
+        Leaving releases the engines that wait in the broadcast; these may refuse only because of that, and
+        are excluded only if no other engine is at fault.
+        """
         assert self._group is not None
         first = {url: a for url, a in answers.items() if a.done()}
         abort(self._group)
         self._group, self._members = None, []
-        receivers.blame(answers, first, RunError("the broadcast of weights failed"))
+        receivers.exclude_failed(answers, first, RunError("the broadcast of weights failed"))
 
     def _open(self, receivers: Receivers) -> None:
-        """A group with all who are there; who goes while it joins is left out, and the others join another one."""
+        """Create a group with all present engines; exclude those that fail to join, and try again without them."""
         self.close()
-        while receivers.present and not self._joined(receivers):
+        while receivers.present and not self._join(receivers):
             pass
         self._members = list(receivers.present)
 
-    def _joined(self, receivers: Receivers) -> bool:
-        """Whether every engine is in the new group; when not, there is none, and who is to blame is left out."""
-        meeting = Meeting.towards(receivers.present, 1)
-        self._name = meeting.name
-        answers = receivers.ask(meeting.calls(receivers.present))
-        failure = RunError(f"no process group with {len(answers)} engines at {meeting}")
+    def _join(self, receivers: Receivers) -> bool:
+        """Return whether every engine has joined the new group; if not, close it and exclude the engines at fault."""
+        rendezvous = GroupRendezvous.create(receivers.present, 1)
+        self._name = rendezvous.name
+        answers = receivers.post_all(rendezvous.calls(receivers.present))
+        failure = RunError(f"no process group with {len(answers)} engines at {rendezvous}")
         try:
-            self._group = meeting.join(0, self._joining)
+            self._group = rendezvous.join(0, self._join_seconds)
         except (RuntimeError, TimeoutError) as e:
             failure = RunError(f"{failure}: {e}")
         else:
@@ -207,77 +227,87 @@ class GroupTransport:
                 return True
             abort(self._group)
             self._group = None
-        receivers.blame(answers, {}, failure)  # the others waited in vain, and refuse, too
+        receivers.exclude_failed(answers, {}, failure)  # the others have timed out, and refuse as well
         return False
 
     def _broadcast(self, flat: Tensor, answers: Answers) -> bool:
-        """Whether it went through. A refusal or a death leaves the others waiting: then the group is given up."""
+        """Return whether the broadcast succeeded.
+
+        After a refusal or a death the other engines wait: the group is then abandoned.
+        """
         group = self._group
         assert group is not None
 
-        def refused() -> bool:
+        def has_refusal() -> bool:
             return any(a.done() and a.exception() for a in answers.values())
 
         def begin() -> dist.Work | None:
             return dist.broadcast(flat, group=group, group_src=0, async_op=True)
 
-        work = begin() if self._communicating else begin_first(begin, flat, refused, self._seconds)
+        work = begin() if self._communicating else begin_first(begin, flat, has_refusal, self._seconds)
         if work is None:
             return False
         self._communicating = True
         while not work.is_completed():
-            if refused():
+            if has_refusal():
                 return False
-            time.sleep(_LOOK_SECONDS)
-        if work.exception() is not None:  # a peer closed the connection; waiting on NCCL would not raise it
+            time.sleep(_POLL_SECONDS)
+        if work.exception() is not None:  # a peer closed the connection; waiting would not raise with NCCL
             return False
         work.wait()
         return True
 
 
 def begin_first(
-    collective: Callable[[], dist.Work | None], tensor: Tensor, refused: Callable[[], bool], seconds: float
+    collective: Callable[[], dist.Work | None],
+    tensor: Tensor,
+    has_refusal: Callable[[], bool],
+    seconds: float,
 ) -> dist.Work | None:
-    """Begin the first collective of a group. NCCL makes its communicator in that call, which blocks in C++ until all
-    ranks have come, or fails; so a thread makes it, and this one can give up.
+    """Start the first collective of a group, in a thread.
+
+    NCCL creates its communicator in that call, which blocks in C++ until all ranks have joined, or fails.
+    With a thread the caller can give up.
 
     Args:
-        collective: Begins it on `tensor`, without waiting for its end.
-        refused: Whether a member will not come.
-        seconds: Limit of the call.
+        collective: starts it on `tensor`, without waiting for its end.
+        tensor: the tensor of the collective.
+        has_refusal: whether a member has refused.
+        seconds: time limit of the call.
 
     Returns:
-        None where the call failed, a member refused, or the time is over: the group is then to be aborted. The thread
-        stays with a call that even that does not end, as in ncclCommInitRank.
+        The work; None if the call failed, a member refused, or the time is over: abort the group then. The
+            thread remains
+        if even aborting does not end the call, as in ncclCommInitRank.
     """
-    begun: Future[dist.Work | None] = Future()
-    # Both the device and the stream are the thread's own.
+    result: Future[dist.Work | None] = Future()
+    # Device and stream are thread-local.
     stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
     def call() -> None:
         try:
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-                begun.set_result(collective())
+                result.set_result(collective())
         except (RuntimeError, ValueError) as e:
-            begun.set_exception(e)
-        finally:  # of another error, which the thread reports, nobody waits for the end
-            if not begun.done():
-                begun.set_exception(RunError("the first collective failed"))
+            result.set_exception(e)
+        finally:  # after any other error, which the thread prints, the caller must not wait
+            if not result.done():
+                result.set_exception(RunError("the first collective failed"))
 
     threading.Thread(target=call, name="first-collective", daemon=True).start()
     end = time.monotonic() + seconds
-    while not begun.done():
-        if refused() or time.monotonic() > end:
+    while not result.done():
+        if has_refusal() or time.monotonic() > end:
             return None
-        time.sleep(_LOOK_SECONDS)
-    if (error := begun.exception()) is not None:
-        log.warning("a group with engines is given up at its first collective: %s", error)
+        time.sleep(_POLL_SECONDS)
+    if (error := result.exception()) is not None:
+        log.warning("a process group with engines failed in its first collective: %s", error)
         return None
-    return begun.result()
+    return result.result()
 
 
-def address_towards(url: str) -> str:
-    """This host's address as the one in `url` sees it."""
+def local_address_for(url: str) -> str:
+    """Return this host's address on the route to the host of `url`."""
     host = urlsplit(url).hostname or "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((host, 9))  # sends nothing: it only chooses a route
@@ -285,9 +315,11 @@ def address_towards(url: str) -> str:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where trainer ranks and engines make a process group. Trainer ranks have the first numbers in it, engines the
-    next ones, each as many as it has ranks."""
+class GroupRendezvous:
+    """Rendezvous of a process group of trainer ranks and engines.
+
+    Trainer ranks have the first ranks of the group, then come the ranks of each engine.
+    """
 
     name: str
     host: str
@@ -296,13 +328,13 @@ class Meeting:
     world: int
 
     @classmethod
-    def towards(cls, engines: Sequence[EngineAddress], trainers: int) -> Meeting:
-        """A new one on this host."""
-        host = address_towards(engines[0].url)
+    def create(cls, engines: Sequence[EngineAddress], trainers: int) -> GroupRendezvous:
+        """Choose a free port of this host and a unique name."""
+        host = local_address_for(engines[0].url)
         with socket.socket() as s:
             s.bind((host, 0))
             port = s.getsockname()[1]
-        # A name of its own: an engine keeps that of a trainer that was killed.
+        # A unique name: an engine keeps the group of a trainer that was killed.
         return cls(
             f"rlsys-{secrets.token_hex(8)}", host, port, trainers, trainers + sum(e.tp for e in engines)
         )
@@ -311,22 +343,24 @@ class Meeting:
         return f"{self.host}:{self.port}"
 
     def calls(self, engines: Sequence[EngineAddress]) -> list[Call]:
-        """What each engine is asked."""
+        """Return the request to each engine."""
         first = offsets(engines, self.trainers)
         return [join_group(self.name, self.host, self.port, rank, self.world, backend()) for rank in first]
 
     def join(self, rank: int, seconds: float) -> dist.ProcessGroup:
-        """A trainer rank's side; rank 0's must be on this host. Raises RuntimeError (also torch's errors) or
-        TimeoutError when somebody is missing.
+        """Join the group as a trainer rank; rank 0 must be on this host.
 
-        The store's server listens at the address that engines are told, and at no other.
+        The store listens on the address that engines are given, and on no other.
+
+        Raises:
+            RuntimeError, TimeoutError: a rank is missing, or torch fails.
         """
         prepare_sglang()
         from sglang.srt.utils import init_custom_process_group
 
         timeout = datetime.timedelta(seconds=seconds)
         store = bound_store(self.host, self.port, self.world, rank, timeout)
-        with _outlived_by_this_process():
+        with _without_nccl_watchdog():
             group: dist.ProcessGroup = init_custom_process_group(
                 backend=backend(), store=dist.PrefixStore(self.name, store), world_size=self.world, rank=rank,
                 group_name=self.name, timeout=timeout,
@@ -335,34 +369,38 @@ class Meeting:
 
 
 def offsets(engines: Sequence[EngineAddress], trainers: int) -> list[int]:
-    """The number of each engine's first rank in a group with so many trainer ranks."""
+    """Return the group rank of each engine's first rank."""
     return list(itertools.accumulate((e.tp for e in engines), initial=trainers))[:-1]
 
 
 def backend() -> str:
+    """Return the torch backend: nccl with CUDA, else gloo."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 @contextlib.contextmanager
-def _outlived_by_this_process() -> Iterator[None]:
-    """Groups of NCCL that are made meanwhile leave it to us what an engine's death means. Else NCCL's watchdog ends
-    the process that shares a group with one that has died or hangs. Torch reads the variable as it makes a group:
-    the trainer's own groups keep what theirs was.
+def _without_nccl_watchdog() -> Iterator[None]:
+    """Create NCCL groups whose errors do not end this process.
+
+    By default NCCL's watchdog ends a process that shares a group with one that has died or hangs. Torch reads
+    the variable when it creates a group: the trainer's own groups keep their setting.
     """
-    before = os.environ.get(_ERROR_HANDLING)
+    previous = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[_ERROR_HANDLING]
         else:
-            os.environ[_ERROR_HANDLING] = before
+            os.environ[_ERROR_HANDLING] = previous
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Leave a group in which a broadcast hangs. NCCL's is not destroyed but aborted: its end would first wait for the
-    hung kernel, until the watchdog ends this process.
+    """Leave a group in which a broadcast hangs.
+
+    An NCCL group is aborted rather than destroyed: destroying would first wait for the hung kernel, until the
+    watchdog ends this process.
     """
     if dist.get_backend(group) == "nccl":
         dist.distributed_c10d._abort_process_group(group)
@@ -370,8 +408,8 @@ def abort(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def as_handed_over(flat: Flat) -> dict[str, Any]:
-    """What an engine expects of a flattened bucket in a handle."""
+def flattened_payload(flat: FlatBucket) -> dict[str, Any]:
+    """Return the object that an engine expects for a flattened bucket in a handle."""
     prepare_sglang()
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -384,6 +422,7 @@ def as_handed_over(flat: Flat) -> dict[str, Any]:
 
 
 def serializer() -> Callable[[Any], bytes]:
+    """Return SGLang's function that serialises tensors as handles."""
     prepare_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -392,24 +431,26 @@ def serializer() -> Callable[[Any], bytes]:
 
 
 def _start_memory_manager() -> None:
-    """Have torch start the process that owns shared memory now, with its Unix socket in the folder of this role: by
-    itself it makes that under TMPDIR, whose path may be too long for one."""
-    if (folder := os.environ.get(FOLDER_VARIABLE)) is None:  # no role, but a process started by hand
+    """Start torch's shared memory manager now, with its Unix socket in the folder of this role.
+
+    By default torch creates the socket under TMPDIR, whose path may be too long.
+    """
+    if (folder := os.environ.get(FOLDER_VARIABLE)) is None:  # a process that was started by hand
         return
-    before = os.environ.get("TMPDIR")
+    previous = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = folder
     try:
         torch.empty(1).share_memory_()
     finally:
-        if before is None:
+        if previous is None:
             del os.environ["TMPDIR"]
         else:
-            os.environ["TMPDIR"] = before
+            os.environ["TMPDIR"] = previous
 
 
 @functools.cache
 def prepare_sglang() -> None:
-    """Import what a push needs of SGLang, which takes seconds: by those ranks alone that send."""
+    """Import what a push needs of SGLang, which takes seconds: on sending ranks only."""
     if not torch.cuda.is_available():
         from rlsys.engine.cpu.platform import declare_torchvision_ops
 
@@ -420,6 +461,6 @@ def prepare_sglang() -> None:
     else:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-        # A handle names its GPU by UUID: processes that see other lists of GPUs number them otherwise.
+        # A handle names its GPU by UUID, because processes with different visible devices number them differently.
         monkey_patch_torch_reductions()
     importlib.import_module("sglang.srt.weight_sync.tensor_bucket")

@@ -1,1 +1,1 @@
-"""A rollout worker: its engines, the streams of its samples, their scores, and its link to the coordinator."""
+"""Rollout workers: samples from their first token to their reward, in one process or several."""

@@ -1,4 +1,4 @@
-"""Puts together what every process that asks engines needs: the scorer and the router of a config."""
+"""Construction of scorer, router and engine clients from a config, for every process that uses engines."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scor
 
 
 class ClientMaker(Protocol):
+    """Creates the client of an engine."""
+
     def __call__(
         self,
         url: str,
-        whose: Identity,
+        owner: Identity,
         *,
         tp: int = 1,
         index: int | None = None,
@@ -50,13 +52,13 @@ class ClientMaker(Protocol):
 
 
 def client_maker(config: Config, session: ClientSession) -> ClientMaker:
-    """Makes clients of a run's engines, with its limits and its adapter."""
+    """Return a factory for clients of a run's engines, with its limits and its adapter."""
     limits = Limits(config.answer_seconds, config.work_seconds)
     own_adapter = ADAPTER if config.weights.method == "adapter" else None
 
     def client(
         url: str,
-        whose: Identity,
+        owner: Identity,
         *,
         tp: int = 1,
         index: int | None = None,
@@ -64,7 +66,7 @@ def client_maker(config: Config, session: ClientSession) -> ClientMaker:
         pool: str | None = None,
     ) -> EngineClient:
         return EngineClient(
-            url, session, tp=tp, index=index, identity=whose, limits=limits, adapter=adapter, pool=pool
+            url, session, tp=tp, index=index, identity=owner, limits=limits, adapter=adapter, pool=pool
         )
 
     return client
@@ -75,10 +77,15 @@ def build_router(
     engines: list[EngineClient],
     tokenizer: Tokenizer,
     *,
-    trusted: bool = False,
-    sole: bool = True,
+    skip_attestation: bool = False,
+    single_router: bool = True,
 ) -> Router:
-    """`trusted`: engines serve with the weights that they have; nobody pushes any. `sole`: see Router."""
+    """Create the router of a config.
+
+    Args:
+        skip_attestation: engines serve the weights that they have; no push happens.
+        single_router: see Router.
+    """
     vocab_size, context_length = _sizes(config)
     return Router(
         engines,
@@ -92,34 +99,34 @@ def build_router(
         strategy=config.router.strategy,
         interruption=config.router.interruption,
         reads_again=config.rollout.keep_budget is not None,
-        patience=config.start_seconds,  # the supervisor may be restarting the only engine
-        trusted=trusted,
-        peers=passes_on(config) and sole,  # weights pass through one folder of the run, one copy at a time
-        sole=sole,
+        push_timeout_s=config.start_seconds,  # the supervisor may be restarting the only engine
+        skip_attestation=skip_attestation,
+        peers=passes_on(config) and single_router,  # copies use one folder of the run, one at a time
+        single_router=single_router,
         slots=config.max_running_requests,
         kinds=config.engine,
     )
 
 
-def limits_of(config: Config) -> PromptLimits:
-    """What every prompt must keep to that goes to an engine of the run, whoever asks: see Router.limits."""
+def prompt_limits(config: Config) -> PromptLimits:
+    """Return the limits of every prompt that is sent to an engine of the run, see Router.limits."""
     return PromptLimits(*_sizes(config))
 
 
 def _sizes(config: Config) -> tuple[int, int]:
-    """Vocabulary, and the most tokens that an engine can hold of one sample."""
+    """Return the vocabulary size and the most tokens of one sample in an engine."""
     vocab_size, context_length = read_model_limits(config.model.path)
     return vocab_size, min(context_length, config.engine.max_total_tokens)
 
 
 async def ask_engines(router: Engines, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:
-    """The run's own model says what it thinks of a question, greedily and outside the ledger, over interruptions."""
+    """Answer a question with the run's own model, greedily and outside the ledger, across interruptions."""
     ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
     return tokenizer.decode((await router.greedy(ids, max_new_tokens)).ids)
 
 
 def read_model_limits(path: Path) -> tuple[int, int]:
-    """Vocabulary size and context length from config.json. The tokenizer may know fewer ids than the model has."""
+    """Read vocabulary size and context length from config.json. The tokenizer may have fewer ids than the model."""
     file = path / "config.json"
     try:
         hf = read_fields(path)

@@ -1,10 +1,10 @@
-"""What the coordinator and a rollout worker say to each other: batches of msgpack messages over a socket pair.
+"""Protocol between coordinator and rollout worker: batches of msgpack messages over a socket pair.
 
-    to a worker         run this sample; forget these; carry out a call
-    to the coordinator  rows of samples, with where new tokens lie; verdicts; failures; answers of calls; figures
+    to a worker         run a sample; cancel samples; execute a call
+    to the coordinator  rows of samples with the location of new tokens; verdicts; failures; results of calls; status
 
-Arguments and results of calls are pickles: the two trust each other, one started the other. What streams, rows and
-verdicts, is typed.
+Arguments and results of calls are pickles: the two processes trust each other, since one started the other. The
+streamed messages, rows and verdicts, are typed.
 """
 
 from __future__ import annotations
@@ -18,43 +18,52 @@ from typing import Any
 
 import msgspec
 
-from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnMark, VersionSpan
+from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnReward, VersionSpan
 from rlsys.core.types import CensorCause, Sample, Status
-from rlsys.ledger.sample_rows import New, ToldSequence
+from rlsys.ledger.sample_rows import NewTokens, SequenceUpdate
 from rlsys.worker.scoring import Verdict
 
 _LENGTH = struct.Struct("<I")
-MOST_TOGETHER = 512
-"""Messages: the other end begins with them while there are more."""
+MAX_BATCH_MESSAGES = 512
+"""Messages per batch: the receiver starts on them while more are produced."""
 
 
-class Run(msgspec.Struct, tag=True, array_like=True):
-    """To the reward of this sample, which has its tokens where its row says. `sample`, `prompt`: pickles. `together`:
-    so many samples of its group come for a tree; 0: none is to grow."""
+class RunSample(msgspec.Struct, tag=True, array_like=True):
+    """Run a sample up to its reward. Its row has the location of its tokens.
+
+    `sample`, `prompt`: pickles. `tree_samples`: number of samples of its group that form a tree; 0: no tree.
+    """
 
     sample_id: int
     sample: bytes
     prompt: bytes
-    together: int
+    tree_samples: int
 
 
-class Forget(msgspec.Struct, tag=True, array_like=True):
-    """Samples that the coordinator does not wait for any more. After an interrupt only."""
+class CancelSamples(msgspec.Struct, tag=True, array_like=True):
+    """Cancel samples that the coordinator no longer waits for. Sent after an interrupt only."""
 
     sample_ids: list[int]
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
+    """Call of the method do_NAME of the worker."""
+
     number: int
     name: str
     arguments: bytes
     """A pickled dict."""
 
 
-class OfSequence(msgspec.Struct, array_like=True):
-    """What has become of a sequence, and what came of it since it was told last: `pieces`, written out already, and
-    the routes that an engine wrote. `anew`: it has lost tokens, and these are all that it has. `prompt_ids`: where
-    they are not its group's."""
+class SequenceRow(msgspec.Struct, array_like=True):
+    """State of a sequence, and its new tokens since the last report.
+
+    Args:
+        prompt_ids: its prompt if it is not the group's.
+        pieces: new tokens, already written to segments.
+        routes: new routes that an engine wrote.
+        rewritten: it lost tokens, and these replace all of them.
+    """
 
     status: Status
     spans: list[tuple[int, int, int]]
@@ -67,16 +76,16 @@ class OfSequence(msgspec.Struct, array_like=True):
     prefilled_tokens: int
     engine: str | None
     prompt_ids: list[int] | None
-    spoke: int
+    last_turn: int
     pieces: list[Piece]
-    placed: list[RouteSpan]
-    anew: bool
+    routes: list[RouteSpan]
+    rewritten: bool
 
-    def tell(self, sequence: Sample) -> None:
-        """Bring the coordinator's one up to date, but for its pieces."""
+    def apply(self, sequence: Sample) -> None:
+        """Update the coordinator's copy, except for its pieces."""
         sequence.spans = [VersionSpan(*s) for s in self.spans]
         sequence.observed = [TokenSpan(*s) for s in self.observed]
-        sequence.mu_sum, sequence.status, sequence.spoke = self.mu_sum, self.status, self.spoke
+        sequence.mu_sum, sequence.status, sequence.last_turn = self.mu_sum, self.status, self.last_turn
         sequence.resumes, sequence.deaths, sequence.faults = self.resumes, self.deaths, self.faults
         sequence.cached_tokens, sequence.prefilled_tokens = self.cached_tokens, self.prefilled_tokens
         sequence.engine = self.engine
@@ -84,93 +93,103 @@ class OfSequence(msgspec.Struct, array_like=True):
             sequence.prompt_ids, sequence.own_prompt = self.prompt_ids, True
 
 
-class Further(OfSequence, array_like=True):
-    """Of a sequence after the first."""
+class LaterSequenceRow(SequenceRow, array_like=True):
+    """State of a sequence after the first."""
 
     number: int
     parent: int | None
     aside: bool
 
 
-class Row(OfSequence, tag=True, array_like=True):
-    """Of a sample: what its first sequence is, what all of it is, and its further sequences that have changed."""
+class SampleRow(SequenceRow, tag=True, array_like=True):
+    """State of a sample: its first sequence, the sample itself, and its other sequences that changed."""
 
     sample_id: int
     done: bool
-    """Nothing more will be generated."""
+    """Generation has finished."""
     censor_reason: str | None
     censor_cause: CensorCause | None
-    marks: list[TurnMark] | None
+    marks: list[TurnReward] | None
     fork: Fork | None
-    given: int
-    discarded: int
-    further: list[Further]
+    inherited_tokens: int
+    discarded_tokens: int
+    extra_sequences: list[LaterSequenceRow]
 
-    def tell_sample(self, sample: Sample) -> list[ToldSequence]:
-        """Bring the coordinator's sample up to date. What came of each sequence."""
-        self.tell(sample)
+    def apply_to(self, sample: Sample) -> list[SequenceUpdate]:
+        """Update the coordinator's sample. Returns the new tokens of each sequence."""
+        self.apply(sample)
         sample.censor_reason, sample.censor_cause = self.censor_reason, self.censor_cause
-        sample.turn_marks = self.marks
-        sample.fork, sample.given, sample.discarded = self.fork, self.given, self.discarded
-        for told in self.further:
-            if told.number > len(sample.further):
-                sample.begin(told.prompt_ids or (), told.parent, aside=told.aside)
-            told.tell(sample.sequences[told.number])
-        further = [(q.number, q.pieces, q.placed, q.anew) for q in self.further]
-        return [(0, self.pieces, self.placed, self.anew), *further]
+        sample.turn_rewards = self.marks
+        sample.fork, sample.inherited_tokens, sample.discarded = (
+            self.fork,
+            self.inherited_tokens,
+            self.discarded_tokens,
+        )
+        for row in self.extra_sequences:
+            if row.number > len(sample.extra_sequences):
+                sample.begin(row.prompt_ids or (), row.parent, aside=row.aside)
+            row.apply(sample.sequences[row.number])
+        updates = [(q.number, q.pieces, q.routes, q.rewritten) for q in self.extra_sequences]
+        return [(0, self.pieces, self.routes, self.rewritten), *updates]
 
 
-def row_of(sample: Sample, done: bool, own: New, further: Mapping[int, New]) -> Row:
-    """`own`, `further`: pieces and placed routes of the first sequence, and of later ones by number."""
-    return Row(
-        **_of_sequence(sample, own), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
-        censor_cause=sample.censor_cause, marks=sample.turn_marks, fork=sample.fork, given=sample.given,
-        discarded=sample.discarded,
-        further=[
-            Further(**_of_sequence(q := sample.sequences[n], new), number=n, parent=q.parent, aside=q.aside)
-            for n, new in further.items()
+def sample_row(sample: Sample, done: bool, first: NewTokens, later: Mapping[int, NewTokens]) -> SampleRow:
+    """Create the row of a sample from the new tokens of its first sequence and of later ones, by number."""
+    return SampleRow(
+        **_sequence_fields(sample, first), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
+        censor_cause=sample.censor_cause, marks=sample.turn_rewards, fork=sample.fork,
+        inherited_tokens=sample.inherited_tokens,
+        discarded_tokens=sample.discarded,
+        extra_sequences=[
+            LaterSequenceRow(
+                **_sequence_fields(q := sample.sequences[n], new), number=n, parent=q.parent, aside=q.aside
+            )
+            for n, new in later.items()
         ],
     )  # fmt: skip
 
 
-def _of_sequence(q: Sample, new: New) -> dict[str, Any]:
-    """The fields of OfSequence."""
-    pieces, placed, anew = new
+def _sequence_fields(q: Sample, new: NewTokens) -> dict[str, Any]:
+    """Return the fields of SequenceRow."""
+    pieces, routes, rewritten = new
     return {
         "status": q.status, "spans": [(s.version, s.start, s.end) for s in q.spans],
         "observed": [(s.start, s.end) for s in q.observed], "mu_sum": q.mu_sum, "resumes": q.resumes,
         "deaths": q.deaths, "faults": q.faults, "cached_tokens": q.cached_tokens,
         "prefilled_tokens": q.prefilled_tokens, "engine": q.engine,
-        "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "spoke": q.spoke, "pieces": pieces,
-        "placed": placed, "anew": anew,
+        "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "last_turn": q.last_turn, "pieces": pieces,
+        "routes": routes, "rewritten": rewritten,
     }  # fmt: skip
 
 
-class Judged(msgspec.Struct, tag=True, array_like=True):
-    """The reward of a sample, or why it has none."""
+class SampleVerdict(msgspec.Struct, tag=True, array_like=True):
+    """Reward of a sample, or the reason why it has none."""
 
     sample_id: int
     verdict: Verdict
 
 
-class Failed(msgspec.Struct, tag=True, array_like=True):
-    """What broke a sample that nobody foresaw, or the whole worker (-1): a pickled exception."""
+class Failure(msgspec.Struct, tag=True, array_like=True):
+    """Unexpected error of a sample, or of the whole worker (-1): a pickled exception."""
 
     sample_id: int
     error: bytes
 
 
-class Answer(msgspec.Struct, tag=True, array_like=True):
-    """Of a call. Either `result` or `error`, pickled."""
+class CallResult(msgspec.Struct, tag=True, array_like=True):
+    """Result of a call: either `result` or `error`, pickled."""
 
     number: int
     result: bytes
     error: bytes
 
 
-class Figures(msgspec.Struct, tag=True, array_like=True):
-    """How a worker's engines are: Router.tally, engine_states, engine_figures, stale_engines, next_members, rolls,
-    hopeless, Streams.full, and what its generator counts."""
+class WorkerStatus(msgspec.Struct, tag=True, array_like=True):
+    """State of a worker's engines and counts of its generator.
+
+    The fields are Router.tally, engine_states, engine_figures, stale_engines, next_members, is_rolling,
+    hopeless, and Streams.at_max_resumes and counts.
+    """
 
     counts: dict[str, float] = {}
     prefills: dict[str, tuple[int, int]] = {}
@@ -178,29 +197,40 @@ class Figures(msgspec.Struct, tag=True, array_like=True):
     engines: dict[str, dict[str, Any]] = {}
     stale: list[str] = []
     before_roll: list[str] = []
-    rolls: bool = False
+    is_rolling: bool = False
     hopeless: bool = False
-    full: list[str] = []
+    at_max_resumes: list[str] = []
     generated: dict[str, int] = {}
 
 
-ToWorker = Run | Forget | Call
-Joined = tuple[str, int, str | None]
-"""An engine that joined the run: URL, ranks, and its pool, if it is in one."""
-OfSamples = Row | Judged | Failed
-ToCoordinator = OfSamples | Answer | Figures
+ToWorker = RunSample | CancelSamples | Call
+JoinedEngine = tuple[str, int, str | None]
+"""An engine that joined the run: URL, ranks, and pool, if any."""
+SampleMessage = SampleRow | SampleVerdict | Failure
+ToCoordinator = SampleMessage | CallResult | WorkerStatus
 
 
 class Link(asyncio.Protocol):
-    """One end. Messages of one turn of the loop go together, at most MOST_TOGETHER, in their order. `lost` is called
-    once, when the other end is gone; whatever it said before has been heard then."""
+    """One end of the connection.
 
-    def __init__(self, kind: Any, hear: Callable[[list[Any]], None], lost: Callable[[], None]) -> None:
-        """`kind`: the union of what comes. `hear`: takes those that came together; what it raises ends the link."""
+    Messages sent in one iteration of the event loop form a batch of at most MAX_BATCH_MESSAGES, in order.
+    `on_lost` is called once when the other end is gone, after all its messages were handled.
+    """
+
+    def __init__(
+        self, kind: Any, on_messages: Callable[[list[Any]], None], on_lost: Callable[[], None]
+    ) -> None:
+        """Create an unconnected end.
+
+        Args:
+            kind: union of the incoming message types.
+            on_messages: called with each batch; an exception closes the link.
+            on_lost: called when the other end is gone.
+        """
         self._decoder = msgspec.msgpack.Decoder(list[kind])
         self._encoder = msgspec.msgpack.Encoder()
-        self._hear = hear
-        self._lost = lost
+        self._on_messages = on_messages
+        self._on_lost = on_lost
         self._out: list[Any] = []
         self._in = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -210,15 +240,15 @@ class Link(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
 
     def send(self, message: Any) -> None:
-        """Nothing, when the other end is gone: `lost` has told it."""
+        """Queue a message. Ignored if the other end is gone, which `on_lost` reports."""
         if not self._out:
             asyncio.get_running_loop().call_soon(self.flush)
         self._out.append(message)
-        if len(self._out) >= MOST_TOGETHER:
+        if len(self._out) >= MAX_BATCH_MESSAGES:
             self.flush()
 
     def flush(self) -> None:
-        """What was sent leaves now."""
+        """Send all queued messages now."""
         if self._out and self._transport is not None:
             data = self._encoder.encode(self._out)
             self._transport.write(_LENGTH.pack(len(data)) + data)
@@ -243,13 +273,13 @@ class Link(asyncio.Protocol):
             end = at + _LENGTH.size + length
             if len(self._in) < end:
                 break
-            self._hear(self._decoder.decode(bytes(memoryview(self._in)[at + _LENGTH.size : end])))
+            self._on_messages(self._decoder.decode(bytes(memoryview(self._in)[at + _LENGTH.size : end])))
             at = end
         del self._in[:at]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._lost()
+        self._on_lost()
 
 
 def pack(thing: object) -> bytes:

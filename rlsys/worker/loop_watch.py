@@ -1,7 +1,7 @@
-"""A thread that ends the process when its event loop stands still.
+"""Watchdog thread that ends the process when its event loop is blocked.
 
-User code that blocks in the loop (an async reward, say) stops everything that could notice it there, time limits as
-well, and every other process would wait for ever.
+User code that blocks the loop, such as an async reward, blocks everything in the process that could detect it,
+including time limits, and all other processes would wait forever.
 """
 
 from __future__ import annotations
@@ -20,52 +20,54 @@ from rlsys.core.errors import RunError
 from rlsys.obs.role import format_error
 
 CHECKS = 10
-"""Looks of the thread within the limit."""
+"""Number of checks within the limit."""
 _LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 
 
-class Stillness:
-    """Counts looks at a pulse, not seconds: a process that was stopped as a whole has not stood still."""
+class StallDetector:
+    """Counts checks of a pulse instead of seconds, so that a suspended process is not counted as stalled."""
 
     def __init__(self) -> None:
-        self._seen, self._looks = -1, 0
+        self._last_pulse, self._unchanged = -1, 0
 
-    def look(self, pulse: int) -> bool:
-        """Whether it has been the same for CHECKS looks."""
-        self._looks = self._looks + 1 if pulse == self._seen else 0
-        self._seen = pulse
-        return self._looks >= CHECKS
+    def stalled(self, pulse: int) -> bool:
+        """Return whether the pulse has not changed for CHECKS checks."""
+        self._unchanged = self._unchanged + 1 if pulse == self._last_pulse else 0
+        self._last_pulse = pulse
+        return self._unchanged >= CHECKS
 
 
 @contextmanager
 def loop_watch(limit: float, in_flight: Callable[[], str]) -> Iterator[None]:
-    """The running loop is watched. Ends the process with one line: where the loop stands after `limit` seconds, and
-    what is `in_flight`. What was not committed is lost, as by a crash.
+    """Watch the running event loop while the context is active.
+
+    If it is blocked for `limit` seconds, end the process with one line that says where, and what is
+    `in_flight`. Uncommitted state is lost, as in a crash.
     """
-    loop, ended = asyncio.get_running_loop(), threading.Event()
-    place, pulse, step = threading.get_ident(), [0], limit / CHECKS
+    loop, finished = asyncio.get_running_loop(), threading.Event()
+    thread_id, pulse, step = threading.get_ident(), [0], limit / CHECKS
 
     def beat() -> None:
         pulse[0] += 1
-        if not ended.is_set():
+        if not finished.is_set():
             loop.call_later(step / 2, beat)
 
     def watch() -> None:
-        stillness = Stillness()
-        while not ended.wait(step):
-            if stillness.look(pulse[0]):
-                _end(f"the event loop has stood still for {limit:g} s at {_line(place)}; {in_flight()}")
+        stillness = StallDetector()
+        while not finished.wait(step):
+            if stillness.stalled(pulse[0]):
+                _end(f"the event loop was blocked for {limit:g} s at {_line(thread_id)}; {in_flight()}")
 
     beat()
     threading.Thread(target=watch, name="loop watch", daemon=True).start()
     try:
         yield
     finally:
-        ended.set()
+        finished.set()
 
 
 def _line(thread: int) -> str:
-    """What it executes: the innermost line that is in no library, if there is one."""
+    """Return the innermost line that the thread executes outside of libraries, if there is one."""
     innermost = sys._current_frames()[thread]
     at: FrameType | None = innermost
     while at is not None and at.f_code.co_filename.startswith(_LIBRARIES):
@@ -74,8 +76,8 @@ def _line(thread: int) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def _end(why: str) -> None:
-    error = RunError(why)
+def _end(message: str) -> None:
+    error = RunError(message)
     print(format_error(error), file=sys.stderr, flush=True)
     logging.shutdown()
     os._exit(error.exit_code)

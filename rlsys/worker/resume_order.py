@@ -1,4 +1,4 @@
-"""TODO"""
+"""Order in which interrupted samples resume (`rollout.resume_order`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ResumeOrder = Literal["oldest", "nearest_done", "longest"]
 
 
 def resume_key(order: ResumeOrder, sample: Sample, group: SampleGroup) -> tuple[int, ...]:
-    """Samples with smaller keys go on first; ties by age.
+    """Return the sort key of a waiting sample; smaller keys resume first, ties by age.
 
-    oldest: no sample waits behind a younger one. nearest_done: groups that lack the fewest samples, since a group
-    is of use only when it is whole; in a group, the longest first. longest: the least budget left, so that the tail
-    starts early.
+    oldest: no sample waits behind a younger one. nearest_done: groups that lack the fewest samples, since only
+    complete groups are useful; within a group, the longest first. longest: the smallest remaining budget, so
+    that the tail starts early.
     """
     length = sample.tokens
     if order == "nearest_done":

@@ -1,7 +1,7 @@
-"""What happens to each sample, and when: a span of its life (rlsys/obs/spans.py).
+"""SampleSpans: tracing spans of samples (rlsys/obs/spans.py).
 
-In memory only. What a process that is killed knew of unfinished samples is lost; what is parked when a process ends
-in order is sent as a span of its own.
+In memory only. A process that is killed loses the events of unfinished samples; when a process ends in order,
+the events of parked samples are sent as a span of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rlsys.obs.spans import Span, Value, child_of, sample_span
 
 
 @dataclass
-class Life:
-    """Of a sample in this process. `version`: of the weights that sampled its last token, None before the first."""
+class SampleTimeline:
+    """Events of a sample in this process. `version`: the weights of its last token, None before the first."""
 
     start: float
     version: int | None
@@ -26,60 +26,66 @@ class Life:
 
 
 class SampleSpans:
-    """Owns the lives of the samples that have begun here and are not settled. Without a sender it does nothing."""
+    """Owns the timelines of the samples that started here and have no reward yet. Does nothing without a sender."""
 
     def __init__(self, sender: SpanSender | None, clock: Callable[[], float] = time.time) -> None:
         self._sender = sender
         self._clock = clock
-        self._lives: dict[int, Life] = {}
+        self._timelines: dict[int, SampleTimeline] = {}
 
     def begin(self, sample: Sample) -> None:
-        """It waits for an engine from now on. Once more is no new life."""
-        if self._sender is not None and sample.sample_id not in self._lives:
+        """Start the timeline of a sample that waits for an engine, unless it has one."""
+        if self._sender is not None and sample.sample_id not in self._timelines:
             version = sample.spans[-1].version if sample.spans else None
-            self._lives[sample.sample_id] = Life(self._clock(), version, parked=bool(sample.tokens))
+            self._timelines[sample.sample_id] = SampleTimeline(
+                self._clock(), version, parked=bool(sample.tokens)
+            )
 
-    def heard(self, sample: Sample) -> None:
-        """It has just got tokens."""
-        if (life := self._lives.get(sample.sample_id)) is None:
+    def on_tokens(self, sample: Sample) -> None:
+        """Record new tokens of a sample."""
+        if (timeline := self._timelines.get(sample.sample_id)) is None:
             return
         version = sample.spans[-1].version
-        if life.version is None:
-            self._note(life, "first_token", {"rlsys.weight_version": version})
-        elif life.parked:
-            self._note(life, "resume", {"rlsys.weight_version": version, "rlsys.engine": sample.engine or ""})
-        if life.version not in (None, version):
-            self._note(life, "weights", {"rlsys.weight_version": version})
-        life.version, life.parked = version, False
+        if timeline.version is None:
+            self._note(timeline, "first_token", {"rlsys.weight_version": version})
+        elif timeline.parked:
+            self._note(
+                timeline, "resume", {"rlsys.weight_version": version, "rlsys.engine": sample.engine or ""}
+            )
+        if timeline.version not in (None, version):
+            self._note(timeline, "weights", {"rlsys.weight_version": version})
+        timeline.version, timeline.parked = version, False
 
-    def interrupted(self, samples: Iterable[Sample]) -> None:
+    def on_interrupt(self, samples: Iterable[Sample]) -> None:
         for sample in samples:
-            if (life := self._lives.get(sample.sample_id)) is not None:
-                self._note(life, "interrupt", {"rlsys.tokens": sample.tokens})
-                life.parked = True
+            if (timeline := self._timelines.get(sample.sample_id)) is not None:
+                self._note(timeline, "interrupt", {"rlsys.tokens": sample.tokens})
+                timeline.parked = True
 
-    def _note(self, life: Life, name: str, attributes: dict[str, Value]) -> None:
-        life.events.append((self._clock(), name, attributes))
+    def _note(self, timeline: SampleTimeline, name: str, attributes: dict[str, Value]) -> None:
+        timeline.events.append((self._clock(), name, attributes))
 
     def end(self, sample: Sample, reason: str | None = None) -> None:
-        """It has its reward, or `reason` says why there will be none."""
-        if (life := self._lives.pop(sample.sample_id, None)) is None:
+        """Send the span of a sample that has its reward; `reason` says why it has none."""
+        if (timeline := self._timelines.pop(sample.sample_id, None)) is None:
             return
         if sample.reward is not None:
-            self._note(life, "reward", {"rlsys.reward": sample.reward})
-        self._send(sample, life, error=reason)
+            self._note(timeline, "reward", {"rlsys.reward": sample.reward})
+        self._send(sample, timeline, error=reason)
 
     def stop(self, samples: Iterable[Sample]) -> None:
-        """The process ends. What it did of these unfinished ones is sent, as parts of their spans to come."""
+        """Send the events of unfinished samples as partial spans, because the process ends."""
         for sample in samples:
-            if (life := self._lives.pop(sample.sample_id, None)) is not None:
-                self._send(sample, life, part=True)
+            if (timeline := self._timelines.pop(sample.sample_id, None)) is not None:
+                self._send(sample, timeline, part=True)
         if self._sender is not None:
             self._sender.close()
 
-    def _send(self, sample: Sample, life: Life, *, error: str | None = None, part: bool = False) -> None:
+    def _send(
+        self, sample: Sample, timeline: SampleTimeline, *, error: str | None = None, part: bool = False
+    ) -> None:
         assert self._sender is not None
-        whole = sample_span(self._sender.run_id, sample.sample_id)
+        span_id = sample_span(self._sender.run_id, sample.sample_id)
         attributes: dict[str, Value] = {
             "rlsys.sample": sample.sample_id,
             "rlsys.group": sample.group_id,
@@ -92,19 +98,19 @@ class SampleSpans:
             attributes["rlsys.reward"] = sample.reward
         span = Span(
             name="sample, until a stop" if part else "sample",
-            id=child_of(whole) if part else whole,
-            start=life.start,
+            id=child_of(span_id) if part else span_id,
+            start=timeline.start,
             end=self._clock(),
-            parent=whole if part else None,
+            parent=span_id if part else None,
             attributes=attributes,
-            events=life.events,
+            events=timeline.events,
             error=error,
         )
         self._sender.send([span])
 
-    def figures(self) -> dict[str, float]:
-        """Metrics of a take: what spans cost this process so far."""
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a take: the cost of spans in this process so far."""
         if self._sender is None:
             return {}
-        made = {"spans": self._sender.made, "spans_lost": self._sender.lost}
-        return {**made, "time_spans": self._sender.seconds}
+        counts = {"spans": self._sender.span_count, "spans_lost": self._sender.dropped}
+        return {**counts, "time_spans": self._sender.seconds}

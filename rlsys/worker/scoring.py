@@ -1,4 +1,4 @@
-"""From a response to its reward, or to the reason why it has none (invariant 5: that is never a 0)."""
+"""Scorer: computes the reward of a response, or the reason why it has none (invariant 5: never a 0 instead)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlsys.core.imports import place
-from rlsys.core.spans import TurnMark
-from rlsys.core.texts import error_text, shortened
+from rlsys.core.imports import source_location
+from rlsys.core.spans import TurnReward
+from rlsys.core.texts import error_text, shorten
 from rlsys.core.types import LONGEST_REASON, CensorCause, Prompt, Response, Sample, Status
 from rlsys.generators.censoring import boundary
 from rlsys.rewards.results import TURNS, NoMark, read_mark
@@ -20,29 +20,31 @@ from rlsys.rewards.workers import RewardError, contained
 
 @dataclass(frozen=True)
 class Verdict:
-    """A reward, or the reason for none: exactly one of the two. `named`: the parts that the reward is the sum of, in
-    the order of the run's first reward. `right`: whether an evaluation counts it as right. `figures`: what the reward
-    function says beside the reward."""
+    """A reward or the reason why there is none; exactly one of the two.
+
+    `parts`: the summands of the reward, in the order of the run's first reward. `right`: whether an evaluation
+    counts it as correct. `figures`: additional metrics of the reward function.
+    """
 
     reward: float | None = None
     reason: str | None = None
-    named: dict[str, float] | None = None
+    parts: dict[str, float] | None = None
     answer: str | None = None
     right: bool = False
     figures: dict[str, float] = field(default_factory=dict)
     turns: list[float] | None = None
-    """What each turn is worth, where the reward function says it."""
+    """Reward of each turn, if the reward function returns them."""
     cause: CensorCause = CensorCause.REWARD
-    """Of the reason."""
+    """Cause of the reason."""
 
 
 class Scorer:
-    """Runs the reward function, so many at once, each with a time limit; waiting for a place does not count.
+    """Runs the reward function with limited concurrency and time; waiting for a slot does not count.
 
-    A reward function is user code: whatever it raises censors one sample, is counted and told, and hurts
-    nobody else. `open_reward` gives the function for one score. Whether a response has ended by itself is known to
-    its sample's status; the stop id that ended it is not in the text. `hung` counts scores that did not come in time,
-    `failed` those that raised, were no number, or had other parts than the first reward.
+    A reward function is user code: any exception censors one sample, is counted and reported, and affects no
+    other. `open_reward` provides the function for one score. The sample's status says whether a response is
+    complete; the stop id is not part of the text. `timeouts` counts scores beyond the time limit, `failures`
+    those that raised, were not a number, or had other parts than the first reward.
     """
 
     def __init__(
@@ -58,34 +60,37 @@ class Scorer:
         self._decode = decode
         self._answer, self._stop_ids = answer, stop_ids
         self._timeout = timeout
-        self._places = asyncio.Semaphore(concurrency)
+        self._semaphore = asyncio.Semaphore(concurrency)
         self.scoring: list[Prompt] = []
-        """Prompts whose responses the reward function has now."""
-        self._parts = SameParts()
-        self.hung = self.failed = 0
+        """Prompts whose responses are being scored."""
+        self._parts = RewardParts()
+        self.timeouts = self.failures = 0
 
     async def score(self, prompt: Prompt, sample: Sample) -> Verdict:
-        """Of a terminal sample."""
-        prompt, response = asked_about(prompt, sample), self._response(prompt, sample)
-        async with self._places, self._open_reward() as reward_fn:
+        """Score a terminal sample."""
+        prompt, response = with_turn_rewards(prompt, sample), self._response(prompt, sample)
+        async with self._semaphore, self._open_reward() as reward_fn:
             task = asyncio.ensure_future(contained(reward_fn(prompt, response)))
             self.scoring.append(prompt)
             try:
-                # Not wait_for: that waits for the cancelled task to end, and a hung one may never do so.
+                # Not wait_for, which waits for the cancelled task: a hung one may never end.
                 done, _ = await asyncio.wait({task}, timeout=self._timeout)
             finally:
                 self.scoring.remove(prompt)
                 task.cancel()
         if not done:
-            self.hung += 1
+            self.timeouts += 1
             return Verdict(reason=f"reward took longer than rollout.reward_timeout = {self._timeout:g} s")
         verdict = self._verdict(task, prompt, response)
-        self.failed += verdict.reason is not None
+        self.failures += verdict.reason is not None
         return verdict
 
     async def verdict(self, prompt: Prompt, sample: Sample, name: str) -> Verdict:
-        """Of a response in hand, within the boundary of a sample: what goes wrong on the way to the reward function
-        is a reason, too. `name`: of the sample, for messages."""
+        """Score a response; any error on the way to the reward function becomes a reason too.
+
+        Args:
+            name: names the sample in messages.
+        """
         with boundary(name) as item:
             return await self.score(prompt, sample)
         assert item.censored is not None
@@ -93,9 +98,9 @@ class Scorer:
 
     def _response(self, prompt: Prompt, sample: Sample) -> Response:
         finished, ids = sample.status is Status.FINISHED, sample.judged_ids
-        ended = finished and len(ids) > 0 and ids[-1] in self._stop_ids
+        ends_with_stop = finished and len(ids) > 0 and ids[-1] in self._stop_ids
         return Response(
-            self._decode(ids[:-1] if ended else ids),
+            self._decode(ids[:-1] if ends_with_stop else ids),
             finished=finished,
             ids=ids,
             mask=sample.judged_mask,
@@ -103,73 +108,72 @@ class Scorer:
         )
 
     def _verdict(self, task: asyncio.Future[Any], prompt: Prompt, response: Response) -> Verdict:
-        """Of a task that is done."""
+        """Convert the result of a finished task."""
         if task.cancelled():
             return Verdict(reason="reward was cancelled")
         if (error := task.exception()) is not None:
             if isinstance(error, NoMark):
                 return Verdict(reason=f"reward {error}")
-            ours = isinstance(error, RewardError)
-            words = shortened(error_text(error), LONGEST_REASON // 2)
-            told = words if ours else f"{type(error).__name__}: {words}{place(error)}"
-            return Verdict(reason=f"reward raised {told}{_lacking(told, prompt)}")
+            is_reward_error = isinstance(error, RewardError)
+            text = shorten(error_text(error), LONGEST_REASON // 2)
+            message = text if is_reward_error else f"{type(error).__name__}: {text}{source_location(error)}"
+            return Verdict(reason=f"reward raised {message}{_missing_key_hint(message, prompt)}")
         try:
             mark = read_mark(task.result())
         except NoMark as e:
             return Verdict(reason=str(e))
-        verdict = self._parts.held_to(
-            Verdict(mark.reward, named=mark.parts or None, figures=mark.figures, turns=mark.turns)
+        verdict = self._parts.conform(
+            Verdict(mark.reward, parts=mark.parts or None, figures=mark.figures, turns=mark.turns)
         )
         if verdict.reason is not None:
             return verdict
         right = mark.right
         if right is None:
-            right = verdict.named is not None and next(iter(verdict.named.values())) >= 1
+            right = verdict.parts is not None and next(iter(verdict.parts.values())) >= 1
         return replace(verdict, answer=self._answer(prompt, response), right=right)
 
 
-class SameParts:
+class RewardParts:
     """Owns the names of the parts of a run's first reward; none for a plain number."""
 
     def __init__(self) -> None:
         self._names: list[str] | None = None
 
-    def held_to(self, verdict: Verdict) -> Verdict:
-        """With its parts in the order of the first one; without a reward when it has other parts."""
+    def conform(self, verdict: Verdict) -> Verdict:
+        """Order the parts as in the first verdict. A verdict with other parts loses its reward."""
         if verdict.reward is None:
             return verdict
-        names = list(verdict.named or ())
+        names = list(verdict.parts or ())
         if self._names is None:
             self._names = names
         if set(names) != set(self._names):
             return Verdict(reason=f"reward has the parts {names}, the run's first had {self._names}")
-        if verdict.named is None:
+        if verdict.parts is None:
             return verdict
-        return replace(verdict, named={name: verdict.named[name] for name in self._names})
+        return replace(verdict, parts={name: verdict.parts[name] for name in self._names})
 
 
-def asked_about(prompt: Prompt, sample: Sample) -> Prompt:
-    """What a reward function is told of the response beside its text: `turn_rewards`, where an environment has said
-    what its turns are worth."""
-    if sample.turn_marks is None:
+def with_turn_rewards(prompt: Prompt, sample: Sample) -> Prompt:
+    """Add the environment's `turn_rewards`, if there are any, to the row that the reward function receives."""
+    if sample.turn_rewards is None:
         return prompt
-    return replace(prompt, entry={**prompt.entry, TURNS: [mark.reward for mark in sample.turn_marks]})
+    return replace(prompt, entry={**prompt.entry, TURNS: [mark.reward for mark in sample.turn_rewards]})
 
 
-def take_turns(sample: Sample, turns: Sequence[float]) -> str | None:
-    """The rewards that a reward function gives the turns of a response; the reason where they do not fit."""
+def set_turn_rewards(sample: Sample, turns: Sequence[float]) -> str | None:
+    """Set the rewards of a response's turns. Returns the reason if their number is wrong."""
     count = sum(len(q.turns()) for q in sample.trained_sequences)
     if len(turns) != count:
         return f"reward gave {len(turns)} {TURNS}, the response has {count} turns"
-    sample.turn_marks = [TurnMark(reward) for reward in turns]
+    sample.turn_rewards = [TurnReward(reward) for reward in turns]
     return None
 
 
-def _lacking(told: str, prompt: Prompt) -> str:
-    """Where the reward asked for a key that the prompt's record lacks: which record, and the keys that it has."""
-    asked = re.match(r"KeyError: '([^']*)'", told)
-    if asked is None or asked[1] in prompt.entry:
+def _missing_key_hint(message: str, prompt: Prompt) -> str:
+    """Explain a KeyError of the reward function: the record that lacks the key, and its keys."""
+    match = re.match(r"KeyError: '([^']*)'", message)
+    if match is None or match[1] in prompt.entry:
         return ""
-    where, keys = prompt.where or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
-    hint = " (data.keys.answer=KEY takes another for it)" if asked[1] == "answer" and prompt.entry else ""
-    return f": {where} has no {asked[1]}; its keys: {keys}{hint}"
+    source, keys = prompt.location or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
+    hint = " (data.keys.answer=KEY selects another key)" if match[1] == "answer" and prompt.entry else ""
+    return f": {source} has no {match[1]}; its keys: {keys}{hint}"

@@ -1,4 +1,4 @@
-"""The engines of all rollout workers, as one router (engines.py)."""
+"""WorkerEngines: the engines of all rollout workers behind the interface of one router (rlsys/router/engines.py)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from rlsys.core.types import Segment
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import EngineClient
 from rlsys.engine_requests import Limits
-from rlsys.router.arrivals import with_shares
-from rlsys.router.push import PROBE_SECONDS, worst
-from rlsys.worker.link import Joined
+from rlsys.router.push import PROBE_SECONDS, merge_push_metrics
+from rlsys.router.response_handler import with_cache_shares
+from rlsys.worker.link import JoinedEngine
 from rlsys.worker.worker_process import WorkerGone, WorkerProcess
 
-READ = (
+EXPORTED_COUNTS = (
     "received_tokens", "evaluation_tokens", "cached_tokens", "prefilled_tokens", "resumes", "lost", "engine_tokens",
     "engine_deaths", "engines_serving",
 )  # fmt: skip
-"""Counts that others read, also while no worker is there."""
+"""Counts that must exist even when no worker is running."""
 
 
 class WorkerEngines:
-    """Owns the gate, the pin, which worker has an engine that joined, and the counts of workers that died. `failed`:
-    told of an error that nobody waits for; `resumed`: that the gate is open again."""
+    """Owns the gate, the pin, the assignment of joined engines to workers, and the counts of dead workers.
+
+    Args:
+        failed: called with an error that no caller waits for.
+        resumed: called when the gate opens.
+    """
 
     def __init__(
         self,
@@ -37,111 +41,114 @@ class WorkerEngines:
         failed: Callable[[BaseException], None],
         resumed: Callable[[], None],
     ) -> None:
-        self._patience = config.start_seconds
+        self._timeout_s = config.start_seconds
         self._workers = workers
         self._failed, self._resumed = failed, resumed
-        self._gone: Counter[str] = Counter()
-        self._gone_prefills: Counter[tuple[str, int]] = Counter()
-        self._gone_generated: Counter[str] = Counter()
-        self._gone_told = 0
-        self._homes: dict[str, WorkerProcess] = {}
-        """URL -> the worker that has an engine which joined or was sent away; it comes back to the same one."""
-        self._joined: dict[str, Joined] = {}
-        """By URL, engines that joined. Those of the launch are in the workers' command lines."""
-        self._rolls = False
-        """Whether a rolling push goes round; workers that have got round do not know it."""
+        self._dead_counts: Counter[str] = Counter()
+        self._dead_prefills: Counter[tuple[str, int]] = Counter()
+        self._dead_generated: Counter[str] = Counter()
+        self._dead_reported_tokens = 0
+        self._worker_of: dict[str, WorkerProcess] = {}
+        """URL -> the worker of an engine that joined or was evicted; it returns to the same one."""
+        self._joined_engines: dict[str, JoinedEngine] = {}
+        """URL -> an engine that joined. Those of the launch are on the workers' command lines."""
+        self._rolling = False
+        """Whether a rolling push is under way; a worker whose engines are all updated does not know."""
         self._pin: WorkerProcess | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self.open = False
-        """Whether samples may go to engines: not from an interrupt to the next `resume`."""
+        """Whether samples may go to engines: not between an interrupt and the next `resume`."""
         self.trained_steps = -1
-        """Train steps that the engines' weights contain, for samples that follow a record."""
+        """Train steps that the engines' weights contain, for samples that are replayed."""
 
     @property
     def limits(self) -> Limits:
-        """See Router.limits: those of every worker's router are the same."""
+        """See Router.limits, equal in all workers."""
         return self._workers[0].limits
 
-    def mourn(self, worker: WorkerProcess) -> None:
-        """Its process is gone. What it counted stays in the sums."""
-        figures = worker.take_figures()
-        self._gone.update(figures.counts)
-        self._gone_generated.update(figures.generated)
-        for why, (cached, prefilled) in figures.prefills.items():
-            self._gone_prefills.update({(why, 0): cached, (why, 1): prefilled})
-        self._gone_told += worker.told
-        worker.settled = (0, 0)
+    def on_worker_death(self, worker: WorkerProcess) -> None:
+        """Add the counts of a dead worker to the totals."""
+        figures = worker.take_status()
+        self._dead_counts.update(figures.counts)
+        self._dead_generated.update(figures.generated)
+        for source, (cached, prefilled) in figures.prefills.items():
+            self._dead_prefills.update({(source, 0): cached, (source, 1): prefilled})
+        self._dead_reported_tokens += worker.reported_tokens
+        worker.counts_at_save = (0, 0)
         if self._pin is worker:
             self._pin = None
 
-    def joined(self, worker: WorkerProcess) -> list[Joined]:
-        """The engines that a new process of this worker must take in."""
-        return [engine for url, engine in self._joined.items() if self._homes[url] is worker]
+    def joined_engines(self, worker: WorkerProcess) -> list[JoinedEngine]:
+        """Return the engines that a new process of this worker must add."""
+        return [engine for url, engine in self._joined_engines.items() if self._worker_of[url] is worker]
 
-    async def all(self, call: str, **arguments: Any) -> list[Any]:
-        """What each worker answers. One that dies meanwhile gives none: nothing of it is in flight any more."""
-        return await self._answers(self._workers, call, **arguments)
+    async def call_all(self, call: str, **arguments: Any) -> list[Any]:
+        """Call all workers. A worker that dies meanwhile returns no result: none of its samples is in flight."""
+        return await self._call(self._workers, call, **arguments)
 
-    async def _answers(self, workers: Sequence[WorkerProcess], call: str, **arguments: Any) -> list[Any]:
-        found = await asyncio.gather(*(w.call(call, **arguments) for w in workers), return_exceptions=True)
-        for answer in found:
+    async def _call(self, workers: Sequence[WorkerProcess], call: str, **arguments: Any) -> list[Any]:
+        results = await asyncio.gather(*(w.call(call, **arguments) for w in workers), return_exceptions=True)
+        for answer in results:
             if isinstance(answer, BaseException) and not isinstance(answer, WorkerGone):
                 raise answer
-        return [a for a in found if not isinstance(a, BaseException)]
+        return [a for a in results if not isinstance(a, BaseException)]
 
     def resume(self) -> None:
-        """Open the gate; samples that were interrupted go on."""
+        """Open the gate; interrupted samples continue."""
         self.open = True
         self._resumed()
         self._post("resume", self._workers)
 
-    def go(self, trained_steps: int) -> None:
-        """Engines have weights of so many train steps."""
+    def advance(self, trained_steps: int) -> None:
+        """Report to the workers that the engines have weights of this many train steps."""
         self.trained_steps = trained_steps
-        self._post("go", self._workers, trained_steps=trained_steps)
+        self._post("advance", self._workers, trained_steps=trained_steps)
 
     def _post(self, call: str, workers: Sequence[WorkerProcess], **arguments: Any) -> None:
-        """Nobody waits for the answer; who dies meanwhile needs none."""
+        """Call workers without waiting for the result; a worker that dies meanwhile needs none."""
         for worker in workers:
             task = asyncio.create_task(worker.call(call, **arguments))
             self._background.add(task)
-            task.add_done_callback(self._told)
+            task.add_done_callback(self._on_call_done)
 
-    def _told(self, task: asyncio.Task[Any]) -> None:
+    def _on_call_done(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) and not isinstance(error, WorkerGone):
             self._failed(error)
 
-    async def rest_engines(self) -> None:
-        """After `interrupt`: engines give their memory to the trainer until the next push."""
-        await self.all("rest")
+    async def release_memory(self) -> None:
+        """See Router.release_memory."""
+        await self.call_all("release_memory")
 
     def next_members(self, at_most: int) -> list[str]:
         """See Router.next_members."""
-        able = [w for w in self._workers if w.figures.rolls or not self._rolls]
-        rows = zip_longest(*(w.figures.before_roll for w in able))  # one of each worker, and again
+        workers = [w for w in self._workers if w.status.is_rolling or not self._rolling]
+        rows = zip_longest(*(w.status.before_roll for w in workers))  # round robin over workers
         return [url for row in rows for url in row if url is not None][:at_most]
 
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """See Router.begin_push: every worker hears of each round, also one that has none of its engines. Raises
-        RunError when no worker has an engine within engine.start_timeout."""
-        patience = self._patience
+        """See Router.begin_push. Every worker takes part in each round, even without engines of the round.
+
+        Raises:
+            RunError: no worker had an engine ready within engine.start_timeout.
+        """
+        timeout_s = self._timeout_s
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout_s):
                 while True:
-                    found = await self.all(
+                    answers = await self.call_all(
                         "begin_push", version=version, only_stale=only_stale, members=tuple(members)
                     )
-                    engines = [e for of_worker in found for e in of_worker]
+                    engines = [e for of_worker in answers for e in of_worker]
                     if engines or only_stale or members:
                         return engines
                     self._raise_if_hopeless()
                     await asyncio.sleep(PROBE_SECONDS)
         except TimeoutError:
             raise RunError(
-                f"no engine was there for weight version {version} within {patience:g} s: {self._states()}"
+                f"no engine was ready for weight version {version} within {timeout_s:g} s: {self._states()}"
             ) from None
 
     async def end_push(
@@ -152,85 +159,94 @@ class WorkerEngines:
         left_out: Mapping[str, str] = {},
     ) -> dict[str, float]:
         """See Router.end_push."""
-        found = await self.all(
+        pushes = await self.call_all(
             "end_push", version=version, canaries=canaries, checksums=checksums, left_out=left_out
         )
         self._raise_if_hopeless()
-        told = worst(found)
-        self._rolls = bool(told["push_left"])
-        return told
+        metrics = merge_push_metrics(pushes)
+        self._rolling = bool(metrics["push_left"])
+        return metrics
 
     def _raise_if_hopeless(self) -> None:
-        if all(w.figures.hopeless for w in self._workers):
+        if all(w.status.hopeless for w in self._workers):
             raise RunError(f"no engine can serve: {self._states()}")
 
     def _states(self) -> str:
         return "; ".join(f"{url} {state}" for url, state in self.engine_states().items())
 
     def add_engine(self, client: EngineClient) -> None:
-        """See Router.add_engine: in the worker with the fewest engines."""
+        """See Router.add_engine. It is added to the worker with the fewest engines."""
         url = client.url
-        home = self._homes.get(url) or min(self._workers, key=lambda w: len(self._engines_of(w)))
-        if url not in home.of_launch:
-            self._joined[url] = url, client.tp, client.pool
-        self._homes[url] = home
+        home = self._worker_of.get(url) or min(self._workers, key=lambda w: len(self._engines_of(w)))
+        if url not in home.launch_engines:
+            self._joined_engines[url] = url, client.tp, client.pool
+        self._worker_of[url] = home
         self._post("add_engine", [home], url=url, tp=client.tp, pool=client.pool)
 
-    async def send_away(self, url: str) -> None:
-        """See Router.send_away."""
+    async def evict_engine(self, url: str) -> None:
+        """See Router.evict_engine."""
         home = next((w for w in self._workers if url in self._engines_of(w)), None)
         if home is not None:
-            self._homes[url] = home
-            await self._answers([home], "send_away", url=url)
-            self._joined.pop(url, None)
+            self._worker_of[url] = home
+            await self._call([home], "evict_engine", url=url)
+            self._joined_engines.pop(url, None)
 
     def _engines_of(self, worker: WorkerProcess) -> list[str]:
-        """URLs; those that it has just been given included."""
-        coming = [url for url, *_ in self.joined(worker) if url not in worker.figures.states]
-        return [*worker.figures.states, *coming]
+        """Return the URLs of a worker's engines, including those just assigned to it."""
+        coming = [url for url, *_ in self.joined_engines(worker) if url not in worker.status.states]
+        return [*worker.status.states, *coming]
 
     @property
     def stale_engines(self) -> list[str]:
-        """Engines that came back, or joined, and need the current weights."""
-        return [url for w in self._workers for url in w.figures.stale]
+        """See Router.stale_engines."""
+        return [url for w in self._workers for url in w.status.stale]
 
     def engine_states(self) -> dict[str, str]:
-        """URL -> state in words."""
-        return {url: w.figures.states.get(url, "joins") for w in self._workers for url in self._engines_of(w)}
+        """See Router.engine_states."""
+        return {url: w.status.states.get(url, "joins") for w in self._workers for url in self._engines_of(w)}
 
     def generated(self) -> Mapping[str, int]:
-        """What generators have counted; as of half a second ago."""
-        found = Counter(self._gone_generated)
+        """Return the counts of generators, up to half a second old."""
+        totals = Counter(self._dead_generated)
         for worker in self._workers:
-            found.update(worker.figures.generated)
-        return found
+            totals.update(worker.status.generated)
+        return totals
 
-    def settled(self) -> tuple[int, int]:
-        """Tokens that workers had received for samples when each saved all that runs for the last time, and those
-        that it had told by then: the same number."""
-        pairs = [(self._gone_told, self._gone_told), *(w.settled for w in self._workers)]
-        return sum(received for received, _ in pairs), sum(told for _, told in pairs)
+    def counts_at_save(self) -> tuple[int, int]:
+        """Return received and reported tokens as of each worker's last save of all samples.
+
+        They must be equal.
+        """
+        pairs = [
+            (self._dead_reported_tokens, self._dead_reported_tokens),
+            *(w.counts_at_save for w in self._workers),
+        ]
+        return sum(received for received, _ in pairs), sum(reported for _, reported in pairs)
 
     def engine_figures(self) -> dict[str, dict[str, object]]:
-        """See Router.engine_figures; as of half a second ago."""
-        return {url: found for w in self._workers for url, found in w.figures.engines.items()}
+        """See Router.engine_figures; up to half a second old."""
+        return {url: metrics for w in self._workers for url, metrics in w.status.engines.items()}
 
     def stats(self) -> dict[str, float]:
-        """See Router.stats; after an interrupt as of then, else as of half a second ago. `reward_*`: of rewards that
-        workers computed."""
-        counts, prefills = dict.fromkeys(READ, 0.0), Counter(self._gone_prefills)
-        sources: list[Mapping[str, float]] = [self._gone, *(w.figures.counts for w in self._workers)]
-        for counted in sources:
-            for key, number in counted.items():
+        """See Router.stats; as of the last interrupt, otherwise up to half a second old.
+
+        `reward_*` counts the rewards that workers computed.
+        """
+        counts, prefills = dict.fromkeys(EXPORTED_COUNTS, 0.0), Counter(self._dead_prefills)
+        sources: list[Mapping[str, float]] = [self._dead_counts, *(w.status.counts for w in self._workers)]
+        for source_counts in sources:
+            for key, number in source_counts.items():
                 counts[key] = counts.get(key, 0) + number
         for worker in self._workers:
-            for why, shares in worker.figures.prefills.items():
-                prefills.update({(why, i): n for i, n in enumerate(shares)})
+            for source, shares in worker.status.prefills.items():
+                prefills.update({(source, i): n for i, n in enumerate(shares)})
         counts["weight_version"] = max(
-            (w.figures.counts.get("weight_version", 0) for w in self._workers), default=0
+            (w.status.counts.get("weight_version", 0) for w in self._workers), default=0
         )
-        whys = {why for why, _ in prefills}
-        return with_shares(counts, {why: (prefills[why, 0], prefills[why, 1]) for why in whys})
+        cache_sources = {source for source, _ in prefills}
+        return with_cache_shares(
+            counts, {source: (prefills[source, 0], prefills[source, 1]) for source in cache_sources}
+        )
 
     # Outside the ledger: see Router
 
@@ -247,7 +263,7 @@ class WorkerEngines:
         *,
         evaluation: bool = False,
     ) -> Segment:
-        found: Segment = await self._ask(
+        segment: Segment = await self._call_any(
             self._pin if evaluation else None,
             "probe",
             prompt_ids=prompt_ids,
@@ -257,33 +273,33 @@ class WorkerEngines:
             stop_texts=tuple(stop_texts),
             evaluation=evaluation,
         )
-        return found
+        return segment
 
     async def prompt_logprobs(self, ids: list[int]) -> list[float]:
-        found: list[float] = await self._ask(None, "prompt_logprobs", ids=ids)
-        return found
+        logprobs: list[float] = await self._call_any(None, "prompt_logprobs", ids=ids)
+        return logprobs
 
-    async def _ask(self, worker: WorkerProcess | None, call: str, **arguments: Any) -> Any:
-        """One of them, and another one when it dies."""
+    async def _call_any(self, worker: WorkerProcess | None, call: str, **arguments: Any) -> Any:
+        """Call one worker, or another one if it dies."""
         while True:
-            asked = worker or min(self._workers, key=lambda w: (not w.serving, w.asked))
+            target = worker or min(self._workers, key=lambda w: (not w.serving, w.pending_calls))
             try:
-                return await asked.call(call, **arguments)
+                return await target.call(call, **arguments)
             except WorkerGone:
                 if worker is not None:
                     raise
 
     def pin(self) -> bool:
-        """See Router.pin: in a worker that has two engines that serve."""
-        able = [w for w in self._workers if w.serving >= 2]
-        if self._pin is not None or not able:
+        """See Router.pin. It chooses a worker with two serving engines."""
+        candidates = [w for w in self._workers if w.serving >= 2]
+        if self._pin is not None or not candidates:
             return False
-        self._pin = max(able, key=lambda w: w.serving)
+        self._pin = max(candidates, key=lambda w: w.serving)
         self._post("pin", [self._pin])
         return True
 
     def unpin(self) -> None:
-        """The engine serves again. Without a pin: nothing."""
+        """See Router.unpin."""
         if self._pin is not None:
             worker, self._pin = self._pin, None
             self._post("unpin", [worker])

@@ -1,4 +1,4 @@
-"""Which samples of each group run in a worker. A tree grows once all of its group are here."""
+"""WorkerGroups: the samples of each group in a worker. A tree grows when its whole group is present."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ from rlsys.core.types import Sample, SampleGroup
 
 
 @dataclass
-class _Here:
-    """`together`: so many samples make a whole group for a tree; 0: none is grown in it any more."""
+class _LocalGroup:
+    """The samples of a group in this worker. `tree_samples`: number that form a tree; 0: no tree."""
 
     group: SampleGroup
-    together: int = 0
-    whole: asyncio.Event = field(default_factory=asyncio.Event)
+    tree_samples: int = 0
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class WorkerGroups:
-    """Owns who is here."""
+    """Owns the groups of the samples in this worker."""
 
     def __init__(self) -> None:
-        self._here: dict[int, _Here] = {}
+        self._groups: dict[int, _LocalGroup] = {}
 
-    def add(self, sample: Sample, prompt_index: int, together: int) -> None:
-        here = self._here.setdefault(sample.group_id, _Here(SampleGroup(sample.group_id, prompt_index, [])))
-        here.group.samples.append(sample)
-        here.together = together
-        if len(here.group.samples) >= together:
-            here.whole.set()
+    def add(self, sample: Sample, prompt_index: int, tree_samples: int) -> None:
+        entry = self._groups.setdefault(
+            sample.group_id, _LocalGroup(SampleGroup(sample.group_id, prompt_index, []))
+        )
+        entry.group.samples.append(sample)
+        entry.tree_samples = tree_samples
+        if len(entry.group.samples) >= tree_samples:
+            entry.complete.set()
 
     def remove(self, sample: Sample) -> None:
-        here = self._here[sample.group_id]
-        here.group.samples.remove(sample)
-        if not here.group.samples:
-            del self._here[sample.group_id]
+        entry = self._groups[sample.group_id]
+        entry.group.samples.remove(sample)
+        if not entry.group.samples:
+            del self._groups[sample.group_id]
 
-    def of(self, sample: Sample) -> SampleGroup:
-        """Those of its samples that run here: all that are not done."""
-        return self._here[sample.group_id].group
+    def group_of(self, sample: Sample) -> SampleGroup:
+        """Return the group with its samples in this worker: all that are not done."""
+        return self._groups[sample.group_id].group
 
-    async def whole(self, sample: Sample) -> Sequence[Sample]:
-        """All samples of its group, in their order, once they are here; none where no tree is to grow."""
-        here = self._here[sample.group_id]
-        await here.whole.wait()
-        samples = here.group.samples
-        return sorted(samples, key=lambda s: s.index) if len(samples) == here.together else []
+    async def complete(self, sample: Sample) -> Sequence[Sample]:
+        """Wait for the group's samples and return them in order; empty if no tree is to be grown."""
+        entry = self._groups[sample.group_id]
+        await entry.complete.wait()
+        samples = entry.group.samples
+        return sorted(samples, key=lambda s: s.index) if len(samples) == entry.tree_samples else []

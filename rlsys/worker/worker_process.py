@@ -1,4 +1,4 @@
-"""The coordinator's end of one rollout worker: its process, its link, the calls that wait for it."""
+"""WorkerProcess: the coordinator's end of a rollout worker: its process, its link, and pending calls."""
 
 from __future__ import annotations
 
@@ -15,30 +15,38 @@ from rlsys.core.errors import RunError
 from rlsys.engine_requests import Limits
 from rlsys.obs.role import describe_exit
 from rlsys.router.pool import PinLost
-from rlsys.worker.link import Answer, Call, Figures, Link, OfSamples, ToCoordinator, pack, unpack
+from rlsys.worker.link import Call, CallResult, Link, SampleMessage, ToCoordinator, WorkerStatus, pack, unpack
 
 START_SECONDS = 120.0
-"""A start is mostly imports."""
+"""Time limit of a start, which consists mostly of imports."""
 END_SECONDS = 5.0
-"""From the end of its link to its own."""
+"""Time limit from the end of its link to that of the process."""
 _PRESENT = ("in_flight", "waiting", "_serving", "weight_version")
-"""Ends of the names of a router's counts that say how things are and not what has happened."""
+"""Suffixes of the router's counts that are current values and not totals."""
 
 
 class WorkerGone(PinLost):
-    """A rollout worker died in the middle of a call."""
+    """Raised when a rollout worker died during a call."""
 
 
 class WorkerProcess:
-    """Owns one worker at a time: after `reap` it may be started again."""
+    """Owns one worker process at a time; it can be started again after `reap`."""
 
     def __init__(
-        self, number: int, command: Sequence[str], hear: Callable[[WorkerProcess, list[OfSamples]], None]
+        self,
+        number: int,
+        command: Sequence[str],
+        on_samples: Callable[[WorkerProcess, list[SampleMessage]], None],
     ) -> None:
-        """`command`: gets a socket as its standard input. `hear`: takes what it says of samples."""
+        """Create a worker that is not started.
+
+        Args:
+            command: receives a socket as its standard input.
+            on_samples: called with its messages about samples.
+        """
         self.name = f"rollout worker {number}"
         self._command = command
-        self._hear_samples = hear
+        self._on_samples = on_samples
         self._process: asyncio.subprocess.Process | None = None
         self._link: Link | None = None
         self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
@@ -47,38 +55,42 @@ class WorkerProcess:
         self._down = asyncio.Event()
         self._error: str | None = None
         self.writer = ""
-        """Of its segments."""
-        self.figures = Figures()
-        self.settled = (0, 0)
-        """Tokens that it had received for samples when it saved all that runs, and those that it had told by then."""
-        self.of_launch: list[str] = []
-        """URLs of the engines that it has from its beginning."""
+        """Writer name of its segments."""
+        self.status = WorkerStatus()
+        self.counts_at_save = (0, 0)
+        """Received and reported tokens of samples as of its last save of all samples."""
+        self.launch_engines: list[str] = []
+        """URLs of the engines that it started with."""
         self.grows_trees = False
-        """Its generator makes all responses of a group together."""
+        """Whether its generator generates all responses of a group together."""
         self.limits: Limits
-        """Of prompts, in its router."""
-        self.told = 0
-        """Tokens of samples that this process has told."""
+        """Limits of prompts in its router."""
+        self.reported_tokens = 0
+        """Tokens of samples that this process has reported."""
         self.deaths = 0
-        """Of it in a row, without a token or a reward in between."""
+        """Deaths in a row without a token or a reward."""
         self.groups: Counter[int] = Counter()
-        """Group id -> how many of its samples run here."""
-        self.heard_at = 0.0
-        """When it spoke last, on the monotonic clock."""
+        """Group id -> number of its samples in this worker."""
+        self.last_message_at = 0.0
+        """Time of its last message on the monotonic clock."""
 
     async def start(self, writer: str, **state: Any) -> None:
-        """`state`: what Worker.do_begin gets beside the writer. Raises RunError when it does not come up."""
-        self.writer, self.told, self.heard_at = writer, 0, time.monotonic()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(*self._command, stdin=theirs.fileno())
+        """Start the process. `state`: further arguments of Worker.do_begin.
+
+        Raises:
+            RunError: it did not start in time.
+        """
+        self.writer, self.reported_tokens, self.last_message_at = writer, 0, time.monotonic()
+        own_end, worker_end = socket.socketpair()
+        with worker_end:
+            self._process = await asyncio.create_subprocess_exec(*self._command, stdin=worker_end.fileno())
         self._down.clear()
-        link = self._link = Link(ToCoordinator, self._hear, self._lost)
-        await link.open(ours)
+        link = self._link = Link(ToCoordinator, self._on_messages, self._on_link_lost)
+        await link.open(own_end)
         try:
             async with asyncio.timeout(START_SECONDS):
-                began = await self._ask("begin", {"writer": writer, **state})
-                self.of_launch, self.grows_trees, self.limits = began
+                result = await self._request("begin", {"writer": writer, **state})
+                self.launch_engines, self.grows_trees, self.limits = result
         except (TimeoutError, WorkerGone):
             self.kill()
             raise RunError(f"{self.name} did not start: {describe_exit(await self.reap())}") from None
@@ -86,12 +98,12 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that it has, or had last."""
+        """Id of the current or last process."""
         assert self._process is not None
         return self._process.pid
 
-    async def gone(self, seconds: float) -> bool:
-        """Whether it is, at the latest after so many seconds."""
+    async def wait_gone(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the process to end. Returns whether it did."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._down.wait()
@@ -99,38 +111,44 @@ class WorkerProcess:
 
     @property
     def serving(self) -> int:
-        """Its engines that serve."""
-        return int(self.figures.counts.get("engines_serving", 0))
+        """Number of its serving engines."""
+        return int(self.status.counts.get("engines_serving", 0))
 
     @property
-    def asked(self) -> int:
-        """Calls that wait for it."""
+    def pending_calls(self) -> int:
+        """Number of pending calls."""
         return len(self._calls)
 
-    def take_figures(self) -> Figures:
-        """What a process that is gone has counted; the next one begins anew."""
-        figures = self.figures
-        self.figures = Figures(states=figures.states)
+    def take_status(self) -> WorkerStatus:
+        """Return the status of a dead process and reset it: the next process counts from 0."""
+        figures = self.status
+        self.status = WorkerStatus(states=figures.states)
         return figures
 
     def send(self, message: Any) -> None:
-        """Nothing while there is no process, or one that starts: what runs is sent once it is there."""
+        """Send a message. Ignored without a running process: samples are sent again after its start."""
         if self._link is not None and self._up.is_set():
             self._link.send(message)
 
     async def call(self, name: str, **arguments: Any) -> Any:
-        """Waits for a process to be there. Raises what the call raised, WorkerGone, and what `give_up` said."""
+        """Call a method of the worker, after its process has started.
+
+        Raises:
+            RunError: see `give_up`.
+            WorkerGone: it died.
+            Exception: the exception of the method.
+        """
         await self._up.wait()
         if self._error is not None:
             raise RunError(self._error)
-        return await self._ask(name, arguments)
+        return await self._request(name, arguments)
 
     def give_up(self, error: str) -> None:
-        """There will be no further process: every call raises this."""
+        """Let every call raise this error: there will be no further process."""
         self._error = error
         self._up.set()
 
-    async def _ask(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def _request(self, name: str, arguments: dict[str, Any]) -> Any:
         if self._link is None:
             raise WorkerGone(f"{self.name} is gone")
         number = next(self._numbers)
@@ -142,27 +160,30 @@ class WorkerProcess:
         finally:
             self._calls.pop(number, None)
 
-    def _hear(self, messages: list[ToCoordinator]) -> None:
-        """In their order: an answer is about what was told before it."""
-        self.heard_at = time.monotonic()
-        samples: list[OfSamples] = []
+    def _on_messages(self, messages: list[ToCoordinator]) -> None:
+        """Handle messages in order: a result refers to the messages before it."""
+        self.last_message_at = time.monotonic()
+        samples: list[SampleMessage] = []
         for message in messages:
-            if not isinstance(message, Figures | Answer):
+            if not isinstance(message, WorkerStatus | CallResult):
                 samples.append(message)
                 continue
-            self._hear_samples(self, samples)
+            self._on_samples(self, samples)
             samples = []
-            if isinstance(message, Figures):
-                self.figures = message
+            if isinstance(message, WorkerStatus):
+                self.status = message
             elif message.number in self._calls:
-                self._hear_answer(message)
-        self._hear_samples(self, samples)
+                self._on_result(message)
+        self._on_samples(self, samples)
 
-    def _hear_answer(self, message: Answer) -> None:
+    def _on_result(self, message: CallResult) -> None:
         name, answer = self._calls[message.number]
         if name in ("interrupt", "save"):
-            counts = self.figures.counts
-            self.settled = int(counts["received_tokens"] - counts["evaluation_tokens"]), self.told
+            counts = self.status.counts
+            self.counts_at_save = (
+                int(counts["received_tokens"] - counts["evaluation_tokens"]),
+                self.reported_tokens,
+            )
         if answer.done():
             return
         if message.error:
@@ -170,16 +191,16 @@ class WorkerProcess:
         else:
             answer.set_result(unpack(message.result))
 
-    def _lost(self) -> None:
-        """All that it told has been heard. Tokens that it had received and not told were never there."""
+    def _on_link_lost(self) -> None:
+        """Reset the counts to what was reported. All messages have been handled; unreported tokens do not exist."""
         self._link = None
-        counts = {k: v for k, v in self.figures.counts.items() if not k.endswith(_PRESENT)}
-        counts["received_tokens"] = counts.get("evaluation_tokens", 0) + self.told
-        states = dict.fromkeys(self.figures.states, "its rollout worker is gone")
-        self.figures = Figures(counts, self.figures.prefills, states, generated=self.figures.generated)
+        counts = {k: v for k, v in self.status.counts.items() if not k.endswith(_PRESENT)}
+        counts["received_tokens"] = counts.get("evaluation_tokens", 0) + self.reported_tokens
+        states = dict.fromkeys(self.status.states, "its rollout worker is gone")
+        self.status = WorkerStatus(counts, self.status.prefills, states, generated=self.status.generated)
         self._up.clear()
         self._down.set()
-        self.settled = self.told, self.told
+        self.counts_at_save = self.reported_tokens, self.reported_tokens
         for _, answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(WorkerGone(f"{self.name} is gone"))
@@ -190,16 +211,16 @@ class WorkerProcess:
                 self._process.kill()
 
     async def reap(self) -> int:
-        """Nothing of it runs any more when this returns. Its exit code."""
+        """Wait for the process to end, and kill it if necessary. Returns its exit code."""
         assert self._process is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 return await self._process.wait()
-        self.kill()  # it has closed its link, and lives
+        self.kill()  # it closed its link but did not exit
         return await self._process.wait()
 
     async def close(self) -> None:
-        """It ends when its link does."""
+        """Close the link, which ends the process."""
         if self._link is not None:
             self._link.close()
         if self._process is not None:

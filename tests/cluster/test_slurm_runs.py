@@ -116,7 +116,7 @@ def test_a_run_outlives_the_node_of_an_engine(slurm: SlurmCluster, tmp_path: Pat
         wait_for_step(slurm, job, run, done + 3)
         assert slurm.job_state(job) == "RUNNING"
         assert [r["event"] for r in read_metrics(run).runs] == ["start"], "the trainer has not been restarted"
-        assert "going on without engine-1" in (run / "logs" / "supervisor.log").read_text()
+        assert "continuing without engine-1" in (run / "logs" / "supervisor.log").read_text()
         slurm.run("scancel", job)
         slurm.wait(lambda: not slurm.job_processes(), "processes are left")
         checked_ledger(run)

@@ -14,15 +14,15 @@ from rlsys.config import Config
 from rlsys.config.precision import check_device
 from rlsys.core.errors import UserError
 from rlsys.core.types import Sample
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.fp8 import for_engines
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.fp8 import quantise_for_engines
+from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers.servers import running_engine, tiny_moe_model
 
 pytestmark = [
@@ -61,10 +61,10 @@ def test_a_push_in_fp8_is_attested_and_its_mismatch_bounded(fp8: str, tmp_path: 
                     [EngineClient(url, session)], vocab_size=128, context_length=512, stop_ids=(),
                     bounds=Bounds.of(config),
                 )  # fmt: skip
-                ticket = PushTicket(1, await router.begin_push(1), sequences)
+                ticket = WeightUpdate(1, await router.begin_push(1), sequences)
                 checksums = EngineChecksums(trainer.hf, 1)
-                tensors = checksums.watch(for_engines(config, trainer.named_hf_tensors()))
-                WeightSync(config).push(tensors, ticket)
+                tensors = checksums.watch(quantise_for_engines(config, trainer.named_hf_tensors()))
+                GatheredPush(config).push(tensors, ticket)
                 metrics = await router.end_push(1, trainer.canaries(sequences), checksums.digests())
                 router.resume()
                 sample = Sample(1, 1, 0, PROMPT, seed=7)

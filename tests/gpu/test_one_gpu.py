@@ -14,14 +14,14 @@ import torch
 
 from rlsys.config import Config
 from rlsys.core.types import Sample, Status
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers import trainer_cases as cases
 from tests.helpers.servers import running_engine, write_tiny_moe
 
@@ -80,9 +80,9 @@ def test_a_push_over_cuda_ipc_is_attested_and_serves(
                 bounds=Bounds.of(config),
             )
             engines = await router.begin_push(1)
-            ticket = PushTicket(1, engines, sequences)
+            ticket = WeightUpdate(1, engines, sequences)
             checksums = EngineChecksums(trainer.hf, 1)
-            WeightSync(config).push(checksums.watch(trainer.named_hf_tensors()), ticket)
+            GatheredPush(config).push(checksums.watch(trainer.named_hf_tensors()), ticket)
             metrics = await router.end_push(1, trainer.canaries(sequences), checksums.digests())
             print({name: value for name, value in metrics.items() if "tensors" in name})
             assert metrics["push_tensors_equal"] > 0  # at least the norms, whatever kernels do with the rest

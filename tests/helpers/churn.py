@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from launch.joining import engines
+from launch.engine_join import engines
 from rlsys.cli.main import main
-from rlsys.obs.coordinator import Silent
+from rlsys.obs.coordinator import CoordinatorUnreachable
 from tests.helpers.runs import steps_done
 
 What = Literal["join", "drain", "terminate", "kill", "vanish"]
@@ -35,7 +35,7 @@ class Deed:
     to 1, choose among what is possible then."""
 
     step: int
-    what: float
+    parse_label: float
     whom: float
 
 
@@ -87,7 +87,7 @@ class Churn:
             return False
         fewest = min(self.happened[what] for what in possible)  # so that all of them come about
         rare = [what for what in possible if self.happened[what] == fewest]
-        what = rare[int(deed.what * len(rare))]
+        what = rare[int(deed.parse_label * len(rare))]
         if what == "join":
             return self._take_back(min(away)) if (away := self._drained - figures.keys()) else self._join()
         return self._harm(what, victims[what][int(deed.whom * len(victims[what]))])
@@ -134,7 +134,7 @@ class Churn:
         """Of the run's engines; none while nobody answers."""
         try:
             return engines(self.run)
-        except Silent:
+        except CoordinatorUnreachable:
             return {}
 
     def joiners(self) -> list[psutil.Process]:

@@ -23,7 +23,7 @@ import aiohttp
 from rlsys.config import Config, identity
 from rlsys.core.weight_updates import Canary
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.clock_record import ClockRecord
+from rlsys.ledger.replay_log import ReplayLog
 from rlsys.ledger.segments import SegmentTable
 from rlsys.ledger.store import FILE_NAME
 from rlsys.obs.role import end_with_parent
@@ -68,25 +68,25 @@ BOUNDARIES = {
     "a step is given back": Boundary(RolloutBuffer, "restore", "after", at_once=True),
     "a group is issued": Boundary(RolloutBuffer, "issue", "after"),
     "a sample is sent": Boundary(Workers, "_send", "after"),
-    "rows have come": Boundary(RolloutBuffer, "save_told", "before"),
-    "rows are written": Boundary(RolloutBuffer, "save_told", "after"),
+    "rows have come": Boundary(RolloutBuffer, "save_from_workers", "before"),
+    "rows are written": Boundary(RolloutBuffer, "save_from_workers", "after"),
     "a group is decided": Boundary(RolloutBuffer, "finish", "after"),
     "before a commit": Boundary(RolloutBuffer, "flush", "before"),
     "tokens last, their rows do not": Boundary(SegmentTable, "sync", "after"),
-    "rows last, old files are there": Boundary(SegmentTable, "remove", "before"),
+    "rows last, old files are there": Boundary(SegmentTable, "remove_unused", "before"),
     "after a commit": Boundary(RolloutBuffer, "flush", "after"),
     "a take is in the journal": Boundary(RolloutBuffer, "take", "after"),
     "a take is told": Boundary(RolloutManager, "take", "after"),
-    "an interrupt goes out": Boundary(WorkerEngines, "all", "before", "interrupt"),
+    "an interrupt goes out": Boundary(WorkerEngines, "call_all", "before", "interrupt"),
     "one worker has answered an interrupt": Boundary(WorkerProcess, "call", "after", "interrupt"),
-    "all have answered an interrupt": Boundary(WorkerEngines, "all", "after", "interrupt"),
-    "interrupts are written": Boundary(ClockRecord, "interrupted", "after"),
-    "a push begins": Boundary(WorkerEngines, "all", "before", "begin_push"),
+    "all have answered an interrupt": Boundary(WorkerEngines, "call_all", "after", "interrupt"),
+    "interrupts are written": Boundary(ReplayLog, "record_interrupts", "after"),
+    "a push begins": Boundary(WorkerEngines, "call_all", "before", "begin_push"),
     "a push has begun at one worker": Boundary(WorkerProcess, "call", "after", "begin_push"),
-    "a push has begun": Boundary(WorkerEngines, "all", "after", "begin_push"),
-    "a push ends": Boundary(WorkerEngines, "all", "before", "end_push"),
+    "a push has begun": Boundary(WorkerEngines, "call_all", "after", "begin_push"),
+    "a push ends": Boundary(WorkerEngines, "call_all", "before", "end_push"),
     "a push has ended at one worker": Boundary(WorkerProcess, "call", "after", "end_push"),
-    "a push has ended": Boundary(WorkerEngines, "all", "after", "end_push"),
+    "a push has ended": Boundary(WorkerEngines, "call_all", "after", "end_push"),
     "tokens are pruned": Boundary(RolloutBuffer, "prune", "after"),
     "a checkpoint is committed": Boundary(RolloutManager, "commit", "after"),
     "a dead worker is found": Boundary(RolloutBuffer, "retire", "before", kills=True),
@@ -137,7 +137,7 @@ class Stage:
     async def run(self) -> None:
         config, folder = self.config, self.config.run.dir
         planning = Planning(config, Numbers(), None)
-        buffer = RolloutBuffer(folder / FILE_NAME, identity(config), planning.largest, in_hand=False)
+        buffer = RolloutBuffer(folder / FILE_NAME, identity(config), planning.largest, holds_tokens=False)
         n = config.rollout.workers
         command = [sys.executable, "-m", "tests.helpers.worker_stage", sys.argv[1]]
         self.workers = Workers(config, [[*command, *self.urls[i::n]] for i in range(n)])

@@ -14,16 +14,16 @@ from torch import Tensor
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.core.types import Sample
-from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.core.weight_updates import Canary, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
 from rlsys.segments.records import SegmentReader
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers.servers import TINY_MOE, tiny_moe_model
 
 EOS = TINY_MOE["eos_token_id"]
@@ -94,7 +94,7 @@ class Stack:
             routes=config.engine.return_routes,
             interruption=interruption,
         )
-        self.sync = WeightSync(config)
+        self.sync = GatheredPush(config)
         self._hf = HFConfig.read(config.model.path)
 
     async def push(
@@ -106,7 +106,7 @@ class Stack:
         """
         version = next(self._versions)
         addresses = await self.router.begin_push(version)
-        ticket = PushTicket(version, addresses, CANARIES)
+        ticket = WeightUpdate(version, addresses, CANARIES)
         checksums = EngineChecksums(self._hf, self.client.tp)
         sent = checksums.watch(tensors(seed))
         if hurt is not None:
@@ -144,7 +144,7 @@ def routes(s: Sample, run: Path) -> bytes:
     """Of all positions, one byte each: there are few experts. `run`: where engines write them."""
     assert [r.start for r in s.routes] == [0, *(r.end for r in s.routes[:-1])]
     with SegmentReader(run) as segments:
-        return b"".join(r.experts for r in in_hand(segments, s).routes)
+        return b"".join(r.experts for r in load_with_routes(segments, s).routes)
 
 
 def worst_gap(a: list[float], b: list[float]) -> float:

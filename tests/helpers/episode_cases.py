@@ -12,17 +12,17 @@ from rlsys.config import Config
 from rlsys.core.spans import TokenSpan, VersionSpan
 from rlsys.core.types import Prompt, Sample, SampleGroup, Status
 from rlsys.generators.generator import Generator
-from rlsys.generators.turns import Speak
+from rlsys.generators.turns import GenerateTurn
 
 
 def split(sample: Sample, cuts: Sequence[int]) -> Sample:
     """The sample as an episode: each sequence has all that came before it as its prompt. Without routes."""
     known = [*sample.prompt_ids, *sample.response_ids]
     bounds = list(pairwise([0, *cuts, sample.tokens]))
-    first = _part(replace(sample, further=[]), *bounds[0], sample)
+    first = _part(replace(sample, extra_sequences=[]), *bounds[0], sample)
     for start, end in bounds[1:]:
         first.begin(known[: len(sample.prompt_ids) + start], parent=0)
-        first.further[-1] = _part(first.further[-1], start, end, sample)
+        first.extra_sequences[-1] = _part(first.extra_sequences[-1], start, end, sample)
     return first
 
 
@@ -54,7 +54,7 @@ def split_groups(groups: Iterable[SampleGroup], every: int = 2) -> list[SampleGr
     return [replace(g, samples=[of(s) for s in g.samples]) for g in groups]
 
 
-def three_at_once(config: Config, tokenizer: object, speak: Speak) -> Generator:
+def three_at_once(config: Config, tokenizer: object, speak: GenerateTurn) -> Generator:
     """A generator: the sample's own response and, at the same time, those to two prompts of its own."""
 
     async def turn(q: Sample) -> Status:
@@ -63,8 +63,8 @@ def three_at_once(config: Config, tokenizer: object, speak: Speak) -> Generator:
         return ended
 
     async def generate(sample: Sample, prompt: Prompt) -> None:
-        while len(sample.further) < 2:
-            sample.begin([7, 8, 9 + len(sample.further)])
+        while len(sample.extra_sequences) < 2:
+            sample.begin([7, 8, 9 + len(sample.extra_sequences)])
         ends = [asyncio.ensure_future(turn(q)) for q in sample.sequences]
         try:
             found = await asyncio.gather(*ends)
@@ -77,14 +77,14 @@ def three_at_once(config: Config, tokenizer: object, speak: Speak) -> Generator:
     return generate
 
 
-def one_after_the_other(config: Config, tokenizer: object, speak: Speak) -> Generator:
+def one_after_the_other(config: Config, tokenizer: object, speak: GenerateTurn) -> Generator:
     """The same conversations in turn; each begins when the one before it has ended."""
 
     async def generate(sample: Sample, prompt: Prompt) -> None:
         for number in range(3):
             q = (
                 sample.sequences[number]
-                if number <= len(sample.further)
+                if number <= len(sample.extra_sequences)
                 else sample.begin([7, 8, 8 + number])
             )
             await speak(q)

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.engine.wire import make_session
 from rlsys.gateway.fleet import Fleet, FleetInterruption
 from rlsys.gateway.front import Front, FrontLimits
@@ -40,7 +40,7 @@ async def serving(
     *,
     token: str | None = None,
     admin_token: str | None = None,
-    identity: Identity = NOBODY,
+    identity: Identity = ANONYMOUS,
     allowed: Sequence[str] = ("127.0.0.1",),
     limits: FrontLimits | None = None,
     interruption: FleetInterruption = "abort",

@@ -15,4 +15,4 @@ def loaded(run: Path, groups: Iterable[SampleGroup]) -> list[SampleGroup]:
     groups = list(groups)
     assert not any(s.response_ids or s.mu or s.routes or s.behaviour for g in groups for s in g.samples)
     with SegmentReader(run) as segments:
-        return [replace(g, samples=[segments.loaded(s) for s in g.samples]) for g in groups]
+        return [replace(g, samples=[segments.load(s) for s in g.samples]) for g in groups]

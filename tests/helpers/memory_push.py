@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from rlsys.config import Config
-from rlsys.core.weight_updates import EngineAddress, PushTicket
-from rlsys.weights.plan import PushPlan
-from rlsys.weights.sync import WeightSync
+from rlsys.core.weight_updates import EngineAddress, WeightUpdate
+from rlsys.weights.gathered_push import GatheredPush
+from rlsys.weights.push_plan import PushPlan
 
 SEEN: list[list[float]] = []
 
@@ -57,8 +57,8 @@ def main(folder: Path) -> None:
     config = Config.model_validate(
         {"model": {"path": "some/model"}, "run": {"dir": folder}, "weights": weights}
     )
-    sync = WeightSync(config, rank, PushPlan({0: (0, 1)}, group=False))
-    ticket = PushTicket(1, [EngineAddress(f"http://127.0.0.1:{port[0]}", 2, index=0)], [])
+    sync = GatheredPush(config, rank, PushPlan({0: (0, 1)}, group=False))
+    ticket = WeightUpdate(1, [EngineAddress(f"http://127.0.0.1:{port[0]}", 2, index=0)], [])
     tensors = [(f"t{i}", torch.full((3,), float(rank))) for i in range(4)]  # a bucket each
     sent = sync.push(iter(tensors), ticket)
     (folder / f"rank-{rank}.json").write_text(json.dumps({"sent": sent, "seen": SEEN}))

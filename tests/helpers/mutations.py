@@ -28,8 +28,8 @@ from rlsys.algo.trial import try_objective
 from rlsys.cli.explain import describe_run
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
+from rlsys.rollout.dry_run import build_inputs, conclude_groups
 from rlsys.rollout.preflight import check_names
-from rlsys.rollout.trial import build_inputs, conclude_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name != "base.yaml")

@@ -19,13 +19,13 @@ from rlsys.core.errors import RunError
 from rlsys.core.identity import engine_identity
 from rlsys.core.messages import decode, encode
 from rlsys.core.owner import KEY_HEADER, START_HEADER, claim
-from rlsys.core.types import Taken
-from rlsys.core.weight_updates import Canary, EngineAddress, PushTicket
+from rlsys.core.types import TrainBatch
+from rlsys.core.weight_updates import Canary, EngineAddress, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning
-from rlsys.rollout.client import POLL_SECONDS, Broken
+from rlsys.rollout.client import POLL_SECONDS, ConnectionBroken
 from rlsys.rollout.manager import RolloutManager
 from rlsys.rollout.protocol import (
     RECONNECT_SECONDS,
@@ -83,7 +83,7 @@ class RolloutRole:
         ]
         self.router = router = Router(
             clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4),
-            interruption=config.router.interruption, patience=100,
+            interruption=config.router.interruption, push_timeout_s=100,
         )  # fmt: skip
         scorer = Scorer(
             lambda: nullcontext(ground.reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
@@ -108,7 +108,7 @@ class RolloutRole:
         assert self.buffer is not None
         self.buffer.close()
         self.buffer = None
-        self._ground.history.last_session = self.router._requests.run_id
+        self._ground.history.last_session = self.router._sender.run_id
         self.process.end("in order")
 
     async def answer(
@@ -153,7 +153,7 @@ class TrainerRole:
             if step % ground.config.trainer.checkpoint_every == 0 or step == ground.steps:
                 await self._save(step)
 
-    def _learn(self, taken: Taken) -> None:
+    def _learn(self, taken: TrainBatch) -> None:
         told = loaded(self._ground.config.run.dir, taken.groups)
         groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in told}
         before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
@@ -173,13 +173,15 @@ class TrainerRole:
         ground.history.saved.append(Saved(self._launch.owner.epoch, self._start, step, weights))
         await self._command("commit", StepRequest(step), type(None))
 
-    async def _take(self, step: int) -> Taken | None:
-        return await self._command("take", StepRequest(step), cast("type[Taken | None]", Taken | None))
+    async def _take(self, step: int) -> TrainBatch | None:
+        return await self._command(
+            "take", StepRequest(step), cast("type[TrainBatch | None]", TrainBatch | None)
+        )
 
     async def _push(self) -> None:
         weights, left = self._weights, True
         while left:
-            ticket = await self._command("begin_push", BeginPushRequest(), PushTicket)
+            ticket = await self._command("begin_push", BeginPushRequest(), WeightUpdate)
             sent = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
             left_out = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
             canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
@@ -212,7 +214,7 @@ class TrainerRole:
                 code, body = await self._ask("GET", "/status", b"")
                 if code == 200 and json.loads(body)["engines_ready"]:
                     return
-            except Broken:
+            except ConnectionBroken:
                 pass
             await asyncio.sleep(1.0)
 
@@ -226,7 +228,7 @@ class TrainerRole:
             try:
                 code, body = await self._ask("POST", f"/{name}", encode(request), headers)
                 break
-            except Broken as e:
+            except ConnectionBroken as e:
                 if give_up is None or loop.time() - begun > RECONNECT_SECONDS:
                     give_up = loop.time() + RECONNECT_SECONDS
                 if loop.time() >= give_up:
@@ -250,7 +252,7 @@ class TrainerRole:
             answer: tuple[int, bytes] = await connection.read()
             return answer
         except (Refused, Reset) as e:
-            raise Broken(f"{e} in {path[1:]}") from None
+            raise ConnectionBroken(f"{e} in {path[1:]}") from None
         finally:
             if connection is not None:
                 connection.close()

@@ -35,8 +35,8 @@ from launch.stops import StopSignals
 from rlsys.config import Config, load_config
 from rlsys.core import owner as owner_module
 from rlsys.core.identity import Identity, engine_identity
-from rlsys.core.owner import of_process
-from rlsys.core.types import Taken
+from rlsys.core.owner import owner_of_process
+from rlsys.core.types import TrainBatch
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
@@ -134,7 +134,7 @@ class LoggedEngine(ScriptedEngine):
 
 def engine(port: int, url: str, run_dir: Path, log: Path) -> None:
     """`url`: as the rollout process calls it."""
-    owner, _ = of_process(run_dir)
+    owner, _ = owner_of_process(run_dir)
     app = web.Application()
     scripted = LoggedEngine(url, engine_identity(owner, url), log)
     app.router.add_route("*", "/{any:.*}", scripted.handle)
@@ -151,7 +151,7 @@ class Trainer:
         """`proxies`: engine as the rollout process calls it -> as it is reached from here."""
         self._config = config
         self._proxies = proxies
-        self._owner, self._start = of_process(config.run.dir)
+        self._owner, self._start = owner_of_process(config.run.dir)
         self._rollout = RolloutClient(Path(rollout_socket), self._owner.key, self._start)
         self._checkpoints = config.run.dir / "checkpoints"
         self._checkpoints.mkdir(exist_ok=True)
@@ -180,7 +180,7 @@ class Trainer:
                 self._save(step)
         metrics.write("run", step, event="end")
 
-    def _learn(self, taken: Taken) -> None:
+    def _learn(self, taken: TrainBatch) -> None:
         told = loaded(self._config.run.dir, taken.groups)
         groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in told}
         time.sleep(1.0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.planner.layout import lay_out, push_plan
@@ -25,7 +25,7 @@ from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 
 CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
 PARALLEL = {"tp": 2, "ep": 2, "etp": 1, "dp": 2}
@@ -73,17 +73,17 @@ class Sent:
 def main(model: Path, folder: Path, urls: list[str]) -> None:
     config = config_of(model, folder)
     trainer, sent = Trainer(config), Sent()
-    sync = WeightSync(config, trainer.rank, push_plan(config, lay_out(config)))
+    sync = GatheredPush(config, trainer.rank, push_plan(config, lay_out(config)))
     loop = asyncio.new_event_loop()
     router: list[Router] = []
 
-    async def begin() -> PushTicket:
+    async def begin() -> WeightUpdate:
         session = make_session()
         engines = [EngineClient(url, session, tp=2, index=i) for i, url in enumerate(urls)]
         router.append(
             Router(engines, vocab_size=128, context_length=512, stop_ids={2}, bounds=Bounds.of(config))
         )
-        return PushTicket(1, await router[0].begin_push(1), CANARIES)
+        return WeightUpdate(1, await router[0].begin_push(1), CANARIES)
 
     ticket = trainer.on_main(lambda: loop.run_until_complete(begin()))
     checksums, before = EngineChecksums(trainer.hf, 2), sent.now()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlsys.config import Config, identity
-from rlsys.core.types import Prompt, Sample, SampleGroup, Taken
+from rlsys.core.types import Prompt, Sample, SampleGroup, TrainBatch
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning, PromptScores
 from rlsys.planning.teacher import EngineTeacher
@@ -89,7 +89,7 @@ class Rig:
         await self.manager.restore(step)
         await self.push()
 
-    async def take(self, step: int) -> Taken:
+    async def take(self, step: int) -> TrainBatch:
         """Ticks until there are enough groups. As a trainer has them that reads all tokens."""
         taken = await self.until(self.manager.take(step))
         assert taken is not None
@@ -137,7 +137,7 @@ async def rig(
         yield made
         await made.manager.close()
         ledger = made.buffer.ledger()
-        check(ledger)
+        check_ledger(ledger)
         assert sum(ledger.tokens.values()) == before + made.router.received
     finally:
         made.buffer.close()

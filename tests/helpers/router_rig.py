@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rlsys.core.identity import NOBODY, Identity
+from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.core.types import Sample, Status
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
@@ -35,12 +35,12 @@ class Rig:
     def __init__(
         self,
         *engines: ScriptedEngine,
-        patience: float = 60.0,
+        push_timeout_s: float = 60.0,
         context: int = 200,
         interruption: Interruption = "abort",
         reads_again: bool = False,
         bounds: Bounds = Bounds(1e-6, 1e-4),  # noqa: B008 - frozen
-        identity: Identity = NOBODY,
+        identity: Identity = ANONYMOUS,
         **options: Any,
     ) -> None:
         self.engines = list(engines) or [ScriptedEngine(A)]
@@ -52,7 +52,7 @@ class Rig:
             stop_ids={EOS},
             bounds=bounds,
             routes=True,
-            patience=patience,
+            push_timeout_s=push_timeout_s,
             interruption=interruption,
             reads_again=reads_again,
             **options,

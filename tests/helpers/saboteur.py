@@ -56,8 +56,8 @@ def _uncommitted(buffer: RolloutBuffer) -> bool:
 
 
 BOUNDARIES: dict[str, tuple[type, str, str, Callable[..., bool]]] = {
-    "before the abort": (Dispatcher, "bring_back", "before", _in_flight),
-    "after the abort": (Dispatcher, "bring_back", "after", _in_flight),
+    "before the abort": (Dispatcher, "abort_all", "before", _in_flight),
+    "after the abort": (Dispatcher, "abort_all", "after", _in_flight),
     "before a flush": (RolloutBuffer, "flush", "before", _uncommitted),
     "in the middle of a flush": (SegmentTable, "sync", "after", _always),
     "after a flush": (RolloutBuffer, "flush", "after", _uncommitted),

@@ -24,7 +24,7 @@ from aiohttp.client_reqrep import ConnectionKey
 
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.hooks.route_writer import RouteWriter
-from rlsys.segments.route_records import ASK
+from rlsys.segments.route_records import ROUTES_PARAM
 
 EOS = 2
 LATENCY = 0.001  # between a request's departure and its registration
@@ -286,7 +286,7 @@ class ScriptedEngine:
         )
         if body.get("return_routed_experts"):
             request.routes_from = body["routed_experts_start_len"]
-            request.points = bool(sampling["custom_params"][ASK])
+            request.points = bool(sampling["custom_params"][ROUTES_PARAM])
         generation = self.requests  # a restarted server has a new dict
         generation[request.rid] = request
         self.history.append(request)

@@ -100,16 +100,16 @@ class ScriptedRouter:
                     sample.status = Status.PARKED
         return sample
 
-    async def until_idle(self, sample: Sample) -> None:
+    async def wait_idle(self, sample: Sample) -> None:
         while sample.sample_id in self._busy:
             await self._busy[sample.sample_id].done.wait()
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, *, going_on: bool = False
+        self, keep: Callable[[Sample], bool] | None = None, *, keep_serving: bool = False
     ) -> None:
         self.calls.append("interrupt")
         self._gate.clear()
-        for sample_id in () if going_on else self.in_flight:
+        for sample_id in () if keep_serving else self.in_flight:
             if self.keeps and keep is not None and keep(self._busy[sample_id].sample):
                 continue
             self._busy[sample_id].sample.status = Status.PARKED

@@ -17,7 +17,7 @@ from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Segment, S
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
-from rlsys.obs.trained import TokenFigures, to_floats, write_trained
+from rlsys.obs.token_records import TokenRecord, to_floats, write_records
 from tests.helpers.rollout_rig import make_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def write_run(folder: Path) -> Path:
             sample.status, sample.reward, sample.answer = Status.FINISHED, reward, text[-2:]
         buffer.finish(group, GroupState.READY)
         buffer.take(step, [group])
-        write_trained(run, step, {s.sample_id: _figures(s) for s in group.samples})
+        write_records(run, step, {s.sample_id: _figures(s) for s in group.samples})
 
     group = issue()
     first, second = group.samples
@@ -68,18 +68,18 @@ def write_run(folder: Path) -> Path:
         first.status = Status.PARKED
         first.resumes = version - 2
         if version < 4:
-            buffer.clock.interrupted([first])
+            buffer.replay_log.record_interrupts([first])
     buffer.save(group.samples)
     buffer.close()
     _write_metrics(run)
     return run
 
 
-def _figures(sample: Sample) -> TokenFigures:
+def _figures(sample: Sample) -> TokenRecord:
     logp = [m + 0.001 for m in sample.mu]
     advantages = [1.0 if sample.reward else -1.0] * len(sample.mu)
     ids = np.array(sample.response_ids, dtype="<i4").tobytes()
-    return TokenFigures(ids, to_floats(sample.mu), to_floats(logp), to_floats(advantages))
+    return TokenRecord(ids, to_floats(sample.mu), to_floats(logp), to_floats(advantages))
 
 
 def _write_metrics(run: Path) -> None:

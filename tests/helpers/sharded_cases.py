@@ -18,15 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from rlsys.config import Config
-from rlsys.core.weight_updates import Canary, PushTicket
+from rlsys.core.weight_updates import Canary, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.planner.layout import lay_out, push_plan
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights import delivery
-from rlsys.weights.delivery import Delivered, Delivery
+from rlsys.weights import weight_push
+from rlsys.weights.weight_push import PushResult, WeightPush
 from tests.helpers.push_cases import CANARIES, Sent
 
 PARALLEL = {"tp": 2, "pp": 2, "ep": 2}
@@ -68,25 +68,25 @@ class Held:
 def main(model: Path, folder: Path, urls: list[str]) -> None:
     config = config_of(model, folder)
     trainer, sent, held = Trainer(config), Sent(), Held()
-    real = delivery.for_engines
-    delivery.for_engines = lambda config, tensors: held.watch(real(config, tensors))
-    made = Delivery(trainer, push_plan(config, lay_out(config)))
+    real = weight_push.quantise_for_engines
+    weight_push.quantise_for_engines = lambda config, tensors: held.watch(real(config, tensors))
+    made = WeightPush(trainer, push_plan(config, lay_out(config)))
     loop = asyncio.new_event_loop()
     router: list[Router] = []
 
-    async def begin(version: int) -> PushTicket:
+    async def begin(version: int) -> WeightUpdate:
         if not router:
             session = make_session()
             engines = [EngineClient(url, session, tp=2, index=i) for i, url in enumerate(urls)]
             bounds = Bounds.of(config)
             router.append(Router(engines, vocab_size=128, context_length=512, stop_ids={2}, bounds=bounds))
-        return PushTicket(version, await router[0].begin_push(version), CANARIES)
+        return WeightUpdate(version, await router[0].begin_push(version), CANARIES)
 
-    def start(version: int) -> PushTicket:
+    def start(version: int) -> WeightUpdate:
         return loop.run_until_complete(begin(version))
 
-    def finish(version: int, canaries: list[Canary], done: Delivered) -> dict[str, float]:
-        return loop.run_until_complete(router[0].end_push(version, canaries, done.digests, done.left_out))
+    def finish(version: int, canaries: list[Canary], done: PushResult) -> dict[str, float]:
+        return loop.run_until_complete(router[0].end_push(version, canaries, done.digests, done.excluded))
 
     seen: dict[str, Any] = {"tcp": [], "metrics": []}
     for version in range(1, PUSHES + 1):

@@ -12,12 +12,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from rlsys.core.weight_updates import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights import delivery
-from rlsys.weights.delivery import Delivery
-from rlsys.weights.plan import PushPlan
+from rlsys.weights import weight_push
+from rlsys.weights.push_plan import PushPlan
 from rlsys.weights.shard_plan import plan_senders
+from rlsys.weights.weight_push import WeightPush
 from tests.helpers import trainer_cases as cases
 from tests.helpers.receiving_engine import sha
 
@@ -52,17 +52,17 @@ class Session:
         )  # fmt: skip
         trainer = Trainer(config)
         # Without a GPU all experts of a layer would have one sender.
-        delivery.plan_senders = lambda config, hf, **_: plan_senders(config, hf, **planned)
-        made = Delivery(trainer, PushPlan({}, group=True))
+        weight_push.plan_senders = lambda config, hf, **_: plan_senders(config, hf, **planned)
+        made = WeightPush(trainer, PushPlan({}, group=True))
         for i, engines in enumerate(pushes):
             to = [EngineAddress(self.urls[e], 1, i - 1, index=e) for e in engines]
             for engine in to if trainer.is_main else ():
                 ask(engine.url, "/begin", {})
             trainer.control.wait_for_all()
-            done = made.push(PushTicket(i + 1, to, []))
+            done = made.push(WeightUpdate(i + 1, to, []))
             expected = {n: sha(tensor) for n, tensor in trainer.named_hf_tensors()}
             if trainer.is_main:
-                self._note(name, expected, done.left_out, engines)
+                self._note(name, expected, done.excluded, engines)
             for _, parameter in trainer.named_parameters():
                 parameter.data.mul_(1.5)
         made.close()

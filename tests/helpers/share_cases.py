@@ -16,7 +16,16 @@ import torch.distributed as dist
 
 from rlsys.core.messages import decode
 from rlsys.core.spans import RouteSpan, VersionSpan
-from rlsys.core.types import GroupState, Prompt, Sample, Scored, Segment, Status, Taken, Unscored
+from rlsys.core.types import (
+    GroupState,
+    LogProbRequest,
+    LogProbResult,
+    Prompt,
+    Sample,
+    Segment,
+    Status,
+    TrainBatch,
+)
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.trainer.pack import MicroBatch
@@ -37,7 +46,7 @@ def lengthen(sample: Sample, version: int, tokens: int, rng: random.Random) -> N
     sample.append(Segment(ids, mu, spans, None, routes=RouteSpan(start, end, chosen)))
 
 
-def write_step(run: Path) -> tuple[Taken, Taken]:
+def write_step(run: Path) -> tuple[TrainBatch, TrainBatch]:
     """Groups that a step takes: as `take` answers, and with all tokens in hand.
 
     Each sample is saved in several pieces, of two versions; some have scores, some a tool's answer.
@@ -59,17 +68,17 @@ def write_step(run: Path) -> tuple[Taken, Taken]:
                 sample.observe([5, 6, 7])
         buffer.save(samples)
     buffer.store_scores(
-        Scored(s.sample_id, 1, [-rng.random()] * (s.tokens - 2)) for s in samples if s.index % 2
+        LogProbResult(s.sample_id, 1, [-rng.random()] * (s.tokens - 2)) for s in samples if s.index % 2
     )
     for group in groups:
         for sample in group.samples:
             sample.status, sample.reward = Status.FINISHED, float(sample.index % 2)
         buffer.finish(group, GroupState.READY)
     buffer.take(1, groups)
-    light = buffer.taken(1)[1]
+    light = buffer.read_step(1)[1]
     buffer.close()
     whole = [replace(g, state=GroupState.TRAINED, train_step=1) for g in groups]
-    return Taken(1, version, light, {}), Taken(1, version, whole, {})
+    return TrainBatch(1, version, light, {}), TrainBatch(1, version, whole, {})
 
 
 def equal(one: MicroBatch, other: MicroBatch) -> bool:
@@ -85,7 +94,7 @@ def equal(one: MicroBatch, other: MicroBatch) -> bool:
     return True
 
 
-def seen(trainer: Trainer, light: Taken, whole: Taken) -> dict[str, object]:
+def seen(trainer: Trainer, light: TrainBatch, whole: TrainBatch) -> dict[str, object]:
     """Of this rank: bytes that it read and bytes of the samples that it trains, for packing and for scores."""
     samples = [s for g in light.groups for s in g.samples]
     in_hand = [s for g in whole.groups for s in g.samples]
@@ -94,7 +103,8 @@ def seen(trainer: Trainer, light: Taken, whole: Taken) -> dict[str, object]:
     mine = {row for micro in batch for row in micro.rows.tolist()}
     read = trainer.segments.bytes_read
     scores, known = (
-        score_parked([Unscored(s, 1) for s in which if s.index == 0], trainer) for which in (samples, in_hand)
+        score_parked([LogProbRequest(s, 1) for s in which if s.index == 0], trainer)
+        for which in (samples, in_hand)
     )
     return {
         "rank": dist.get_rank(),
@@ -113,7 +123,7 @@ def seen(trainer: Trainer, light: Taken, whole: Taken) -> dict[str, object]:
 def main(workplace: Path, layouts: list[str]) -> None:
     """What every rank has seen, into WORKPLACE/seen.jsonl."""
     light, whole = (
-        decode((workplace / f"{name}.msgpack").read_bytes(), Taken) for name in ("light", "whole")
+        decode((workplace / f"{name}.msgpack").read_bytes(), TrainBatch) for name in ("light", "whole")
     )
     for layout in layouts:
         config = cases.config_of(workplace / "model", workplace / "run", **cases.sections(layout))

@@ -20,8 +20,8 @@ from rlsys.config import Config, load_config
 from rlsys.config.algo import CriticSection
 from rlsys.core.arrays import log_probs
 from rlsys.core.messages import decode
-from rlsys.core.spans import Fork, TokenSpan, TurnMark
-from rlsys.core.types import Sample, SampleGroup, Status, Taken
+from rlsys.core.spans import Fork, TokenSpan, TurnReward
+from rlsys.core.types import Sample, SampleGroup, Status, TrainBatch
 from rlsys.trainer.critic import add_critic
 from rlsys.trainer.step import Early, go_backward, train_step
 from rlsys.trainer.teacher import Teachers, add_teacher
@@ -38,12 +38,12 @@ OTHER = 1.3
 """What the reference's weights, and those of the average, are of the policy's: their log-probs must differ."""
 
 
-def recorded() -> Taken:
+def recorded() -> TrainBatch:
     packed = gzip.decompress((ROOT / "tests/data/step.msgpack.gz").read_bytes())
-    return decode(packed, Taken)
+    return decode(packed, TrainBatch)
 
 
-def stale(taken: Taken) -> Taken:
+def stale(taken: TrainBatch) -> TrainBatch:
     """Of other weights than it was: a recorded step drifts less than the ratios that some corrections are for.
 
     In even samples, each seventh token was unlikelier to its engine by 1.8 nats; in every other odd one, all tokens
@@ -62,12 +62,12 @@ def stale(taken: Taken) -> Taken:
     return replace(taken, groups=[replace(g, samples=[older(s) for s in g.samples]) for g in taken.groups])
 
 
-def odd(taken: Taken) -> Taken:
+def odd(taken: TrainBatch) -> TrainBatch:
     """Groups of seven, as the median needs."""
     return replace(taken, groups=[replace(g, samples=g.samples[:7]) for g in taken.groups])
 
 
-def single_rewards(taken: Taken) -> Taken:
+def single_rewards(taken: TrainBatch) -> TrainBatch:
     """Only the first of the named rewards."""
 
     def plain(group: SampleGroup) -> SampleGroup:
@@ -80,7 +80,7 @@ def single_rewards(taken: Taken) -> Taken:
     return replace(taken, groups=[plain(g) for g in taken.groups])
 
 
-def partly_transferred(taken: Taken) -> Taken:
+def partly_transferred(taken: TrainBatch) -> TrainBatch:
     """Of each group, every second success was drawn from a prompt without its first token."""
 
     def drawn(group: SampleGroup) -> SampleGroup:
@@ -96,21 +96,21 @@ def partly_transferred(taken: Taken) -> Taken:
     return replace(taken, groups=[drawn(g) for g in taken.groups])
 
 
-def in_turns(taken: Taken) -> Taken:
+def in_turns(taken: TrainBatch) -> TrainBatch:
     """Each response of six tokens or more has two turns, with one token that was told between them; every third first
     turn did not match."""
 
     def played(sample: Sample) -> Sample:
         if sample.tokens < 6:
-            return replace(sample, turn_marks=[TurnMark(sample.reward or 0.0)])
+            return replace(sample, turn_rewards=[TurnReward(sample.reward or 0.0)])
         told = sample.tokens // 2
-        marks = [TurnMark(float(sample.index % 2), sample.index % 3 > 0), TurnMark(sample.reward or 0.0)]
-        return replace(sample, observed=[TokenSpan(told, told + 1)], turn_marks=marks)
+        marks = [TurnReward(float(sample.index % 2), sample.index % 3 > 0), TurnReward(sample.reward or 0.0)]
+        return replace(sample, observed=[TokenSpan(told, told + 1)], turn_rewards=marks)
 
     return replace(taken, groups=[replace(g, samples=[played(s) for s in g.samples]) for g in taken.groups])
 
 
-def cut_off(taken: Taken) -> Taken:
+def cut_off(taken: TrainBatch) -> TrainBatch:
     """The last response of each group was cut off."""
 
     def closed(group: SampleGroup) -> SampleGroup:
@@ -120,7 +120,7 @@ def cut_off(taken: Taken) -> Taken:
     return replace(taken, groups=[closed(g) for g in taken.groups])
 
 
-def forked(taken: Taken) -> Taken:
+def forked(taken: TrainBatch) -> TrainBatch:
     """Of each group, every third response branches off the one before it, at its second token."""
 
     def tree(group: SampleGroup) -> SampleGroup:
@@ -132,7 +132,7 @@ def forked(taken: Taken) -> Taken:
     return replace(taken, groups=[tree(g) for g in taken.groups])
 
 
-def batch_of(recipe: str) -> Taken:
+def batch_of(recipe: str) -> TrainBatch:
     taken = stale(recorded())
     taken = taken if recipe == "gdpo" else single_rewards(taken)
     change = {

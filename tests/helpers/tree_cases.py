@@ -10,7 +10,7 @@ from rlsys.config import Config
 from rlsys.core.forks import Forced
 from rlsys.core.types import SampleGroup
 from rlsys.generators.trees import Tree, TreeGenerator
-from rlsys.generators.turns import Speak
+from rlsys.generators.turns import GenerateTurn
 
 
 class Bushes(TreeGenerator):
@@ -22,14 +22,14 @@ class Bushes(TreeGenerator):
             return
         first, second = tree.fork(root, 2, Forced(99, -1.0)), tree.fork(root, 4, Forced(98, -2.0))
         await tree.grow([first, second], 9, 2, greedy=False)
-        tree.cut(first, 0)
-        tree.cut(root, 5)
+        tree.truncate(first, 0)
+        tree.truncate(root, 5)
         await tree.grow([root], 8, 2, greedy=False)
         if root.tokens == 8:
             await tree.grow([tree.fork(root, 7, Forced(97, -3.0))], 12, 2, greedy=False)
 
 
-def bushes(config: Config, tokenizer: object, speak: Speak) -> Bushes:
+def bushes(config: Config, tokenizer: object, speak: GenerateTurn) -> Bushes:
     return Bushes(speak)
 
 

@@ -85,11 +85,13 @@ def lives(case: str, work: Path) -> dict[str, Any]:
 
 def push(trainer: Any) -> None:
     """What a weight update does here: gather, hash, lay out."""
-    from rlsys.weights.buckets import Areas, stream
+    from rlsys.weights.buckets import StagingBuffers, send_in_buckets
     from rlsys.weights.checksums import EngineChecksums
 
     sums = EngineChecksums(trainer.served, 1)
-    stream(sums.watch(trainer.served_tensors()), 2**16, Areas(shared=True), lambda flat: None)
+    send_in_buckets(
+        sums.watch(trainer.served_tensors()), 2**16, StagingBuffers(shared=True), lambda flat: None
+    )
     assert sums.digests()[0]
 
 

@@ -378,7 +378,7 @@ def import_trainer() -> None:
                 return super().get_code(fullname)
 
     cpu_import.Rewrite, cpu_import.CpuLoader = OnPretendedGpu, Loader  # type: ignore[misc]
-    cpu_import._kept = lambda cache, stamp: None
+    cpu_import._read_cache = lambda cache, stamp: None
     cpu_import.CUDA_ON_CPU.__dict__["current_device"] = lambda: GPU
     Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]  # there are no streams here
 

@@ -16,16 +16,16 @@ from rlsys.generators.turns import sampling_turns
 from rlsys.obs.role import end_with_parent
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.worker.repeat import Stops, record_of
+from rlsys.worker.run_replay import ReplayStops, load_record
 from rlsys.worker.scoring import Scorer
-from rlsys.worker.worker import Worker, WorkerParts, leave, standard_input
+from rlsys.worker.worker import Worker, WorkerParts, exit_now, standard_input
 from tests.helpers.rollout_rig import length_reward
 from tests.helpers.scripted_engine import EOS
 
 
 def router_of(clients: list[EngineClient], **more: Any) -> Router:
     return Router(
-        clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+        clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), push_timeout_s=100,
         routes=True, **more,
     )  # fmt: skip
 
@@ -33,10 +33,10 @@ def router_of(clients: list[EngineClient], **more: Any) -> Router:
 async def main() -> None:
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     async with make_session() as session:
-        router = router_of([EngineClient(url, session) for url in sys.argv[2:]], sole=False)
+        router = router_of([EngineClient(url, session) for url in sys.argv[2:]], single_router=False)
         scorer = Scorer(lambda: nullcontext(length_reward), lambda ids: "x" * len(ids), 60)
-        record = record_of(config)
-        stops = None if record is None else Stops(record)
+        record = load_record(config)
+        stops = None if record is None else ReplayStops(record)
         speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
         generator = build_generator(config, None, speak)
         share = max(1, config.flush_tokens // config.rollout.workers)
@@ -45,7 +45,7 @@ async def main() -> None:
             return EngineClient(url, session, tp=tp, pool=pool)
 
         parts = WorkerParts(config, router, scorer, generator, config.run.dir, share, joiner, stops)
-        await Worker(parts, leave).serve(standard_input())
+        await Worker(parts, exit_now).serve(standard_input())
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, identity
-from rlsys.core.types import Taken
+from rlsys.core.types import TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
@@ -43,7 +43,7 @@ class Run:
         file.write_text(config.model_dump_json())
         planning = Planning(config, Numbers(), None)
         self.buffer = RolloutBuffer(
-            config.run.dir / FILE_NAME, identity(config), planning.largest, in_hand=False
+            config.run.dir / FILE_NAME, identity(config), planning.largest, holds_tokens=False
         )
         n = config.rollout.workers
         command = [sys.executable, "-m", "tests.helpers.worker_stage", str(file)]
@@ -75,7 +75,7 @@ class Run:
             canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
             left = bool((await self.manager.end_push(ticket, canaries))["push_left"])
 
-    async def take(self, step: int) -> Taken:
+    async def take(self, step: int) -> TrainBatch:
         while (taken := await self.manager.take(step)) is None:
             await self.push()
         return taken
@@ -115,14 +115,14 @@ async def run(
             yield one
             pids = one.pids()
             await one.manager.close()
-            check(one.buffer.ledger())
+            check_ledger(one.buffer.ledger())
         finally:
             await one.workers.close()
             one.buffer.close()
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def check_step(folder: Path, taken: Taken, seen: set[int]) -> None:
+def check_step(folder: Path, taken: TrainBatch, seen: set[int]) -> None:
     for group in loaded(folder, taken.groups):
         assert group.group_id not in seen
         seen.add(group.group_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.weight_calls import ADAPTER
 from rlsys.engine.wire import make_session
@@ -16,7 +16,7 @@ from rlsys.planner.layout import lay_out, push_plan
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights.delivery import Delivery
+from rlsys.weights.weight_push import WeightPush
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.servers import running_engine
@@ -41,7 +41,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]
 
 def test_a_push_moves_the_adapter_and_the_engine_computes_with_it(trainer: Trainer, tmp_path: Path) -> None:
     config = trainer.config
-    delivery = Delivery(trainer, push_plan(config, lay_out(config)))
+    delivery = WeightPush(trainer, push_plan(config, lay_out(config)))
     numbers = sum(p.numel() for _, p in trainer.named_parameters())
 
     async def pushes(url: str) -> None:
@@ -55,9 +55,9 @@ def test_a_push_moves_the_adapter_and_the_engine_computes_with_it(trainer: Train
                 engines = await router.begin_push(version)
                 if version == 3:
                     engines[0].holds = -1  # as if an earlier push had failed half-way
-                sent = await asyncio.to_thread(delivery.push, PushTicket(version, engines, SEQUENCES))
+                sent = await asyncio.to_thread(delivery.push, WeightUpdate(version, engines, SEQUENCES))
                 canaries = await asyncio.to_thread(trainer.canaries, SEQUENCES)
-                metrics = await router.end_push(version, canaries, sent.digests, sent.left_out)
+                metrics = await router.end_push(version, canaries, sent.digests, sent.excluded)
                 held = (await client.checksums())[0]
                 print(version, metrics, len(held), delivery.sent_bytes)
                 assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (len(held), 0)

@@ -52,7 +52,7 @@ async def test_long_responses_leave_the_engine_that_is_bad_at_writing_and_long_p
                 stop_ids=(),
                 bounds=Bounds(1.0, 1.0),
                 strategy="hardware_affinity",
-                trusted=True,
+                skip_attestation=True,
             )
             watch = asyncio.create_task(router.watch())
             router.resume()

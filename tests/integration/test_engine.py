@@ -18,12 +18,12 @@ from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.core.errors import RunError
 from rlsys.core.types import Status
-from rlsys.core.weight_updates import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.segments.records import SegmentReader
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.engine_stack import (
     CANARIES,
@@ -74,7 +74,7 @@ async def test_interrupted_three_times_equals_unbroken(
         assert broken.response_ids == unbroken.response_ids
         assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
         assert routes(broken, engine_run) == routes(unbroken, engine_run)
-        assert all(span.place is not None for span in broken.routes), "written by the engine, not answered"
+        assert all(span.location is not None for span in broken.routes), "written by the engine, not answered"
         assert len(routes(broken, engine_run)) == (len(PROMPT) + 80 - 1) * LAYERS * TOP_K
         assert (broken.status, broken.resumes, broken.versions()) == (Status.TRUNCATED, 3, [version] * 80)
         # Everything but the last token of each resumed prefix is still in the engine, by both accounts.
@@ -179,7 +179,7 @@ async def test_a_broadcast_goes_on_without_an_engine_that_dies_in_it(
         with subprocess.Popen(peer, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             dying = EngineAddress(f"http://127.0.0.1:{int(other.stdout.readline())}", 1)
-            ticket = PushTicket(version, [*addresses, dying], CANARIES)
+            ticket = WeightUpdate(version, [*addresses, dying], CANARIES)
             await asyncio.to_thread(s.sync.push, tensors(1), ticket)
             assert other.wait() == 9
         await s.router.end_push(version, canaries(1))
@@ -212,7 +212,7 @@ async def test_an_engine_keeps_its_requests_through_a_push(
         seam = len(PROMPT) + kept.spans[1].start - 1
         assert kept.routes[0].start == seam
         with SegmentReader(engine_run) as segments:
-            (after,) = in_hand(segments, kept).routes
+            (after,) = load_with_routes(segments, kept).routes
         assert routes(unbroken, engine_run)[seam * LAYERS * TOP_K :] == after.experts
         await s.router.interrupt()
         assert s.router.stats()["lost"] == 0
@@ -292,7 +292,7 @@ async def test_no_faulty_push_is_attested(engine_config: Config, engine: str) ->
         async with stack(engine_config, engine) as s:
             for expected, got in ((old, old), (new, sent)):
                 version = next(s._versions)
-                ticket = PushTicket(version, await s.router.begin_push(version), [])
+                ticket = WeightUpdate(version, await s.router.begin_push(version), [])
                 sums = EngineChecksums(HFConfig.read(engine_config.model.path), 1)
                 for _ in sums.watch(expected.items()):
                     pass

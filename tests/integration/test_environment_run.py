@@ -63,5 +63,5 @@ def test_an_environment_outlives_the_death_of_every_role(
     samples = [s for g in RunReader(tmp_path / "run").groups("train_step = ?", STEPS) for s in g.samples]
     assert any(s.observed for s in samples), "a second try"
     if not of_agents:
-        assert all(s.turn_marks is not None and len(s.turn_marks) == len(s.turns()) for s in samples)
-        assert all(s.reward == pytest.approx(sum(m.reward for m in s.turn_marks or ())) for s in samples)
+        assert all(s.turn_rewards is not None and len(s.turn_rewards) == len(s.turns()) for s in samples)
+        assert all(s.reward == pytest.approx(sum(m.reward for m in s.turn_rewards or ())) for s in samples)

@@ -27,7 +27,7 @@ RECIPES = {
 def test_a_rollout_that_is_split_into_sequences_gives_the_same_gradient(tmp_path: Path) -> None:
     whole = cases.single_rewards(cases.recorded())
     parts = replace(whole, groups=split_groups(whole.groups))
-    assert sum(len(s.further) for g in parts.groups for s in g.samples) > 10
+    assert sum(len(s.extra_sequences) for g in parts.groups for s in g.samples) > 10
     config = cases.config_of(None, tmp_path / "run")
     trainer = Trainer(config, frozenset({"old"}))
     try:

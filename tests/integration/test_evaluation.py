@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rlsys.config import Config
-from rlsys.core.identity import NOBODY
+from rlsys.core.identity import ANONYMOUS
 from rlsys.evaluation.evaluation import evaluate
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
@@ -17,7 +17,7 @@ def test_an_engine_is_evaluated_with_the_weights_that_it_has(engine: str, engine
     data = engine_config.model_dump()
     data["eval"]["prompts"], data["rollout"]["max_response_tokens"] = 6, 24
     config = Config.model_validate(data)
-    first, second = (asyncio.run(evaluate(config, {engine: NOBODY})) for _ in range(2))
+    first, second = (asyncio.run(evaluate(config, {engine: ANONYMOUS})) for _ in range(2))
     assert first == second, "greedy answers do not change"
     assert first.prompts == 6
     assert 0 <= first.accuracy <= 1

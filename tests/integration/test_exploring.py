@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.joining import engines
+from launch.engine_join import engines
 from rlsys.obs.metrics import read_metrics
 from tests.helpers.churn import engine_process
 from tests.helpers.runs import checked_ledger

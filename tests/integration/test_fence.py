@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from rlsys.config import Config
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.wire import EngineError
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers.engine_stack import CANARIES, ENGINE_TENSORS, canaries, stack, tensors
 
 pytestmark = pytest.mark.integration
@@ -29,17 +29,17 @@ async def test_a_second_trainer_with_an_old_ticket_is_refused(
     )
     async with stack(config, engine) as s:
         await s.push(0)
-        router, stale = s.router, WeightSync(config)
-        first = PushTicket(901, await router.begin_push(901), CANARIES)
-        second = PushTicket(902, await router.begin_push(902), CANARIES)
+        router, stale = s.router, GatheredPush(config)
+        first = WeightUpdate(901, await router.begin_push(901), CANARIES)
+        second = WeightUpdate(902, await router.begin_push(902), CANARIES)
         assert first.engines[0].epoch < second.engines[0].epoch  # type: ignore[operator]
         checksums = EngineChecksums(s._hf, 1)
         await asyncio.gather(
             asyncio.to_thread(stale.push, tensors(2), first),
             asyncio.to_thread(s.sync.push, checksums.watch(tensors(1)), second),
         )
-        assert "is over: another one has begun since" in stale.left_out[engine]
-        assert not s.sync.left_out
+        assert "is over: another one has begun since" in stale.excluded[engine]
+        assert not s.sync.excluded
         metrics = await router.end_push(902, canaries(1), checksums.digests())
         assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (ENGINE_TENSORS, 0)
         with pytest.raises(EngineError, match="is over"):

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from rlsys.config import Config, load_config
-from rlsys.core.weight_updates import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.planner.layout import lay_out, push_plan
 from rlsys.trainer import setup
 from rlsys.weights import transports
-from rlsys.weights.buckets import Areas
-from rlsys.weights.plan import PushPlan
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.buckets import StagingBuffers
+from rlsys.weights.gathered_push import GatheredPush
+from rlsys.weights.push_plan import PushPlan
 from tests.helpers import fake_nccl
 from tests.helpers.servers import ROOT
 
@@ -49,18 +49,18 @@ def of(paths: list[Path]) -> pytest.MarkDecorator:
 def sglang() -> None:
     """Imported while there is no CUDA to be found."""
     transports.prepare_sglang()
-    transports.as_handed_over(Areas(shared=False).lay([("weight", torch.zeros(1))]))
+    transports.flattened_payload(StagingBuffers(shared=False).flatten([("weight", torch.zeros(1))]))
     from sglang.srt.utils import init_custom_process_group  # noqa: F401
 
 
-def sync_of(config: Config, rank: int, plan: PushPlan | None = None) -> WeightSync:
+def sync_of(config: Config, rank: int, plan: PushPlan | None = None) -> GatheredPush:
     """The launch's plan, unless another one is given."""
-    return WeightSync(config, rank, push_plan(config, lay_out(config)) if plan is None else plan)
+    return GatheredPush(config, rank, push_plan(config, lay_out(config)) if plan is None else plan)
 
 
-def push(sync: WeightSync, engines: list[EngineAddress], rank: int) -> None:
+def push(sync: GatheredPush, engines: list[EngineAddress], rank: int) -> None:
     """Weights that tell whose they are."""
-    sync.push([("weight", torch.full((4,), float(rank)))], PushTicket(1, engines, []))
+    sync.push([("weight", torch.full((4,), float(rank)))], WeightUpdate(1, engines, []))
 
 
 @of(EXPERIMENTS)
@@ -107,7 +107,7 @@ def test_a_group_with_engines_has_one_rank_on_a_gpu(path: Path, monkeypatch: pyt
 def test_each_engine_rank_opens_memory_of_its_own_gpu(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Colocated layouts make no group with engines at all."""
     machines = fake_nccl.machines(load_config(path), monkeypatch)
-    monkeypatch.setattr(transports, "Peers", peers_of_one_process())
+    monkeypatch.setattr(transports, "RankChannel", peers_of_one_process())
     monkeypatch.setattr(transports, "serializer", lambda: whose)
     with as_rank(machines, 0, monkeypatch):
         setup.init_distributed(machines.config)
@@ -167,11 +167,11 @@ def whose(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def peers_of_one_process() -> type:
-    """rlsys.weights.peers between threads: made in the order of the ranks."""
+    """rlsys.weights.rank_channel between threads: made in the order of the ranks."""
     lines: defaultdict[tuple[int, int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
     ranks: Iterator[int] = iter(range(10**6))
 
-    class Peers:
+    class Channel:
         def __init__(self, seconds: float) -> None:
             self._rank = next(ranks)
 
@@ -181,6 +181,6 @@ def peers_of_one_process() -> type:
         def receive(self, source: int, tag: int) -> bytes:
             return lines[source, self._rank, tag].get(timeout=60)
 
-        def settle(self) -> None: ...
+        def flush(self) -> None: ...
 
-    return Peers
+    return Channel

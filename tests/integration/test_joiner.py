@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.joining import engines
+from launch.engine_join import engines
 from rlsys.obs.metrics import read_metrics
 from tests.helpers.runs import RLSYS
 from tests.helpers.servers import ROOT

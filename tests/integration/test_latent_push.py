@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights.buckets import buckets
+from rlsys.weights.buckets import split_into_buckets
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.servers import running_engine
@@ -47,7 +47,8 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]
 def test_no_bucket_parts_what_the_engine_joins(trainer: Trainer, tmp_path: Path) -> None:
     config = trainer.config
     sent = [
-        len(bucket) for bucket in buckets(trainer.named_hf_tensors(), int(config.weights.bucket_mb * 2**20))
+        len(bucket)
+        for bucket in split_into_buckets(trainer.named_hf_tensors(), int(config.weights.bucket_mb * 2**20))
     ]
     pairs = 4 if trainer.hf.latent is not None else 0
     assert sent.count(2) >= pairs
@@ -59,8 +60,8 @@ def test_no_bucket_parts_what_the_engine_joins(trainer: Trainer, tmp_path: Path)
             router = Router(
                 [client], vocab_size=96, context_length=256, stop_ids=(), bounds=Bounds.of(config)
             )
-            ticket = PushTicket(1, await router.begin_push(1), SEQUENCES)
-            checksums, sync = EngineChecksums(trainer.hf, 1), WeightSync(config)
+            ticket = WeightUpdate(1, await router.begin_push(1), SEQUENCES)
+            checksums, sync = EngineChecksums(trainer.hf, 1), GatheredPush(config)
             await asyncio.to_thread(sync.push, checksums.watch(trainer.named_hf_tensors()), ticket)
             canaries = await asyncio.to_thread(trainer.canaries, SEQUENCES)
             metrics = await router.end_push(1, canaries, checksums.digests())

@@ -69,7 +69,7 @@ def test_each_rank_reads_its_own_share(ranks: int, layouts: tuple[str, ...], wor
 
 def test_a_rank_that_does_not_see_the_run_says_so(workplace: Path) -> None:
     shutil.rmtree(workplace / "run" / "segments")
-    light = decode((workplace / "light.msgpack").read_bytes(), share_cases.Taken)
+    light = decode((workplace / "light.msgpack").read_bytes(), share_cases.TrainBatch)
     trainer = Trainer(cases.config_of(workplace / "model", workplace / "run"))
     with pytest.raises(
         RunError, match=r"^trainer rank 0: .*/segments/000000-000001-000001.seg: no such file; each machine"

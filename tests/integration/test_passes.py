@@ -16,7 +16,7 @@ from torch import Tensor
 from rlsys.algo.objective import Objective
 from rlsys.config.algo import AlgoSection
 from rlsys.core.spans import RouteSpan
-from rlsys.core.types import Taken, Unscored
+from rlsys.core.types import LogProbRequest, TrainBatch
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import (
     micro_loss,
@@ -53,14 +53,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
         open_ones.pop().close()
 
 
-def recorded() -> Taken:
+def recorded() -> TrainBatch:
     """One group of the recorded step, made stale."""
     taken = cases.single_rewards(cases.stale(cases.recorded()))
     mixed = [g for g in taken.groups if len({s.reward for s in g.samples}) > 1]
     return replace(taken, groups=mixed[:2])
 
 
-def routed(taken: Taken, trainer: Trainer) -> Taken:
+def routed(taken: TrainBatch, trainer: Trainer) -> TrainBatch:
     """With random experts at all positions: none that the router would choose."""
     rng, hf = random.Random(1), trainer.hf
     experts, topk = hf.experts, hf.experts_per_token
@@ -116,7 +116,7 @@ def test_exact_old_is_scored_with_the_experts_that_training_replays(start: Calla
         by_row(b, in_training(trainer, b))
         for b in (batch, pack_rows(recorded(), range(len(samples)), trainer))
     )
-    found = score_parked([Unscored(s, 0) for s in samples], trainer)
+    found = score_parked([LogProbRequest(s, 0) for s in samples], trainer)
     scored = {row: torch.tensor(scores.logp) for row, scores in enumerate(found)}
     print(
         f"|score_parked - training|: {gap(scored, training):.1e}; replayed or not: {gap(own, training):.2f}"
@@ -155,7 +155,7 @@ class Scored(Objective):
         self.asks = replace(self.asks, scored=self.asks.passes, looks_ahead=("the test",))
 
 
-def gradients(trainer: Trainer, objective: Objective, taken: Taken) -> tuple[float, Tensor, int]:
+def gradients(trainer: Trainer, objective: Objective, taken: TrainBatch) -> tuple[float, Tensor, int]:
     """Loss and gradient of a step's first update, and how many micro-batches were scored for all updates."""
     scored: list[int] = []
     plain, trainer.passes.score = trainer.passes.score, lambda b, *a: (scored.append(len(b)), plain(b, *a))[1]  # type: ignore

@@ -10,13 +10,13 @@ import pytest
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.core.types import Sample
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers.engine_stack import (
     CANARIES,
     PROMPT,
@@ -72,7 +72,7 @@ async def test_engines_of_one_and_of_two_ranks_take_the_same_push(
                 clients, vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(config),
                 kinds=config.engine,
             )  # fmt: skip
-            sync, hf = WeightSync(config), HFConfig.read(config.model.path)
+            sync, hf = GatheredPush(config), HFConfig.read(config.model.path)
             watch = asyncio.create_task(router.watch())
             async with asyncio.timeout(
                 120
@@ -80,11 +80,11 @@ async def test_engines_of_one_and_of_two_ranks_take_the_same_push(
                 while set(router.engine_states().values()) != {"without weights"}:
                     await asyncio.sleep(0.05)
             for version in (1, 2):
-                ticket = PushTicket(version, await router.begin_push(version), CANARIES)
+                ticket = WeightUpdate(version, await router.begin_push(version), CANARIES)
                 assert [e.tp for e in ticket.engines] == [1, 2], router.engine_states()
                 checksums = EngineChecksums(hf, *config.engine.tps)
                 await asyncio.to_thread(sync.push, checksums.watch(tensors(SEED + version)), ticket)
-                assert not sync.left_out
+                assert not sync.excluded
                 told = await router.end_push(version, canaries(SEED + version), checksums.digests())
                 assert told["push_tensors_unknown"] == 0 < told["push_tensors_equal"]
             assert set(router.engine_states().values()) == {"version 2"}

@@ -17,7 +17,7 @@ from rlsys.config import Config
 from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer
 from rlsys.obs.metrics import read_metrics
-from rlsys.rollout.trial import build_inputs
+from rlsys.rollout.dry_run import build_inputs
 from tests.helpers.published_tokenizers import CODE_FORMS, FORMS, write_kimi
 from tests.helpers.runs import RLSYS, ROOT, SYNCHRONOUS, checked_ledger, train_locally
 from tests.helpers.stop_families import edit

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlsys.core.owner import claim
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.evaluation.results import EvalResult
 from rlsys.train import Loop
 from rlsys.trainer import setup
@@ -35,9 +35,9 @@ class Rollout:
     def leaving(self) -> float:
         return 0.0
 
-    def begin_push(self, _mismatch_kept: float | None = None) -> PushTicket:
+    def begin_push(self, _mismatch_kept: float | None = None) -> WeightUpdate:
         self._events.append("begin_push: engines wake their weights")
-        return PushTicket(1, [], [[5, 3, 80, 41]])
+        return WeightUpdate(1, [], [[5, 3, 80, 41]])
 
     def end_push(self, *_: object) -> dict[str, float]:
         self._events.append("end_push: engines wake their caches")

@@ -24,7 +24,7 @@ from rlsys.core.errors import RunError
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.obs.metrics import read_metrics
-from rlsys.router.checksums import Checksums
+from rlsys.router.engine_checksums import ChecksumVerifier
 from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
@@ -121,7 +121,7 @@ def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> N
         ):
             gaps[name] = max(gaps[name], float(gap.abs().max()))
         assert len(said) == DECODED
-    match = Checksums().compare("engine", checksums.digests(), served.checksums)
+    match = ChecksumVerifier().compare("engine", checksums.digests(), served.checksums)
     told = ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
     print(
         f"{family}: {told}; {match.equal} of {len(served.checksums[0])} tensors equal, unknown {match.unknown}"

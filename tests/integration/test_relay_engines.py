@@ -15,15 +15,15 @@ from rlsys.config.rollout import PoolConfig
 from rlsys.convert.config import HFConfig
 from rlsys.core.identity import engine_identity
 from rlsys.core.owner import claim
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.obs.metrics import read_metrics
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.plan import PushPlan
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
+from rlsys.weights.push_plan import PushPlan
 from tests.helpers.engine_stack import CANARIES, ENGINE_TENSORS, canaries, tensors
 from tests.helpers.runs import checked_ledger, logs_of, train_locally
 from tests.helpers.servers import running_engine
@@ -57,7 +57,7 @@ async def test_two_engines_take_pushes_through_a_chain(
                 clients, vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(engine_config),
                 kinds=kinds,
             )  # fmt: skip
-            sync = WeightSync(engine_config, plan=PushPlan({}, group=False, chains=kinds.chains))
+            sync = GatheredPush(engine_config, plan=PushPlan({}, group=False, chains=kinds.chains))
             hf = HFConfig.read(engine_config.model.path)
             watch = asyncio.create_task(router.watch())
             async with asyncio.timeout(120):
@@ -65,11 +65,11 @@ async def test_two_engines_take_pushes_through_a_chain(
                     await asyncio.sleep(0.05)
             link = []
             for version, seed in ((1, 1), (2, 2), (3, 2)):
-                ticket = PushTicket(version, await router.begin_push(version), CANARIES)
+                ticket = WeightUpdate(version, await router.begin_push(version), CANARIES)
                 assert len(ticket.engines) == 2 and all(engine.key for engine in ticket.engines)
                 checksums = EngineChecksums(hf, 1)
                 sent = await asyncio.to_thread(sync.push, checksums.watch(tensors(seed)), ticket)
-                assert sync.left_out == {}
+                assert sync.excluded == {}
                 told = await router.end_push(version, canaries(seed), checksums.digests())
                 assert (told["push_tensors_equal"], told["push_tensors_unknown"]) == (ENGINE_TENSORS, 0)
                 assert told["push_canary_mean"] < 1e-5

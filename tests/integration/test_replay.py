@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.core.spans import RouteSpan, VersionSpan
-from rlsys.core.types import Sample, Unscored
+from rlsys.core.types import LogProbRequest, Sample
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.segments.records import SegmentReader
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.trainer.model.routing import decode
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.step import score_parked
@@ -107,7 +107,7 @@ def exact_samples(engine_config: Config, engine: str, engine_run: Path) -> list[
             return await generated(engine, SAMPLES)
 
     with SegmentReader(engine_run) as segments:
-        return [TrainSample.of(in_hand(segments, s), s.sample_id) for s in asyncio.run(body())]
+        return [TrainSample.of(load_with_routes(segments, s), s.sample_id) for s in asyncio.run(body())]
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_exact_old_of_interrupted_samples_is_near_the_engine(
     mu = torch.tensor([m for s in kept for m in s.mu])
     trainer, found = start("engine"), {}
     for name, routed in (("without routes", False), ("with routes", True)):
-        asked = [Unscored(s if routed else dataclasses.replace(s, routes=[]), 0) for s in kept]
+        asked = [LogProbRequest(s if routed else dataclasses.replace(s, routes=[]), 0) for s in kept]
         scored = torch.tensor([lp for found in score_parked(asked, trainer) for lp in found.logp])
         gap = (scored - mu).abs()
         found[name] = [float(x) for x in (gap.mean(), *gap.quantile(torch.tensor([0.99, 0.999])))]

@@ -19,14 +19,14 @@ from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.scoring import Scorer
 from tests.helpers.engine_stack import ENGINE_TENSORS, logprobs, tensors, worst_gap
 from tests.helpers.loaded import loaded
@@ -74,7 +74,7 @@ class Run:
         self.manager = RolloutManager(
             config, self.buffer, self.router, source, scorer, Planning(config, source, None)
         )
-        self.sync = WeightSync(config)
+        self.sync = GatheredPush(config)
         self.made = Counter[str]()
         self.came: list[float] = []
         self.rounds: list[tuple[list[str], Counter[str]]] = []
@@ -156,8 +156,8 @@ async def test_one_engine_generates_while_the_other_takes_weights(
             watch.cancel()
             await run.manager.close()
             await asyncio.to_thread(run.sync.close)
-            check(run.buffer.ledger())
-            assert run.buffer.lost == 0
+            check_ledger(run.buffer.ledger())
+            assert run.buffer.lost_tokens == 0
             run.buffer.close()
     for folder in ("one", "two"):  # one group for the first push, and one for the rounds of all others
         said = (tmp_path / folder / "engine.log").read_text()

@@ -18,23 +18,23 @@ import pytest
 import torch
 
 from rlsys.config import Config, identity
-from rlsys.core.types import Prompt, Sample, Taken
+from rlsys.core.types import Prompt, Sample, TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.generators.generator import build_generator
-from rlsys.generators.tools import Calculator, around_answer
+from rlsys.generators.tools import Calculator, answer_template
 from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
-from rlsys.weights.sync import WeightSync
+from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.resume_order import resume_key
 from rlsys.worker.scoring import Scorer
 from tests.helpers.engine_stack import (
@@ -112,7 +112,7 @@ class Run:
         scorer = Scorer(lambda: nullcontext(one), lambda _ids: "", 60.0)
         planning = Planning(config, source, None)
         self.manager = RolloutManager(config, self.buffer, self.router, source, scorer, planning)
-        self._sync = WeightSync(config)
+        self._sync = GatheredPush(config)
         self._step = 0
 
     async def push(self, seed: int = 0) -> None:
@@ -120,7 +120,7 @@ class Run:
         await asyncio.to_thread(self._sync.push, tensors(seed), ticket)
         await self.manager.end_push(ticket, [Canary(ids, logprobs(seed, ids)) for ids in ticket.canaries])
 
-    async def steps(self, n: int, models: int = 1) -> list[Taken]:
+    async def steps(self, n: int, models: int = 1) -> list[TrainBatch]:
         """Take and push, so many times; with so many models in turn. With the tokens that a trainer reads."""
         out = []
         for _ in range(n):
@@ -135,7 +135,7 @@ class Run:
         await self.client.slow_down(None)
         await self.manager.close()
         await asyncio.to_thread(self._sync.close)
-        check(self.buffer.ledger())
+        check_ledger(self.buffer.ledger())
         self.buffer.close()
 
 
@@ -164,11 +164,11 @@ def start(engine_config: Config, engine: str, tmp_path: Path) -> Iterator[Start]
     yield begin
 
 
-def samples(taken: Iterable[Taken]) -> list[Sample]:
+def samples(taken: Iterable[TrainBatch]) -> list[Sample]:
     return [s for t in taken for g in t.groups for s in g.samples]
 
 
-def average(taken: Iterable[Taken], name: str) -> float:
+def average(taken: Iterable[TrainBatch], name: str) -> float:
     return mean(t.metrics[name] for t in taken)
 
 
@@ -348,7 +348,7 @@ async def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
         span = s.observed[0]
         assert s.response_ids[span.start - 1] == EOS
         call = re.findall("1(.*?)2", tokenizer.decode(s.response_ids[: span.start]), re.DOTALL)[-1]
-        before, after = around_answer(tokenizer, "user")
+        before, after = answer_template(tokenizer, "user")
         answer = await Calculator()(call)
         assert tokenizer.decode(s.response_ids[span.start : span.end]) == before + answer + after
         print("tool:", repr(call), "->", answer)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlsys.config import Config, load_config
-from rlsys.core.types import GroupState, Prompt, SampleGroup, Taken
+from rlsys.core.types import GroupState, Prompt, SampleGroup, TrainBatch
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
@@ -48,7 +48,7 @@ async def routed(config: Config, url: str) -> AsyncIterator[tuple[Router, Engine
     tokenizer = Tokenizer(config.model.path)
     async with make_session() as session:
         client = EngineClient(url, session)
-        router = build_router(config, [client], tokenizer, trusted=True)
+        router = build_router(config, [client], tokenizer, skip_attestation=True)
         watch = asyncio.create_task(router.watch())
         router.resume()
         try:
@@ -104,7 +104,7 @@ def test_log_probs_of_a_cut_distribution_are_the_engines(
         buffer.finish(group, GroupState.READY)
     buffer.take(1, groups)
     buffer.flush()
-    taken = Taken(1, version, buffer.taken(1)[1], {})
+    taken = TrainBatch(1, version, buffer.read_step(1)[1], {})
     buffer.close()
     samples = [s for g in groups for s in g.samples]
     tokens, kept = sum(s.tokens for s in samples), sum(len(s.support) for s in samples)

@@ -22,9 +22,9 @@ import psutil
 import pytest
 import yaml
 
-from launch.exporter import targets_of
+from launch.exporter import targets_path
 from rlsys.obs.metrics import read_metrics
-from rlsys.obs.otlp import sent_from_here
+from rlsys.obs.otlp import is_available
 from rlsys.viewer.trackers.tracker import PACKAGES
 from tests.helpers.browser import CHROMIUM, Page, browser
 from tests.helpers.otlp_receiver import Receiver, receiving
@@ -44,7 +44,7 @@ pytestmark = [
 STEPS = 24
 TRACKERS = [n for n in ("wandb", "mlflow") if importlib.util.find_spec(PACKAGES[n])]
 """Those that are installed."""
-SPANS = sent_from_here()
+SPANS = is_available()
 """The extra otel is installed."""
 APRIL = (
     f"trainer.steps={STEPS}", "rollout.over_provision=2", "rollout.max_staleness=6", "rollout.keep_groups=4",
@@ -66,7 +66,7 @@ def prometheus(run: Path, place: Path) -> Iterator[Ask]:
     config["global"]["scrape_interval"] = config["global"]["evaluation_interval"] = "1s"
     config["rule_files"] = [str(MONITORING / "rules.yml")]
     (found_by,) = config["scrape_configs"][0]["file_sd_configs"]
-    found_by["files"], found_by["refresh_interval"] = [str(targets_of(run).parent / "*.json")], "1s"
+    found_by["files"], found_by["refresh_interval"] = [str(targets_path(run).parent / "*.json")], "1s"
     path = place / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     at = f"127.0.0.1:{free_port()}"
@@ -122,7 +122,7 @@ async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         session = start(run)
         until_the_end.callback(lambda: session.kill())
-        await asyncio.to_thread(session.wait_for, targets_of(run).exists)
+        await asyncio.to_thread(session.wait_for, targets_path(run).exists)
         ask = until_the_end.enter_context(prometheus(run, tmp_path))
         link = until_the_end.enter_context(dashboard(run))
         async with browser(tmp_path) as page:

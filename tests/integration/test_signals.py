@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
-from rlsys.core.types import Unscored
-from rlsys.obs.trained import read_floats, read_trained
+from rlsys.core.types import LogProbRequest
+from rlsys.obs.token_records import read_floats, read_records
 from rlsys.trainer.model.entropy import ROWS, logprob_and_entropy
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import Early, go_backward, ready, sample_table, score_parked, train_step
@@ -97,7 +97,7 @@ def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callab
     noted: list[Noted] = []
     train_step(trainer, objective, taken, notes=noted)
     write_notes(trainer, taken, noted)
-    found = read_trained(trainer.config.run.dir, taken.train_step)
+    found = read_records(trainer.config.run.dir, taken.train_step)
     assert set(found) == {s.sample_id for g in kept for s in g.samples}
     for group, sample in ((g, s) for g in kept for s in g.samples):
         told = found[sample.sample_id]
@@ -144,7 +144,7 @@ def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., An
     assert stale > 50
     assert recomputed > 0.1  # under other weights: recomputing later would not be exact
     sample = taken.groups[0].samples[0]
-    (found,) = score_parked([Unscored(sample, 2)], trainer)
+    (found,) = score_parked([LogProbRequest(sample, 2)], trainer)
     (whole,) = trainer.passes.logprobs(
         [MicroBatch.of_tokens(torch.tensor([*sample.prompt_ids, *sample.response_ids]))]
     )
@@ -387,10 +387,10 @@ def test_what_is_written_of_tokens_is_the_same_in_every_layout(tmp_path: Path) -
     )
     notes.train_recorded(tmp_path / "alone")
     step = cases.recorded().train_step
-    alone = read_trained(tmp_path / "alone", step)
+    alone = read_records(tmp_path / "alone", step)
     assert len(alone) == notes.KEPT * 8 and any(told.logp for told in alone.values())
     for layout in layouts:
-        found = read_trained(tmp_path / layout, step)
+        found = read_records(tmp_path / layout, step)
         assert found.keys() == alone.keys()
         for sample, told in alone.items():
             assert (found[sample].ids, found[sample].mu) == (told.ids, told.mu)

@@ -111,7 +111,7 @@ def kept(run: Path, steps: int) -> dict[int, bytes]:
     found: dict[int, bytes] = {}
     for step in range(1, steps + 1):
         groups = RunReader(run).groups("train_step = ?", step)
-        found |= {s.sample_id: bytes(s.opinions) for g in groups for s in g.samples}
+        found |= {s.sample_id: bytes(s.teacher_logprobs) for g in groups for s in g.samples}
     return found
 
 

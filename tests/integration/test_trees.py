@@ -17,7 +17,7 @@ from rlsys.core.types import Prompt, Sample, SampleGroup, Status
 from rlsys.data import Tokenizer
 from rlsys.generators.generator import build_generator
 from rlsys.generators.trees import TreeGenerator
-from rlsys.generators.turns import looking_turns, sampling_turns
+from rlsys.generators.turns import sampling_turns, top_logprob_turns
 from rlsys.trainer.pack import TrainSample, pack
 from rlsys.trainer.step import sample_table
 from tests.helpers.engine_stack import EOS, PROMPT, logprobs, stack
@@ -94,7 +94,7 @@ async def test_every_branch_has_the_log_probs_of_its_tokens(
         generate = build_generator(config, Tokenizer(tiny_moe), sampling_turns(config, s.router))
         assert isinstance(generate, TreeGenerator)
         family = Siblings([Sample(70 + i, 7, i, PROMPT, seed=7 + i) for i in range(6)])
-        generate.attach(family, looking_turns(config, s.router))
+        generate.attach(family, top_logprob_turns(config, s.router))
         running = asyncio.gather(*(generate(b, Prompt(0, "", PROMPT, {})) for b in family.samples))
         while sum(b.tokens > 0 for b in family.samples) < 3:
             await asyncio.wait({running}, timeout=0.001)
@@ -116,10 +116,10 @@ async def test_every_branch_has_the_log_probs_of_its_tokens(
         assert max(gaps)[0] <= 1e-5, max(gaps)
         for b in forked:
             assert b.fork is not None
-            stem = family.samples[b.fork.place]
+            stem = family.samples[b.fork.source]
             assert list(b.response_ids[: b.fork.at]) == list(stem.response_ids[: b.fork.at])
             assert b.response_ids[b.fork.at] != stem.response_ids[b.fork.at]
             # All but the forced token was in the engine already: the prefix was computed once.
-            first_request = len(PROMPT) + b.given
+            first_request = len(PROMPT) + b.inherited_tokens
             assert b.cached_tokens >= first_request - 1, (b.cached_tokens, first_request)
             assert EOS not in list(b.response_ids)[:-1]

@@ -76,7 +76,9 @@ def check_trees(run: Path) -> None:
     for s in samples:
         if s.fork is None:
             continue
-        stem = next(other for other in samples if (other.group_id, other.index) == (s.group_id, s.fork.place))
+        stem = next(
+            other for other in samples if (other.group_id, other.index) == (s.group_id, s.fork.source)
+        )
         assert list(s.response_ids[: s.fork.at]) == list(stem.response_ids[: s.fork.at])
         assert list(s.mu[: s.fork.at]) == list(stem.mu[: s.fork.at])
     assert any(s.fork is not None for s in samples)

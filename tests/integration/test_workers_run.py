@@ -56,7 +56,7 @@ def test_environments_and_agents_of_two_workers_outlive_worker_and_coordinator(
     samples = [s for g in RunReader(run_dir).groups("train_step = ?", STEPS) for s in g.samples]
     assert any(s.observed for s in samples), "a second try"
     if kind == "environment":
-        assert all(s.turn_marks is not None and len(s.turn_marks) == len(s.turns()) for s in samples)
+        assert all(s.turn_rewards is not None and len(s.turn_rewards) == len(s.turns()) for s in samples)
 
 
 def check_run(run_dir: Path) -> None:

@@ -22,7 +22,7 @@ from rlsys.engine.cpu import hooks, platform
 from rlsys.planner import weight_update_cost
 from rlsys.trainer import setup
 from rlsys.trainer.model.model import transformer_config
-from rlsys.weights import delivery, transports
+from rlsys.weights import transports, weight_push
 
 pytestmark = pytest.mark.gate
 
@@ -57,7 +57,7 @@ TAKEN: dict[str, str] = {
     "rlsys/obs/doctor.py": "tests/unit/core/test_devices.py",
     "rlsys/planner/model_preflight.py": "tests/unit/core/test_devices.py",
     "launch/environment.py": f"{FINDINGS}::test_gpu_p8_a_run_with_hidden_gpus_is_no_run_on_cuda",
-    "launch/joining.py": "tests/unit/config/test_golden_environments.py",
+    "launch/engine_join.py": "tests/unit/config/test_golden_environments.py",
     "rlsys/planner/layout.py": "tests/unit/config/test_golden_environments.py",
     "launch/plan.py": "tests/unit/config/test_golden_environments.py",
     "rlsys/planner/weight_update_cost.py": f"{HERE}::test_experts_are_hashed_apart_on_a_gpu",
@@ -76,7 +76,7 @@ TAKEN: dict[str, str] = {
     "rlsys/trainer/trainer.py": f"{FINDINGS}::test_gpu_p7_make_room_collects_the_buckets_that_were_sent",
     "rlsys/weights/buckets.py": INSTRUMENT,
     "rlsys/weights/checksums.py": INSTRUMENT,
-    "rlsys/weights/delivery.py": f"{HERE}::test_experts_are_hashed_apart_on_a_gpu",
+    "rlsys/weights/weight_push.py": f"{HERE}::test_experts_are_hashed_apart_on_a_gpu",
     "rlsys/ops/grouped_gemm.py": GROUPED,
     "rlsys/trainer/model/experts.py": GROUPED,
     "rlsys/weights/senders_group.py": NCCL,
@@ -171,7 +171,7 @@ def test_an_engine_on_cuda_gets_no_hook_of_a_cpu(
     registry.HookRegistry = SimpleNamespace(  # type: ignore[attr-defined]
         register=lambda target, hook, kind: registered.append(target)
     )
-    monkeypatch.setattr(hooks, "show_stack_on_signal", lambda name: None)
+    monkeypatch.setattr(hooks, "dump_stack_on_signal", lambda name: None)
     monkeypatch.setattr(hooks, "register_scheme", lambda: None)
     with mock.patch.dict(sys.modules, {"sglang.srt.plugins.hook_registry": registry}):
         hooks.register()
@@ -204,13 +204,13 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
         asked.append(experts_together)
         raise Stop
 
-    monkeypatch.setattr(delivery, "plan_senders", plan_senders)
+    monkeypatch.setattr(weight_push, "plan_senders", plan_senders)
     monkeypatch.setattr(weight_update_cost, "plan_senders", plan_senders)
     config = SimpleNamespace(weights=SimpleNamespace(method="sharded"))
     with pytest.raises(Stop):
-        delivery.Delivery(SimpleNamespace(config=config, served=None), SimpleNamespace())
+        weight_push.WeightPush(SimpleNamespace(config=config, served=None), SimpleNamespace())
     with pytest.raises(Stop):
-        weight_update_cost.senders_of(config, None)
+        weight_update_cost.sender_plan(config, None)
     assert asked == [not cuda, not cuda]
 
 

@@ -9,7 +9,7 @@ import pytest
 from rlsys.cli import main
 from rlsys.config import Config, load_config
 from rlsys.engine.launch_args import engine_command
-from rlsys.planner.duration import estimated
+from rlsys.planner.duration import estimated_duration
 from rlsys.planner.model_preflight import read_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def test_field_04_a_small_pool_makes_generation_longer() -> None:
         real("model.dtype=bfloat16", *sizes, f"engine.max_total_tokens={tokens}")
         for tokens in (81_920, 2_000_000)
     )
-    assert estimated(small, read_model(small)) != estimated(large, read_model(large))
+    assert estimated_duration(small, read_model(small)) != estimated_duration(large, read_model(large))
 
 
 @open_finding("F9: explain says nothing of a toy's learning rate for full training of a real model")

@@ -131,7 +131,7 @@ def test_pretrained_s4_an_evaluation_tells_the_mean_reward() -> None:
         sample.status = Status.FINISHED
         answered.append((sample, prompt))
     result = judge(answered, [Verdict(reward=0.25), Verdict(reward=0.75)], 2)
-    figures = result.figures()
+    figures = result.metrics()
     assert 0.5 in [figures.get(name) for name in figures if "reward" in name]
 
 

@@ -38,7 +38,7 @@ from rlsys.agents.multi_policy import REWARD_KEY, REWARD_URL, SAMPLE, Meeting
 from rlsys.config import Config
 from rlsys.convert.torch_dist import DistReader
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.identity import NOBODY
+from rlsys.core.identity import ANONYMOUS
 from rlsys.core.owner import Deposed, claim
 from rlsys.core.types import Prompt, Response
 from rlsys.engine.wire import UNPLANNED, make_session
@@ -476,7 +476,7 @@ async def test_security_a21_a_sample_of_the_base_model_does_not_wait_for_adapter
     app.router.add_post("/generate", generate)
     app.router.add_post("/load_lora_adapter", done)
     async with TestServer(app) as server, make_session() as session:
-        engine = Engine(str(server.make_url("")).rstrip("/"), session, NOBODY, UNPLANNED, 10.0)
+        engine = Engine(str(server.make_url("")).rstrip("/"), session, ANONYMOUS, UNPLANNED, 10.0)
         ledger = Ledger(tmp_path)
         with ThreadPoolExecutor(1) as thread:
             service = Service({"bob": ledger}, cast(Any, None), thread, engine, 16, lambda _: None)

@@ -20,7 +20,7 @@ from rlsys.cli import main
 from rlsys.config import Config, load_config
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.core.imports import resolve
-from rlsys.core.workers import KEPT_VARIABLES
+from rlsys.core.process_pool import INHERITED_VARIABLES
 from rlsys.data.tables import read_lines
 from rlsys.engine.launch_args import engine_command
 from rlsys.obs.metrics import read_metrics
@@ -168,7 +168,7 @@ def test_world_12_a_home_folder_in_a_path_is_expanded_or_refused(path: str) -> N
 @open_finding("13: a reward function sees neither proxies nor certificates")
 def test_world_13_a_reward_function_sees_what_requests_need() -> None:
     needed = {"http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"}
-    assert needed <= set(KEPT_VARIABLES)
+    assert needed <= set(INHERITED_VARIABLES)
 
 
 @open_finding("14: 1e-3 stays a text for user code")

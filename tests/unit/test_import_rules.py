@@ -89,7 +89,7 @@ TORCH_FREE_FILES = (
             "table",
         )
     ),
-    "rlsys/weights/plan.py",
+    "rlsys/weights/push_plan.py",
     "rlsys/weights/shard_plan.py",
 )
 TORCH_IN_A_FUNCTION = ("rlsys/core/rendezvous.py",)

@@ -12,7 +12,7 @@ from rlsys.config import load_config
 from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer, build_source
 from rlsys.rewards import Rewards
-from rlsys.rollout.trial import build_inputs
+from rlsys.rollout.dry_run import build_inputs
 from rlsys.worker.assembly import build_scorer
 from tests.helpers.peers import FOLDER, PEERS, write_task
 from tests.helpers.responses import sample_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlsys.core.rendezvous import register_scheme
 from rlsys.engine.cpu import lora, ngram, ops
 from rlsys.engine.hooks import bucket_hooks, pause_hooks, rope_hooks, route_hooks, sampler_hooks
-from rlsys.obs.role import show_stack_on_signal
+from rlsys.obs.role import dump_stack_on_signal
 
 _MASK = 0xFFFFFFFF
 
@@ -75,7 +75,7 @@ class ReceivedBuckets:
 def _be_a_child() -> None:
     """What a copy must not keep of the first process: its handler of a child's failure, its file of stacks."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    show_stack_on_signal(f"process{os.getpid()}")
+    dump_stack_on_signal(f"process{os.getpid()}")
 
 
 complete = False
@@ -93,7 +93,7 @@ def _register_hooks() -> None:
     """Register the hooks of this host. Without CUDA they replace what needs its runtime or a Triton kernel."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    show_stack_on_signal(f"process{os.getpid()}")
+    dump_stack_on_signal(f"process{os.getpid()}")
     register_scheme()
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._server_args_for_logging", without_keys, HookType.AFTER

@@ -1,6 +1,6 @@
 """A hook into SGLang: routes of a finished request go to the run's folder, and its answer carries a pointer.
 
-Only for requests that ask for it (rlsys.segments.route_records.ASK): everybody else gets SGLang's own answer.
+Only for requests with rlsys.segments.route_records.ROUTES_PARAM; all others get SGLang's own answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlsys.engine.hooks.route_writer import RouteWriter, route_writer
-from rlsys.segments.route_records import ASK
+from rlsys.segments.route_records import ROUTES_PARAM
 
 TARGET = (
     "sglang.srt.managers.scheduler_components.batch_result_processor."
@@ -34,7 +34,7 @@ def _writer() -> RouteWriter | None:
 def write_routes(result: None, processor: Any, request: Any) -> None:
     """Called by SGLang after it has set `request.routed_experts` to `[positions, layers, topk]` int32."""
     experts = request.routed_experts
-    asked = (request.sampling_params.custom_params or {}).get(ASK)
+    asked = (request.sampling_params.custom_params or {}).get(ROUTES_PARAM)
     if experts is None or not len(experts) or not asked or (writer := _writer()) is None:
         return
     try:

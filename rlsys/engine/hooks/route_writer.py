@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.core.errors import RlsysError
-from rlsys.core.owner import of_process
+from rlsys.core.owner import owner_of_process
 from rlsys.obs.filesystem import is_local
 from rlsys.segments.route_records import ROUTES_VARIABLE, RouteFile, encode, pointer
 
@@ -98,7 +98,7 @@ def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> Rout
         return None
     path = Path(unit)
     try:
-        owner, start = of_process(
+        owner, start = owner_of_process(
             path.parent.parent, environment
         )  # a folder of the same name lacks this launch
         path.parent.mkdir(exist_ok=True)

@@ -52,7 +52,7 @@ _CRITIC = "critic."
 _NAME = re.compile(r"step-(\d+)")
 
 # Any layout can load the optimizer's state only when it is stored by parameter, not by flat buffer.
-# Each rank stores what it holds (megatron_patches/optimizer_own_parts.py).
+# Each rank stores what it holds (megatron_patches/optimizer_local_shards.py).
 _OPTIMIZER = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -164,7 +164,7 @@ class Checkpoints:
     """Owns a run's checkpoint folder. Every rank calls every method together.
 
     Keeps the newest `keep` and the one with the best score (a held-out accuracy, say). `owner`: the launch that
-    publishes; once a later launch owns the run it raises Deposed and publishes nothing. None: nobody else writes.
+    publishes; once a later launch owns the run it raises FencedError and publishes nothing. None: nobody else writes.
     """
 
     def __init__(self, folder: Path, keep: int, control: Control, owner: Owner | None = None) -> None:

@@ -29,7 +29,7 @@ from rlsys.data.tables import read_lines
 from rlsys.engine.chunks import decode_chunk, read_chunk
 from rlsys.generators.functions import FunctionTurns
 from rlsys.generators.parser_client import Call, Turn
-from rlsys.generators.tools import ToolTurns, around_answer
+from rlsys.generators.tools import ToolTurns, answer_template
 from rlsys.rewards import Rewards
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.worker.assembly import build_scorer
@@ -99,7 +99,7 @@ def speaker(tokenizer: Tokenizer, ends: TurnEnds, *said: str) -> Callable[[Sampl
     async def speak(sample: Sample) -> None:
         ids = tokenizer.encode(next(words))
         sample.append(Segment(ids, [-1.0] * len(ids), [VersionSpan(1, 0, len(ids))]))
-        sample.status = Status.FINISHED if ends.ended(ids) else Status.TRUNCATED
+        sample.status = Status.FINISHED if ends.is_ended(ids) else Status.TRUNCATED
 
     return speak
 
@@ -158,7 +158,8 @@ async def test_rollout_inputs_f6_the_calculator_ends_a_turn_that_a_stop_text_end
 
     made = ToolTurns(
         speaker(tokenizer, ends, "<answer>3+4</answer>", "7<eos>"), tokenizer, tool, ends=ends,
-        call=("<answer>", "</answer>"), answer=around_answer(tokenizer, "user"), max_turns=3, max_response_tokens=200,
+        call=("<answer>", "</answer>"), answer=answer_template(tokenizer, "user"),
+        max_turns=3, max_response_tokens=200,
     )  # fmt: skip
     sample = Sample(0, 0, 0, [5], seed=1)
     await made(sample, Prompt(0, "", [5], {}))

@@ -74,13 +74,13 @@ class Run:
 
 
 def reward(sample: Sample) -> float:
-    assert sample.turn_marks is not None
-    return sum(mark.reward for mark in sample.turn_marks)
+    assert sample.turn_rewards is not None
+    return sum(mark.reward for mark in sample.turn_rewards)
 
 
 def check(policy: str, sample: Sample, worth: float) -> None:
     assert TOKENIZER.decode(sample.response_ids) == WHOLE[policy]
-    assert (sample.status, reward(sample), sample.further) == (Status.FINISHED, worth, [])
+    assert (sample.status, reward(sample), sample.extra_sequences) == (Status.FINISHED, worth, [])
 
 
 def row_of(tmp_path: Path, **more: Any) -> dict[str, Any]:
@@ -142,7 +142,7 @@ async def test_one_that_has_not_written_down_its_end_is_told_it_again(tmp_path: 
     row = row_of(tmp_path)
     async with met("talk") as (_, base):
         mine, theirs = await asyncio.gather(*(Run(p, base).play(row) for p in SAID))
-        mine.turn_marks, mine.status = None, Status.PARKED
+        mine.turn_rewards, mine.status = None, Status.PARKED
         again = Run("first", base)
         check("first", await again.play(row, mine), 0.25)
         assert again.model.asked == [], "all of it was in the ledger"

@@ -14,7 +14,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.core.errors import RunError
 from rlsys.core.spans import RouteSpan
-from rlsys.core.types import Sample, Scored, Unscored
+from rlsys.core.types import LogProbRequest, LogProbResult, Sample
 from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, rig, settle
 from tests.helpers.service_rig import served, ticking
 
@@ -35,11 +35,13 @@ def by_trainer(start: int, end: int, step: int) -> list[float]:
     return [-float(i + step / 8) for i in range(start, end)]
 
 
-def scores_of(asked: list[Unscored], step: int) -> list[Scored]:
-    return [Scored(u.sample.sample_id, u.start, by_trainer(u.start, u.sample.tokens, step)) for u in asked]
+def scores_of(asked: list[LogProbRequest], step: int) -> list[LogProbResult]:
+    return [
+        LogProbResult(u.sample.sample_id, u.start, by_trainer(u.start, u.sample.tokens, step)) for u in asked
+    ]
 
 
-def of_group_zero(asked: list[Unscored]) -> list[tuple[int, int, int]]:
+def of_group_zero(asked: list[LogProbRequest]) -> list[tuple[int, int, int]]:
     """Sample, first token to score, tokens that it has."""
     return [(u.sample.sample_id, u.start, u.sample.tokens) for u in asked if u.sample.sample_id < 2]
 
@@ -55,7 +57,9 @@ async def taken_with_group_zero(r: Rig, step: int) -> Sample:
         step += 1
 
 
-async def step_of(r: Rig, step: int, wanted: Callable[[Unscored], bool] = lambda u: True) -> list[Unscored]:
+async def step_of(
+    r: Rig, step: int, wanted: Callable[[LogProbRequest], bool] = lambda u: True
+) -> list[LogProbRequest]:
     """Take, score what is `wanted`, push. What was asked for."""
     await r.take(step)
     asked = await r.manager.unscored(step)
@@ -121,7 +125,7 @@ async def test_what_the_weights_sampled_under_two_versions_is_asked_for_together
 async def test_a_crash_loses_no_score_that_was_stored(tmp_path: Path, stored: bool) -> None:
     """kill -9 of the rollout process between a take and its push: the step asks for what is missing, no more."""
 
-    async def killed() -> list[Unscored]:
+    async def killed() -> list[LogProbRequest]:
         r = Rig(april(tmp_path), group_zero_is_long, length_reward)
         await r.start()
         await step_of(r, 1)
@@ -205,13 +209,16 @@ async def test_disaggregated_engines_never_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (Scored(4000, 0, [-1.0]), "sample 4000: scored, but not in a live group"),
-        (Scored(0, 1, [-1.0, -1.0]), "sample 0: scores from token 1 on, but 3 of 3 have one"),
-        (Scored(0, 3, [-1.0]), "sample 0: scores from token 3 on, but 3 of 3 have one"),
+        (
+            LogProbResult(4000, 0, [-1.0]),
+            "sample 4000: the trainer scored it, but its group is no longer live",
+        ),
+        (LogProbResult(0, 1, [-1.0, -1.0]), "sample 0: scores from token 1 on, but 3 of 3 have one"),
+        (LogProbResult(0, 3, [-1.0]), "sample 0: scores from token 3 on, but 3 of 3 have one"),
     ],
     ids=["not live", "scored already", "more than it has"],
 )
-async def test_scores_that_cannot_be_are_refused(tmp_path: Path, wrong: Scored, message: str) -> None:
+async def test_scores_that_cannot_be_are_refused(tmp_path: Path, wrong: LogProbResult, message: str) -> None:
     r = Rig(april(tmp_path), group_zero_is_long, length_reward)
     await r.start()
     await r.take(1)

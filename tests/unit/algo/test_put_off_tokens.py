@@ -39,17 +39,17 @@ def test_its_tokens_are_there_after_pruning_and_over_a_checkpoint(tmp_path: Path
         s.status, s.reward = Status.FINISHED, float(s.index < 4)
     buffer.finish(group, GroupState.READY)
     buffer.take(1, [group])
-    _, light = buffer.taken(1)
+    _, light = buffer.read_step(1)
     buffer.flush()
 
     first = objective(capacity=99)
     plan = first.plan(sample_table(light, 1, first.asks.needs))
     assert len(plan.deferred) == 4
     with SegmentReader(tmp_path) as segments:
-        assert first.put_off(plan, light, 1, segments.loaded) == []
+        assert first.put_off(plan, light, 1, segments.load) == []
     buffer.prune(1)
     buffer.flush()
-    with pytest.raises(RunError, match=r"sample 0: 5 tokens in the ledger, but 0 are kept"):
+    with pytest.raises(RunError, match=r"sample 0: 5 tokens in the ledger, but 0 in its segments"):
         buffer.load(replace(s, pieces=[]) for s in light[0].samples)
 
     second = objective(capacity=4)

@@ -18,7 +18,7 @@ from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import alone
 from rlsys.algo.turn_advantages import turn_returns
 from rlsys.core.errors import UserError
-from rlsys.core.spans import TurnMark, VersionSpan
+from rlsys.core.spans import TurnReward, VersionSpan
 from rlsys.core.types import Sample, SampleGroup, Segment, Status
 from rlsys.trainer.pack import TrainSample, pack
 from rlsys.trainer.step import sample_table
@@ -121,19 +121,19 @@ def test_gae_rewards_each_turn_on_its_last_token_by_hand() -> None:
     assert found.tolist() == pytest.approx([0.5, 0.0, 2.0, 2.0]), "all of the reward at the end"
 
 
-def played(number: int, marks: list[TurnMark] | None) -> Sample:
+def played(number: int, marks: list[TurnReward] | None) -> Sample:
     """Two turns of two tokens, with one that was told between them."""
     sample = Sample(number, 0, number, [1, 2], seed=0, status=Status.FINISHED, reward=1.0)
     sample.append(Segment([5, 6], [-1.0, -1.0], [VersionSpan(1, 0, 2)]))
     sample.observe([7])
     sample.append(Segment([8, 9], [-1.0, -1.0], [VersionSpan(1, 0, 2)]))
-    sample.turn_marks = marks
+    sample.turn_rewards = marks
     return sample
 
 
 def test_the_trainer_knows_the_turn_of_each_token_and_what_it_is_worth() -> None:
     group = SampleGroup(
-        0, 0, [played(0, [TurnMark(1.0), TurnMark(0.5, False)]), played(1, [TurnMark(0.0)] * 2)]
+        0, 0, [played(0, [TurnReward(1.0), TurnReward(0.5, False)]), played(1, [TurnReward(0.0)] * 2)]
     )
     found = sample_table([group], 1, {"turn_rewards"})
     assert found.column("turn_rewards").tolist() == [[1.0, 0.5], [0.0, 0.0]]

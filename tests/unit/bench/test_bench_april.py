@@ -14,7 +14,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.spans import VersionSpan
-from rlsys.core.types import Sample, SampleGroup, Taken
+from rlsys.core.types import Sample, SampleGroup, TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from tests.helpers.scripted_engine import Network, ScriptedEngine, canary_logprobs
@@ -132,7 +132,7 @@ def test_figures_of_trained_groups(april: ModuleType) -> None:
         sample(0, 2, prefilled_tokens=2),
         sample(1, 6, prefilled_tokens=2 + 6, cached_tokens=2, resumes=1),
     ]
-    taken = Taken(
+    taken = TrainBatch(
         1, 1, [SampleGroup(0, 0, samples)], {"tokens": 8, "off_policy_share": 0.25, "staleness_mean": 3.0}
     )
     assert april.of_trained([taken], 2.0, true_mean=5.0) == {
@@ -162,7 +162,7 @@ async def test_a_mode_on_a_scripted_engine(
     async def here(work: Callable[..., None], *args: object) -> None:  # no threads on a virtual clock
         work(*args)
 
-    monkeypatch.setattr(april, "WeightSync", Sync)
+    monkeypatch.setattr(april, "GatheredPush", Sync)
     monkeypatch.setattr(april.asyncio, "to_thread", here)
     lengths = april.trace(quick=True)
     config = Config.model_validate(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.weights.fp8 import quantise, restore
+from rlsys.weights.fp8 import dequantise, quantise
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -18,7 +18,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dty
     assert (scale_a.shape, scale_a.stride()) == ((tokens, columns // 128), (1, tokens))
     assert (scale_b.t().shape, scale_b.t().stride()) == ((rows // 128, columns // 128), (columns // 128, 1))
     by_column = scale_a.repeat_interleave(128, 1)
-    return ((a.float() * by_column) @ restore(b.t(), scale_b.t()).t()).to(out_dtype)
+    return ((a.float() * by_column) @ dequantise(b.t(), scale_b.t()).t()).to(out_dtype)
 
 
 def test_a_gemm_of_quantised_blocks_is_asked_for_as_cuda_takes_it(

@@ -27,9 +27,9 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
         (["train", QUICKSTART, "model.path=/no/such"], "model.path = /no/such: no such folder"),
         (["explain", QUICKSTART, "rollout.group_size=0"], "rollout.group_size = 0: "),
         (["report", "/no/such"], "/no/such: no such run folder"),
-        (["report", "/"], "/: no metrics.jsonl in it"),
-        (["status", "/"], "/: not a run folder: no config.yaml in it"),
-        (["doctor", "/"], "/: not a run folder: no config.yaml in it"),
+        (["report", "/"], "/: contains no metrics.jsonl"),
+        (["status", "/"], "/: not a run folder: contains no config.yaml"),
+        (["doctor", "/"], "/: not a run folder: contains no config.yaml"),
         (["submit", QUICKSTART, "--dry-run", "algo.loss=[nonesuch]"], "algo.loss[0] = "),
         (["submit", QUICKSTART, "--dry-run", "--time", "8h"], "--time '8h': expected minutes"),
         (["submit", QUICKSTART, "--dry-run", "--partition", ""], "--partition '': expected a name"),
@@ -39,7 +39,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
         ),
         (
             ["submit", QUICKSTART, "--dry-run", "--nodes", "2", "launch.placement=disaggregated"],
-            "weights.method = tensor passes through one machine's memory",
+            "weights.method = tensor needs a machine that trainer and engine share",
         ),
         (["explain", QUICKSTART, "--gpu-memory", "nan"], "--gpu-memory nan: expected more than 0 GB"),
         (["explain", QUICKSTART, "data.reward=exact_anwser"], "data.reward = 'exact_anwser': unknown name"),
@@ -108,7 +108,7 @@ def test_a_ledger_is_printed_and_checked(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_ledger_with_losses_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "identity", 2)
-    buffer.add_lost(5)
+    buffer.add_lost_tokens(5)
     buffer.close()
     assert main.main(["ledger", str(tmp_path)]) == 1
     assert "rlsys: error: ledger: 5 tokens" in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_what_eval_measures(tmp_path: Path) -> None:
     (run / "metrics.jsonl").touch()
     subject = find_subject(run / "config.yaml", None, ["eval.prompts=3"])
     assert (subject.model, subject.folder) == (model, run / "evaluations" / "model-1")
-    with subject.served() as config:
+    with subject.serving_config() as config:
         assert (config.run.dir, config.model.path, config.eval.prompts) == (subject.folder, model, 3)
     subject.folder.mkdir(parents=True)
     assert find_subject(run / "config.yaml", None, []).folder.name == "model-2"

@@ -9,14 +9,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from launch.diagram import Row, draw, fold, ranges
+from launch.diagram import Row, draw, group_nodes, ranges
 from rlsys.cli import main
-from rlsys.cli.explain import describe_run, in_colours, in_plain
+from rlsys.cli.explain import describe_run, render_plain, render_rich
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import forward_flops
 from rlsys.obs.metrics import MetricsWriter
-from rlsys.planner.duration import clock, estimated, measured
+from rlsys.planner.duration import estimated_duration, format_duration, measured_duration
 from rlsys.planner.layout import lay_out
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,7 +29,7 @@ def config(name: str, *overrides: str) -> Config:
 
 
 def picture(made: Config) -> list[str]:
-    folds = fold(lay_out(made), [], made.launch.nodes)
+    folds = group_nodes(lay_out(made), [], made.launch.nodes)
     return [line.plain.rstrip() for line in draw(folds, made.launch.gpus_per_node)]
 
 
@@ -51,7 +51,7 @@ def test_large_nodes_and_nodes_without_gpus_are_told_in_words() -> None:
     wide = config("qwen3-30b-a3b_8gpu_colocated", "launch.gpus_per_node=32", "engine.count=2", "engine.tp=4")
     assert picture(wide)[-1] == "  engine     2 engines of 4 ranks, GPU 0-7"
     assert picture(load_config(QUICKSTART)) == ["node 0", "  trainer    1 rank", "  engine     1 engine"]
-    assert Row("reference", 1).words == "1 process"
+    assert Row("reference", 1).label == "1 process"
 
 
 def test_ranges() -> None:
@@ -63,7 +63,7 @@ def test_ranges() -> None:
 def test_every_experiment_fits_one_screen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     screen, _ = describe_run(load_config(path), 80.0)
-    lines = in_plain(screen).splitlines()
+    lines = render_plain(screen).splitlines()
     assert len(lines) <= 50
     assert [line for line in lines if line and not line.startswith(" ")][1:] == [
         "what", "size", "time", "where", "odd",
@@ -96,14 +96,16 @@ def test_the_config_and_the_commands_on_request(
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["lr"] == 0.5
     assert main.main(["explain", str(QUICKSTART), "--commands"]) == 0
     told = capsys.readouterr().out
-    assert "python -m rlsys.rollout.service" in told and "(port 0: a free one is chosen at the start)" in told
+    assert (
+        "python -m rlsys.rollout.service" in told and "(port 0: a free port is chosen at the start)" in told
+    )
 
 
 def test_a_terminal_gets_colours_and_wrapped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     screen, _ = describe_run(config("qwen3-30b-a3b_16gpu_disaggregated"), 80.0)
     out = io.StringIO()
-    Console(file=out, force_terminal=True, width=100, color_system="standard").print(in_colours(screen))
+    Console(file=out, force_terminal=True, width=100, color_system="standard").print(render_rich(screen))
     assert "\x1b[35m■" in out.getvalue(), "the trainer's GPUs"
     assert len(out.getvalue().splitlines()) <= 60
 
@@ -117,19 +119,21 @@ def test_a_run_that_has_begun_says_what_its_steps_took(tmp_path: Path) -> None:
     writer.close()
     screen, _ = describe_run(made, 80.0)
     (fact,) = dict(screen.parts)["time"]
-    assert fact[1] == "a step took 22 s of late; the 7 that are left take about 2.57 minutes"
+    assert fact[1] == "steps take 22 s each; the remaining 7 take about 2.57 minutes"
 
 
 def test_durations_by_hand() -> None:
     told = ["0.12 s", "60 s", "2.5 minutes", "2.5 hours", "10 days"]
-    assert [clock(s) for s in (0.123, 59.6, 150, 9000, 864000)] == told
-    assert measured([], 3) is None
+    assert [format_duration(s) for s in (0.123, 59.6, 150, 9000, 864000)] == told
+    assert measured_duration([], 3) is None
     made = config("qwen3-30b-a3b_8gpu_colocated")
     hf = HFConfig.read(ROOT / "configs" / "models" / "Qwen3-30B-A3B")
     tokens = made.rollout.max_response_tokens
     # 3.3 B parameters see a token, without the embedding's 0.3; attention comes on top.
     assert forward_flops(hf, 1) == pytest.approx(2 * 3.04e9, rel=0.02)
     assert forward_flops(hf, tokens) > tokens * forward_flops(hf, 1)
-    one, two = (estimated(c, hf) for c in (made, config("qwen3-30b-a3b_8gpu_colocated", "algo.epochs=2")))
+    one, two = (
+        estimated_duration(c, hf) for c in (made, config("qwen3-30b-a3b_8gpu_colocated", "algo.epochs=2"))
+    )
     assert one != two
     assert f"every response at its longest, {tokens} tokens" in one

@@ -21,8 +21,8 @@ from rlsys.core.types import Prompt
 from rlsys.planner.model_preflight import check_model
 from rlsys.rewards import make_scores
 from rlsys.rewards.workers import RewardWorkers
+from rlsys.rollout.dry_run import dry_run
 from rlsys.rollout.preflight import check_names
-from rlsys.rollout.trial import try_rollout
 
 STARTS = "starts"
 CHATS = [[{"role": "user", "content": f"{i}+1="}] for i in range(60)]
@@ -108,7 +108,7 @@ TABLE: list[tuple[str, str]] = [
     ("algo.planners=[dapo]", STARTS),
     (
         "model.path=iter_0000010",
-        "model.path = iter_0000010: not a Hugging Face model folder: no config.json in it",
+        "model.path = iter_0000010: not a Hugging Face model folder: contains no config.json",
     ),
     # data
     (rows_of("other.jsonl"), "or messages (a chat); did you mean data.keys.prompt=question?"),
@@ -204,7 +204,7 @@ def test_a_mistake_is_one_line(folder: Path, given: str, told: str) -> None:
         config = pin_models(load_config(Path("quickstart"), [*prompts, *overrides]))
         check_model(config)
         check_names(config)
-        try_rollout(config)
+        dry_run(config)
         line = STARTS
     except UserError as e:
         line = str(e)
@@ -222,9 +222,9 @@ def test_a_mistake_is_one_line(folder: Path, given: str, told: str) -> None:
         (["train", "quickstart", "--trainer.steps=5"], "--trainer.steps: fields have no dashes: trainer.steps=5"),
         (["train", "mien/config.yaml"], "did you mean mine/config.yaml?"),
         (["try", "mine"], "mine: a folder; did you mean mine/config.yaml?"),
-        (["eval", "mine"], "mine: not a run, or one that has not begun; did you mean mine/config.yaml?"),
-        (["eval", "runs/x/checkpoints/step-000001"], "a checkpoint; rlsys eval runs/x --checkpoint runs/x/ch"),
-        (["eval", "model"], "model: a model, which has no prompts of its own; rlsys eval CONFIG --checkpoint model"),
+        (["eval", "mine"], "mine: not a run, or one that has not started; did you mean mine/config.yaml?"),
+        (["eval", "runs/x/checkpoints/step-000001"], "a checkpoint; use rlsys eval runs/x --checkpoint runs/x/ch"),
+        (["eval", "model"], "model: a model folder, which has no prompts; use rlsys eval CONFIG --checkpoint model"),
         (["train", "tabs.yaml"], "tabs.yaml:2:1: not valid YAML"),
         (["train", "quickstart", "trainer.steps"], "override 'trainer.steps': expected section.field=value"),
     ],

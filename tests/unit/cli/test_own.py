@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rlsys.cli.main import main
 from rlsys.cli.preflight import check_start
-from rlsys.cli.project import SHOWN, advice, folder_beside, show
+from rlsys.cli.project import MAX_CHARACTERS, advice, create_try_folder, show
 from rlsys.cli.project_template import write_starter
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
@@ -117,13 +117,13 @@ def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> No
     kept = [tmp_path / "mine-try" / "model", tmp_path / "mine-try-1" / "rollouts.sqlite"]
     for path in kept:
         path.write_text("somebody's")
-    made = [folder_beside(tmp_path / "mine") for _ in range(2)]
+    made = [create_try_folder(tmp_path / "mine") for _ in range(2)]
     assert made == [tmp_path / "mine-try-2", tmp_path / "mine-try-3"]
     assert all(folder.is_dir() and not any(folder.iterdir()) for folder in made)
     assert all(path.read_text() == "somebody's" for path in kept)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/mine-try-1: Not a directory"):
-        folder_beside(tmp_path / "file" / "mine")
+        create_try_folder(tmp_path / "file" / "mine")
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> No
         ([entry(None)], ["No sample has a reward"]),
         (
             [entry({"a": 0.5, "b": 0.5}, 0.0, status="truncated")],
-            ["mean reward 0.500", "No sample counts as right", "2 of 2 samples were cut"],
+            ["mean reward 0.500", "No sample counts as correct", "2 of 2 samples were trunc"],
         ),
         (
             [entry(0.98, -0.01)],
             [
                 "mean reward 0.485",
-                "No sample counts as right in an evaluation: that takes a reward of 1 or more, of named parts the "
-                "first (docs/own-task.md); the highest reward here is 0.98.",
+                "No sample counts as correct in an evaluation, which requires a reward (or first named part) of "
+                "at least 1 (docs/own-task.md); the highest reward here is 0.98.",
             ],
         ),
         ([entry({"right": 1.0, "brief": -0.02}, {"right": 0.0, "brief": -0.01})], ["mean reward 0.485"]),
@@ -159,7 +159,7 @@ def test_what_a_run_would_stumble_over_is_said(found: list[dict[str, Any]], told
 
 def test_texts_are_shown_as_they_are_and_long_ones_shortened() -> None:
     out = StringIO()
-    show([entry(1.0, None, text="[b]" + "x" * SHOWN)], Console(file=out, width=200))
+    show([entry(1.0, None, text="[b]" + "x" * MAX_CHARACTERS)], Console(file=out, width=200))
     printed = out.getvalue()
     assert "2+2=[1]" in printed
     assert "[b]xxx" in printed

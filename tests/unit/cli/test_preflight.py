@@ -186,7 +186,7 @@ def test_what_can_be_known_without_a_tokenizer_is(
     assert main.main(["explain", str(path), "data.params={name: gsm_symbolic}"]) == 2
     assert capsys.readouterr().err.startswith("rlsys: error: data.params.name: unknown key")
     assert main.main(["train", str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"rlsys: error: model.path = {folder}: no weights in it")
+    assert capsys.readouterr().err.startswith(f"rlsys: error: model.path = {folder}: contains no weights")
 
 
 def test_submit_checks_before_it_queues(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rlsys.rollout.beside import Means
+from rlsys.rollout.reward_metrics import RewardMetrics
 
 
 def test_each_name_has_the_mean_of_the_samples_that_had_it_and_begins_anew() -> None:
-    means = Means()
+    means = RewardMetrics()
     for said in ({"length": 1.0, "format": 1.0}, {"length": 4.0}, {"length": 4.0}):
         means.add(said)
     assert means.take() == {"length": 3.0, "format": 1.0}

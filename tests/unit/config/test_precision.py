@@ -15,7 +15,7 @@ from rlsys.convert.table import entries
 from rlsys.core.errors import UserError
 from rlsys.engine import launch_args
 from rlsys.router.attest import Bounds
-from rlsys.weights.fp8 import for_engines, quantise, restore
+from rlsys.weights.fp8 import dequantise, quantise, quantise_for_engines
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "configs/models"
@@ -145,14 +145,14 @@ def test_a_block_has_one_scale_by_hand() -> None:
     assert values.shape == weight.shape and values.dtype == torch.float8_e4m3fn
     torch.testing.assert_close(scale, torch.tensor([[1 / LARGEST, 2 / LARGEST], [1.0, 7 / LARGEST]]))
     assert values.float()[5, 130] == -LARGEST
-    torch.testing.assert_close(restore(values, scale), weight)
+    torch.testing.assert_close(dequantise(values, scale), weight)
 
 
 def test_values_come_back_to_four_bits() -> None:
     weight = torch.randn(300, 257, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     values, scale = quantise(weight)
     assert scale.shape == (3, 3)
-    gap = (restore(values, scale) - weight.float()).abs()
+    gap = (dequantise(values, scale) - weight.float()).abs()
     large = weight.float().abs() > 0.1
     assert (gap[large] / weight.float().abs()[large]).max() <= 2**-4
 
@@ -165,7 +165,7 @@ def test_a_push_sends_values_in_their_place_and_all_scales_last() -> None:
         ("model.layers.0.mlp.experts.1.down_proj.weight", torch.ones(128, 256)),
         ("model.norm.weight", torch.ones(128)),
     ]
-    sent = list(for_engines(config("rollout"), tensors))
+    sent = list(quantise_for_engines(config("rollout"), tensors))
     assert [(name, t.dtype) for name, t in sent] == [
         ("model.embed_tokens.weight", torch.float32),
         ("model.layers.0.self_attn.q_proj.weight", torch.float8_e4m3fn),
@@ -175,4 +175,4 @@ def test_a_push_sends_values_in_their_place_and_all_scales_last() -> None:
         ("model.layers.0.self_attn.q_proj.weight_scale_inv", torch.float32),
         ("model.layers.0.mlp.experts.1.down_proj.weight_scale_inv", torch.float32),
     ]
-    assert list(for_engines(config("none"), tensors)) == tensors
+    assert list(quantise_for_engines(config("none"), tensors)) == tensors

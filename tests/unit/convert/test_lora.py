@@ -23,12 +23,12 @@ from rlsys.convert.adapters import adapted, check_lora, factors, matrices
 from rlsys.convert.config import HFConfig
 from rlsys.convert.peft import adapter_config, write_adapter
 from rlsys.core.errors import UserError
-from rlsys.core.weight_updates import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.engine import launch_args
 from rlsys.planner.memory import budget, checkpoint_host, describe_memory, model_size
 from rlsys.planner.weight_update_cost import short
-from rlsys.weights.adapters import AdapterPush
-from rlsys.weights.checksums import under_adapter
+from rlsys.weights.adapter_push import AdapterPush
+from rlsys.weights.checksums import base_layer_name
 from tests.helpers import tiny
 
 HERE = Path(__file__).parents[3]
@@ -175,10 +175,12 @@ def test_engines_of_an_adapter_push_serve_adapters(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_engine_wraps_its_experts() -> None:
-    assert under_adapter("model.layers.0.mlp.experts.w13_weight") == (
+    assert base_layer_name("model.layers.0.mlp.experts.w13_weight") == (
         "model.layers.0.mlp.experts.base_layer.w13_weight"
     )
-    assert under_adapter("model.layers.0.self_attn.o_proj.weight") == "model.layers.0.self_attn.o_proj.weight"
+    assert (
+        base_layer_name("model.layers.0.self_attn.o_proj.weight") == "model.layers.0.self_attn.o_proj.weight"
+    )
 
 
 class Loads(BaseHTTPRequestHandler):
@@ -220,8 +222,8 @@ def test_the_adapter_before_is_forgotten_and_who_refuses_is_left_out() -> None:
         ("base_model.model.a.lora_A.weight", torch.ones(2, 3)),
         ("base_model.model.a.lora_B.weight", torch.zeros(3, 2)),
     ]
-    assert push.push(iter(tensors), PushTicket(5, engines, [])) == 4 * 12
-    assert list(push.left_out) == [urls[3]]
+    assert push.push(iter(tensors), WeightUpdate(5, engines, [])) == 4 * 12
+    assert list(push.excluded) == [urls[3]]
     assert len(Loads.loaded) == 3
     told = Loads.loaded[0]
     assert told["lora_name"] == "policy" and told["config_dict"]["r"] == 16

@@ -84,8 +84,8 @@ def test_the_layer_is_counted(name: str, billions: float) -> None:
     hf = read_model(config_of(MODELS / name))
     plain, size = model_size(replace(hf, mtp=False)), model_size(hf)
     own = sum(e.elements for e in entries(hf)) - sum(e.elements for e in entries(replace(hf, mtp=False)))
-    assert sum(size.ahead) == own and round(own / 1e9, 1) == billions
-    assert (plain.total, plain.ahead) == (size.total, (0, 0))
+    assert sum(size.mtp) == own and round(own / 1e9, 1) == billions
+    assert (plain.total, plain.mtp) == (size.total, (0, 0))
     facts = dict(describe_memory(config_of(MODELS / name), hf))
     assert "not in the engines" in facts["multi-token prediction"]
 
@@ -98,7 +98,7 @@ def test_the_last_stage_sends_it_to_engines_that_draft() -> None:
     config = config_of(MODELS / "DeepSeek-V3", parallel=parallel)
     plan = plan_senders(config, hf)
     lanes = config.parallel.world_size // 2
-    sent = {next(iter(part.entry.hf)): s.sender for s in plan.sendings for part in s.parts}
+    sent = {next(iter(part.entry.hf)): s.sender for s in plan.schedules for part in s.parts}
     assert sent.keys() == {next(iter(entry.hf)) for entry in entries(hf)}
     assert all(rank >= lanes for name, rank in sent.items() if name.startswith("model.layers.4."))
 

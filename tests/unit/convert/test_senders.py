@@ -47,7 +47,7 @@ def model(family: str) -> HFConfig:
 def names(plan: SendersPlan) -> dict[str, int]:
     """Tensor -> the rank that sends it."""
     return {
-        name: sending.sender for sending in plan.sendings for part in sending.parts for name in part.entry.hf
+        name: sending.sender for sending in plan.schedules for part in sending.parts for name in part.entry.hf
     }
 
 
@@ -80,7 +80,7 @@ def test_every_parameter_is_sent_once_from_the_shards_that_make_it_up(
     config, hf = layout
     p = config.parallel
     plan = plan_senders(config, hf, experts_together=together)
-    sent = [next(iter(part.entry.hf)) for sending in plan.sendings for part in sending.parts]
+    sent = [next(iter(part.entry.hf)) for sending in plan.schedules for part in sending.parts]
     assert Counter(sent) == Counter(next(iter(entry.hf)) for entry in entries(hf))
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(p.tp, 1, p.data_parallel, p.pp, p.cp, order)
@@ -88,7 +88,7 @@ def test_every_parameter_is_sent_once_from_the_shards_that_make_it_up(
     experts = RankGenerator(p.expert_tp, p.ep, copies, p.pp, 1, order)
     stage = {rank: i for group in dense.get_ranks("pp") for i, rank in enumerate(group)}
     owner = {rank: i for group in experts.get_ranks("ep") for i, rank in enumerate(group)}
-    for sending in plan.sendings:
+    for sending in plan.schedules:
         for part in sending.parts:
             of_expert, sources = part.entry.expert is not None, list(part.sources)
             assert {stage[rank] for rank in sources} == {stage[sending.sender]}
@@ -120,15 +120,15 @@ def test_the_load_of_a_stage_is_even_up_to_its_largest_unit(layout: tuple[Config
     plan, lanes = plan_senders(config, hf), config.parallel.world_size // config.parallel.pp
     passed: dict[int, float] = defaultdict(float)
     largest = Counter[int]()
-    for sending in plan.sendings:
+    for sending in plan.schedules:
         for part in sending.parts:
             size = 4 * part.entry.elements
             largest[sending.sender] = max(largest[sending.sender], size if not hf.family.stacks else 8 * size)
             for source in part.sources:
                 passed[source] += size / len(part.sources) if source != sending.sender else 0
-    assert sum(plan.sent) == pytest.approx(plan.received + sum(passed.values()))
-    for rank, sent in enumerate(plan.sent):
-        stage = plan.sent[rank // lanes * lanes : (rank // lanes + 1) * lanes]
+    assert sum(plan.total_bytes) == pytest.approx(plan.received_bytes + sum(passed.values()))
+    for rank, sent in enumerate(plan.total_bytes):
+        stage = plan.total_bytes[rank // lanes * lanes : (rank // lanes + 1) * lanes]
         assert sent <= sum(stage) / lanes + 2 * largest[rank] + passed[rank] + 1
 
 
@@ -141,7 +141,7 @@ def test_a_bucket_has_what_an_engine_must_get_in_one_call(
     config, hf = layout
     small = config.model_copy(update={"weights": config.weights.model_copy(update={"bucket_mb": megabytes})})
     plan = plan_senders(small, hf, experts_together=together)
-    buckets = [bucket for sending in plan.sendings for bucket in sending.buckets]
+    buckets = [bucket for sending in plan.schedules for bucket in sending.buckets]
     of = {name: i for i, bucket in enumerate(buckets) for part in bucket for name in part.entry.hf}
     for name, bucket in of.items():
         assert of.get(name.replace(*PARTNERS[3]), bucket) == bucket
@@ -161,7 +161,7 @@ def too_much(config: Config, plan: SendersPlan) -> list[int]:
     theirs = {
         rank for sender in ends.values() for rank in range(sender - sender % tp, sender - sender % tp + tp)
     }
-    return [rank for rank, sent in enumerate(plan.sent) if sent > 2 * plan.mean and rank not in theirs]
+    return [rank for rank, sent in enumerate(plan.total_bytes) if sent > 2 * plan.mean and rank not in theirs]
 
 
 @pytest.mark.gate
@@ -182,10 +182,10 @@ def test_deepseek_v3_on_2048_ranks_is_planned_in_seconds(monkeypatch: pytest.Mon
     hf, start = read_model(config), time.process_time()
     plan = plan_senders(config, hf)
     print(f"planned in {time.process_time() - start:.1f} s of the processor")
-    assert config.parallel.world_size == len(plan.sent) == len(plan.sendings) == 2048
+    assert config.parallel.world_size == len(plan.total_bytes) == len(plan.schedules) == 2048
     assert too_much(config, plan) == []
-    assert plan.received == pytest.approx(2 * 671.026e9, rel=1e-5)
-    assert max(plan.sent) < 2.2 * plan.mean
+    assert plan.received_bytes == pytest.approx(2 * 671.026e9, rel=1e-5)
+    assert max(plan.total_bytes) < 2.2 * plan.mean
 
 
 def test_by_hand() -> None:
@@ -215,6 +215,6 @@ def test_by_hand() -> None:
         3,
     }
     whole = 4 * (144 * 2 + 32 + 32 + 4)
-    assert plan.received == whole
+    assert plan.received_bytes == whole
     cut = 4 * ((48 + 16 + 48 + 24) * 2 + 64)
-    assert sum(plan.sent) == whole + cut / 2, "of what is cut in two, half comes from the other rank"
+    assert sum(plan.total_bytes) == whole + cut / 2, "of what is cut in two, half comes from the other rank"

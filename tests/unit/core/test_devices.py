@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import bootstrap
-from launch.keeper import visible
+from launch.keeper import visible_gpus
 from rlsys.cli import main
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
@@ -67,7 +67,7 @@ def test_a_role_gets_no_gpu_that_the_scheduler_hid(
     """CUDA stops at the first -1."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     with pytest.raises((UserError, IndexError)):
-        pytest.fail(f"CUDA_VISIBLE_DEVICES = {visible(gpus)!r}")
+        pytest.fail(f"CUDA_VISIBLE_DEVICES = {visible_gpus(gpus)!r}")
 
 
 def test_an_engine_of_a_plan_with_gpus_computes_on_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.probe import probe
-from launch.readiness import engine_answers
+from launch.readiness import engine_is_up
 from rlsys.core.errors import RunError
 from rlsys.core.identity import Identity
 from rlsys.core.owner import Owner, claim
@@ -67,7 +67,7 @@ class UnixServer(socketserver.ThreadingUnixStreamServer):
 def coordinator_that_answers(run: Path, status: int, headers: dict[str, str], body: bytes) -> Iterator[Owner]:
     sockets = make_folder()
     owner = claim(run, sockets)
-    coordinator.publish(owner)
+    coordinator.publish_address(owner)
     with UnixServer(owner.rollout_socket, status, headers, body) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
@@ -112,12 +112,12 @@ def test_no_key_follows_a_redirect(servers: tuple[Server, Server], status: int, 
         opener.open(f"{meant.url}/status", timeout=5)
     with pytest.raises(RunError, match=f"{meant.url}/begin: {status}"):
         post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}), 60)
-    assert not engine_answers(meant.url, Identity("owner:1", "api", "admin"))
+    assert not engine_is_up(meant.url, Identity("owner:1", "api", "admin"))
     assert other.seen == []
     with coordinator_that_answers(tmp_path, status, meant.headers, b"") as owner:
         assert probe(owner, "/status") == (status, b"")
-        with pytest.raises(coordinator.Silent):
-            coordinator.ask(tmp_path, "status")
+        with pytest.raises(coordinator.CoordinatorUnreachable):
+            coordinator.query_coordinator(tmp_path, "status")
     assert other.seen == []
 
 
@@ -126,7 +126,7 @@ def test_an_answer_that_is_not_sglangs_is_told(servers: tuple[Server, Server], b
     """Before: a JSONDecodeError or an AttributeError, without the address."""
     meant, _ = servers
     meant.body = body
-    with pytest.raises(RunError, match=f"{meant.url}/begin: not an answer of SGLang"):
+    with pytest.raises(RunError, match=f"{meant.url}/begin: not a response of SGLang"):
         post(EngineAddress(meant.url, 1, 0), Call("/begin", {}), 60)
 
 
@@ -138,7 +138,7 @@ def test_a_stranger_in_the_place_of_the_coordinator_is_told(
     reader = RunReader(tmp_path)
     with coordinator_that_answers(tmp_path, 200, {}, body):
         for ask in (reader.status, reader.ledger):
-            with pytest.raises(coordinator.Silent, match="in the place of its coordinator"):
+            with pytest.raises(coordinator.CoordinatorUnreachable, match="in the place of its coordinator"):
                 ask()
 
 

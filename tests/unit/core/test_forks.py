@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.core.forks import Forced, cut, fork
+from rlsys.core.forks import Forced, fork, truncate_sample
 from rlsys.core.spans import Fork, RouteSpan, VersionSpan
-from rlsys.core.types import Prompt, Sample, Scored, Segment
+from rlsys.core.types import LogProbResult, Prompt, Sample, Segment
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments import support
@@ -41,7 +41,7 @@ def test_a_fork_begins_with_the_tokens_of_its_stem() -> None:
     fork(s, 4, f, Forced(99, -0.7))
     assert (list(f.response_ids), list(f.mu)) == ([10, 11, 3, 13, 99], [-0.1, -0.2, 0.0, -0.3, -0.7])
     assert f.versions() == [1, 1, 1, 2, 2] and f.trained() == [True, True, False, True, True]
-    assert (f.fork, f.given, f.sampled_tokens, f.received_tokens) == (Fork(0, 4), 4, 4, 0)
+    assert (f.fork, f.inherited_tokens, f.sampled_tokens, f.received_tokens) == (Fork(0, 4), 4, 4, 0)
     # What the engine chose at position 5 predicted token 4, drawn or forced.
     assert [(r.start, r.end, r.experts) for r in f.routes] == [(0, 3, b"abc"), (3, 6, b"def")]
     assert f.behaviour[3] == -3.0 and f.mu_sum == pytest.approx(-1.3)
@@ -52,10 +52,10 @@ def test_a_fork_without_a_forced_token_goes_on_where_its_stem_has_drawn() -> Non
     fork(s, 3, f)
     assert list(f.response_ids) == [10, 11, 3] and f.observed_last
     assert [(r.start, r.end) for r in f.routes] == [(0, 3), (3, 4)]
-    assert (f.given, f.received_tokens) == (2, 0)
+    assert (f.inherited_tokens, f.received_tokens) == (2, 0)
     plane = Sample(2, 0, 2, [1, 2], seed=7)
     fork(s, 0, plane)
-    assert (plane.tokens, plane.given, plane.routes) == (0, 0, [])
+    assert (plane.tokens, plane.inherited_tokens, plane.routes) == (0, 0, [])
 
 
 def test_only_siblings_fork() -> None:
@@ -71,17 +71,17 @@ def test_only_siblings_fork() -> None:
 
 def test_what_is_cut_off_is_counted() -> None:
     s = stem()
-    cut(s, 4)
+    truncate_sample(s, 4)
     assert (list(s.response_ids), s.discarded, s.received_tokens) == ([10, 11, 3, 13], 2, 5)
     assert [(r.start, r.end, r.experts) for r in s.routes] == [(0, 3, b"abc"), (3, 5, b"de")]
     assert (s.support.count(0), s.versions(), len(s.behaviour)) == (4, [1, 1, 1, 2], 4)
     f = Sample(1, 0, 1, [1, 2], seed=6)
     fork(s, 4, f)
     f.append(Segment([7], [-0.6], [VersionSpan(3, 0, 1)], support=support.encode([[7, 9]], [7])))
-    cut(f, 2)
-    assert (f.given, f.discarded, f.fork, f.received_tokens) == (2, 1, Fork(0, 2), 1)
-    cut(f, 0)
-    assert (f.tokens, f.given, f.discarded, f.fork, f.routes) == (0, 0, 1, None, [])
+    truncate_sample(f, 2)
+    assert (f.inherited_tokens, f.discarded, f.fork, f.received_tokens) == (2, 1, Fork(0, 2), 1)
+    truncate_sample(f, 0)
+    assert (f.tokens, f.inherited_tokens, f.discarded, f.fork, f.routes) == (0, 0, 1, None, [])
 
 
 STEPS = st.lists(
@@ -97,8 +97,8 @@ STEPS = st.lists(
 
 def arrays(s: Sample) -> tuple[object, ...]:
     return (
-        list(s.response_ids), list(s.mu), s.spans, s.routes, s.fork, s.given, s.discarded, bytes(s.support),
-        repr(s.behaviour),
+        list(s.response_ids), list(s.mu), s.spans, s.routes, s.fork, s.inherited_tokens, s.discarded, 
+        bytes(s.support), repr(s.behaviour),
     )  # fmt: skip
 
 
@@ -126,11 +126,11 @@ def test_the_ledger_has_every_tree_and_what_engines_made(steps: Sequence[tuple[s
                 forced = Forced(9, -1.0) if what == "force" else None
                 fork(source, tokens % source.tokens, s, forced)
             elif what == "cut" and s.tokens:
-                cut(s, tokens % s.tokens)
+                truncate_sample(s, tokens % s.tokens)
                 buffer.save([s])
             elif what == "score" and len(s.behaviour) < s.tokens:
                 buffer.save([s])
-                buffer.store_scores([Scored(s.sample_id, len(s.behaviour), [-0.5])])
+                buffer.store_scores([LogProbResult(s.sample_id, len(s.behaviour), [-0.5])])
             elif what == "save":
                 buffer.save([s])
             elif what == "reopen":
@@ -139,8 +139,11 @@ def test_the_ledger_has_every_tree_and_what_engines_made(steps: Sequence[tuple[s
                 before = [arrays(s) for s in group.samples]
                 assert [arrays(s) for s in RunReader(folder).groups("1")[0].samples] == before
                 ledger = buffer.ledger()
-                check(ledger)
-                assert sum(ledger.tokens.values()) - ledger.given + ledger.discarded == base + received
+                check_ledger(ledger)
+                assert (
+                    sum(ledger.tokens.values()) - ledger.inherited_tokens + ledger.discarded_tokens
+                    == base + received
+                )
                 assert buffer.added_tokens == received
                 buffer.close()
                 buffer = RolloutBuffer(folder / FILE_NAME, "run", 4)

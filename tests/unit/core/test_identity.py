@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from launch import ports
 from launch.plan import LaunchPlan, Role
-from launch.ports import HeldPorts
-from launch.readiness import PortTaken, engine_answers
+from launch.ports import PortReservation
+from launch.readiness import PortInUse, engine_is_up
 from rlsys.cli import main
 from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
@@ -61,8 +61,8 @@ async def test_weights_that_another_run_pushed_are_not_ours(theirs: Identity) ->
 @pytest.mark.virtual_clock
 async def test_an_engine_of_another_run_gets_no_weights() -> None:
     engine = ScriptedEngine(A, label=THEIRS.label(7))
-    async with routing(engine, identity=OURS, patience=5) as rig:
-        with pytest.raises(RunError, match=r"no engine was there for weight version 1.*'theirs:1:7'"):
+    async with routing(engine, identity=OURS, push_timeout_s=5) as rig:
+        with pytest.raises(RunError, match=r"no engine was ready for weight version 1.*'theirs:1:7'"):
             await rig.push()
         assert engine.calls == []
 
@@ -82,7 +82,7 @@ async def test_what_comes_of_other_weights_in_the_middle_of_a_push_is_not_taken_
         engine._continue_generation({})
         await asyncio.sleep(0.5)
         (state,) = rig.router._pool.engines
-        state.has(2)
+        state.set_version(2)
         await asyncio.sleep(0.5)
         assert len(s.response_ids) == had
         task.cancel()
@@ -129,25 +129,25 @@ def test_only_an_engine_of_this_launch_is_ready(tmp_path: Path) -> None:
     owner = Owner(tmp_path, 3, "the launch's key")
     whose = engine_identity(owner, "http://e:1")
     with server(whose.api_key, whose.label(0)) as url:
-        assert engine_answers(url, whose)
+        assert engine_is_up(url, whose)
     seen: list[str] = []
-    with server(None, "default", seen) as url, pytest.raises(PortTaken, match="answers 200 and default"):
-        engine_answers(url, whose)
+    with server(None, "default", seen) as url, pytest.raises(PortInUse, match="answers 200 and default"):
+        engine_is_up(url, whose)
     assert seen == [], "who opens to everybody is shown no key"
     with (
         server("another", "other:1:0") as url,
-        pytest.raises(PortTaken, match="answers 401 to this run's key"),
+        pytest.raises(PortInUse, match="answers 401 to this run's key"),
     ):
-        engine_answers(url, whose)
+        engine_is_up(url, whose)
     other = engine_identity(Owner(tmp_path, 4, "another launch's key"), "http://e:1")
-    with server(whose.api_key, other.label(0)) as url, pytest.raises(PortTaken):
-        engine_answers(url, whose)
+    with server(whose.api_key, other.label(0)) as url, pytest.raises(PortInUse):
+        engine_is_up(url, whose)
     with (
         server(None, whose.label(0)) as url,
-        pytest.raises(RunError, match=r"opens without a key.*extra_args"),
+        pytest.raises(RunError, match=r"accepts requests without a key.*extra_args"),
     ):
-        engine_answers(url, whose)
-    assert not engine_answers(f"http://127.0.0.1:{free_port()}", whose)
+        engine_is_up(url, whose)
+    assert not engine_is_up(f"http://127.0.0.1:{free_port()}", whose)
 
 
 ENGINE = """
@@ -218,7 +218,7 @@ def test_a_configured_port_that_a_stranger_has_is_named(
         config = stage.config.model_copy(update={"engine": engine})
         roles = [engine_role(stage, port), stage.role("trainer", TRAINER)]
         with pytest.raises(
-            UserError, match=rf"engine\.port = {port}: port {port} of .* is in use; 0 finds one"
+            UserError, match=rf"engine\.port = {port}: port {port} of .* is in use; 0 chooses a free one"
         ):
             main.supervise(config, lambda _: LaunchPlan(roles))
 
@@ -234,7 +234,7 @@ def test_two_runs_that_start_together_get_different_ports(monkeypatch: pytest.Mo
             return next(self.next)
 
     chosen = []
-    held = [HeldPorts("127.0.0.1"), HeldPorts("127.0.0.1")]
+    held = [PortReservation("127.0.0.1"), PortReservation("127.0.0.1")]
     for one in held:
         monkeypatch.setattr(ports, "_random", Same())
         chosen.append(one.choose(3))
@@ -295,9 +295,9 @@ def test_every_engine_and_every_launch_has_keys_of_its_own(tmp_path: Path) -> No
     keys = [key for one in made for key in (one.api_key, one.admin_key)]
     assert len(set(keys)) == len(keys)
     assert made[0].owner == made[1].owner != made[2].owner
-    assert made[0].what(made[1].label(5)) == "5"
-    assert made[0].what(made[2].label(5)) is None
-    assert made[0].what("5") is None
+    assert made[0].parse_label(made[1].label(5)) == "5"
+    assert made[0].parse_label(made[2].label(5)) is None
+    assert made[0].parse_label("5") is None
     assert not any(key in repr(made) for key in keys)
 
 
@@ -309,7 +309,7 @@ def test_keys_of_engines_that_others_started(tmp_path: Path) -> None:
     assert read.headers("/generate") == {"Authorization": "Bearer 12345"}
     assert read.headers("/abort_request") == {"Authorization": "Bearer 67890"}
     path.chmod(0o644)
-    with pytest.raises(UserError, match="others may read it; expected mode 0600"):
+    with pytest.raises(UserError, match="readable by other users; expected mode 0600"):
         read_keys(path)
     path.chmod(0o600)
     path.write_text("api-key:")

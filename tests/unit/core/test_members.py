@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from launch.joining import check as check_joiner
-from launch.joining import size_of, unit_name
+from launch.engine_join import check as check_joiner
+from launch.engine_join import tp_size, unit_name
 from rlsys.cli.main import main
 from rlsys.config import Config
 from rlsys.config.rollout import JOINED, EngineConfig
 from rlsys.core.errors import UserError
-from rlsys.core.membership import FOLDER, Member, forget, members, tell
+from rlsys.core.membership import FOLDER, Member, read_members, remove_member, write_member
 from rlsys.core.owner import Owner, claim
 from rlsys.engine.client import EngineClient
 from rlsys.rollout.members import LOST_SECONDS, Members
@@ -63,7 +63,7 @@ async def growing(
 
 async def test_an_engine_joins_serves_and_leaves_while_its_samples_go_on(tmp_path: Path) -> None:
     async with growing(tmp_path) as (rig, owner):
-        tell(owner, C, 1, wanted=True)
+        write_member(owner, C, 1, active=True)
         await asyncio.sleep(3)
         assert rig.router.stale_engines == [C]
         await rig.push(only_stale=True)
@@ -71,9 +71,9 @@ async def test_an_engine_joins_serves_and_leaves_while_its_samples_go_on(tmp_pat
         tasks = [rig.start(s, LONG) for s in samples]
         await asyncio.sleep(0.1)
         assert {s.engine for s in samples} == {A, C}
-        tell(owner, C, 1, wanted=False)
+        write_member(owner, C, 1, active=False)
         await asyncio.sleep(4)
-        assert rig.router.engine_states() == {A: "version 1"} and members(owner) == []
+        assert rig.router.engine_states() == {A: "version 1"} and read_members(owner) == []
         await asyncio.gather(*tasks)
         for s in samples:
             check(s, versions={1}, ends_at=LONG, budget=LONG)
@@ -87,11 +87,11 @@ async def test_an_engine_joins_serves_and_leaves_while_its_samples_go_on(tmp_pat
 
 async def test_the_launchs_own_engine_leaves_and_comes_back(tmp_path: Path) -> None:
     async with growing(tmp_path, own=2) as (rig, owner):
-        tell(owner, B, 1, wanted=False)
+        write_member(owner, B, 1, active=False)
         await asyncio.sleep(3)
         assert list(rig.router.engine_states()) == [A]
-        assert members(owner) == [Member(owner.epoch, B, 1, wanted=False)], "also after a restart"
-        tell(owner, B, 1, wanted=True)
+        assert read_members(owner) == [Member(owner.epoch, B, 1, active=False)], "also after a restart"
+        write_member(owner, B, 1, active=True)
         await asyncio.sleep(3)
         assert rig.router.stale_engines == [B]
         await rig.push(only_stale=True)
@@ -102,9 +102,9 @@ async def test_the_last_engines_stay_and_further_ones_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with growing(tmp_path, own=2, min_engines=2, max_engines=3) as (rig, owner):
-        tell(owner, B, 1, wanted=False)
-        tell(owner, C, 1, wanted=True)
-        tell(owner, D, 1, wanted=True)
+        write_member(owner, B, 1, active=False)
+        write_member(owner, C, 1, active=True)
+        write_member(owner, D, 1, active=True)
         with caplog.at_level(logging.WARNING):
             await asyncio.sleep(5)
         assert list(rig.router.engine_states()) == [A, B, C]
@@ -119,7 +119,7 @@ async def test_the_last_engines_stay_and_further_ones_wait(
 
 async def test_a_member_whose_machine_is_gone_is_forgotten(tmp_path: Path) -> None:
     async with growing(tmp_path) as (rig, owner):
-        tell(owner, C, 1, wanted=True)
+        write_member(owner, C, 1, active=True)
         await asyncio.sleep(3)
         await rig.push(only_stale=True)
         tasks = [rig.start(sample(i)) for i in range(4)]
@@ -129,27 +129,27 @@ async def test_a_member_whose_machine_is_gone_is_forgotten(tmp_path: Path) -> No
         await asyncio.sleep(LOST_SECONDS / 2)
         assert list(rig.router.engine_states()) == [A, C]
         await asyncio.sleep(LOST_SECONDS)
-        assert list(rig.router.engine_states()) == [A] and members(owner) == []
+        assert list(rig.router.engine_states()) == [A] and read_members(owner) == []
 
 
 async def test_a_member_whose_engine_died_makes_room_at_once(tmp_path: Path) -> None:
     """What started it has seen it, and taken its name out of the run's folder."""
     async with growing(tmp_path, max_engines=2) as (rig, owner):
-        tell(owner, C, 1, wanted=True)
+        write_member(owner, C, 1, active=True)
         await asyncio.sleep(3)
         await rig.push(only_stale=True)
         rig.engines[2].die()
-        tell(owner, D, 1, wanted=True)
+        write_member(owner, D, 1, active=True)
         await asyncio.sleep(3)
         assert list(rig.router.engine_states()) == [A, C]
-        forget(owner, C)
+        remove_member(owner, C)
         await asyncio.sleep(5)
         assert list(rig.router.engine_states()) == [A, D]
 
 
 async def test_files_of_others_are_passed_over(tmp_path: Path) -> None:
     async with growing(tmp_path) as (rig, owner):
-        tell(Owner(tmp_path, owner.epoch - 1, "old"), C, 1, wanted=True)
+        write_member(Owner(tmp_path, owner.epoch - 1, "old"), C, 1, active=True)
         folder = tmp_path / FOLDER
         told = {"epoch": owner.epoch, "url": D, "tp": 1, "pool": None, "wanted": True}
         wrongs: list[dict[str, object]] = [
@@ -159,8 +159,8 @@ async def test_files_of_others_are_passed_over(tmp_path: Path) -> None:
             (folder / f"{i}.json").write_text(json.dumps({**told, **wrong}))
         (folder / "half.json").write_text("{")
         await asyncio.sleep(3)
-        assert list(rig.router.engine_states()) == [A] and members(owner) == []
-        forget(owner, D)  # was never there
+        assert list(rig.router.engine_states()) == [A] and read_members(owner) == []
+        remove_member(owner, D)  # was never there
 
 
 async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) -> None:
@@ -169,14 +169,14 @@ async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) 
         {"model": {"path": "x"}, "engine": {"pools": [far]}, "launch": {"placement": "disaggregated"}}
     )
     async with growing(tmp_path, kinds=config.engine) as (rig, owner):
-        tell(owner, C, 1, "far", wanted=True)
-        tell(owner, D, 1, wanted=True)
+        write_member(owner, C, 1, "far", active=True)
+        write_member(owner, D, 1, active=True)
         await asyncio.sleep(3)
         told = {e.url: (e.pool, e.cost, e.chain) for e in rig.router._pool.engines}
         assert told == {A: ("far", 0.25, None), C: ("far", 0.25, 0), D: (JOINED, 1.0, None)}
         await rig.push()
         assert rig.router.stats()["pool_far_serving"] == 2
-        tell(owner, C, 1, "far", wanted=False)
+        write_member(owner, C, 1, "far", active=False)
         await asyncio.sleep(5)
         assert list(rig.router.engine_states()) == [A, D]
 
@@ -184,9 +184,9 @@ async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) 
 def test_the_pool_says_how_large_an_engine_is_that_joins_it() -> None:
     wide = {"name": "wide", "count": 1, "tp": 4}
     config = Config.model_validate({"model": {"path": "x"}, "engine": {"pools": [wide], "tp": 2}})
-    assert (size_of(config, None), size_of(config, "wide")) == (2, 4)
+    assert (tp_size(config, None), tp_size(config, "wide")) == (2, 4)
     with pytest.raises(UserError, match=r"--pool wider: expected one of engine\.pools: wide"):
-        size_of(config, "wider")
+        tp_size(config, "wider")
 
 
 def test_routes_of_an_engine_that_joined_can_be_read() -> None:
@@ -202,14 +202,14 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
 
     assert "no such run folder" in error("list", str(tmp_path / "none"))
     (tmp_path / "config.yaml").write_text(f"model: {{path: x}}\nrun: {{dir: {tmp_path}}}\n")
-    assert "this run is not going on; start it before engines join it" in error("join", str(tmp_path))
+    assert "this run is not running; start it before engines join it" in error("join", str(tmp_path))
     assert f"{C} is no engine of {tmp_path}; its engines: none" in error("drain", str(tmp_path), C)
 
 
 @pytest.mark.parametrize(
     ("sections", "host", "pool", "local", "error"),
     [
-        ({}, "10.0.0.7", None, False, r"weights.method = tensor passes through memory"),
+        ({}, "10.0.0.7", None, False, r"weights.method = tensor needs memory shared with the trainer"),
         (
             {"weights": {"method": "broadcast"}},
             "127.0.0.1",

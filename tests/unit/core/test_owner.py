@@ -14,11 +14,19 @@ from launch.rundir import open_run_dir
 from rlsys.config import Config
 from rlsys.core import owner as owner_module
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.owner import EPOCH_VARIABLE, START_VARIABLE, Deposed, Owner, claim, current, of_process
+from rlsys.core.owner import (
+    EPOCH_VARIABLE,
+    START_VARIABLE,
+    FencedError,
+    Owner,
+    claim,
+    current_owner,
+    owner_of_process,
+)
 from rlsys.core.sockets import UnixConnection, exchange
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Prompt, Segment
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.rollout.client import RolloutClient
@@ -38,10 +46,10 @@ def test_the_launch_that_claims_last_owns_the_folder(tmp_path: Path) -> None:
     first.check()
     second = claim(tmp_path)
     second.check()
-    with pytest.raises(Deposed, match=r"launch 1 no longer owns this run; launch 2 has taken it"):
+    with pytest.raises(FencedError, match=r"launch 1 no longer owns this run; launch 2 has taken it"):
         first.check()
     assert (first.epoch, second.epoch, first.key == second.key) == (1, 2, False)
-    found = current(tmp_path)
+    found = current_owner(tmp_path)
     assert found == second
 
 
@@ -57,7 +65,7 @@ def test_launches_at_the_same_moment_get_different_epochs(tmp_path: Path) -> Non
     newest.check()
     for owner in owners:
         if owner is not newest:
-            with pytest.raises(Deposed):
+            with pytest.raises(FencedError):
                 owner.check()
 
 
@@ -80,7 +88,7 @@ def test_a_number_that_was_taken_and_deposed_meanwhile_is_not_given_again(
     assert [o.epoch for o in (*others, late)] == [2, 3, 4]
     late.check()
     for other in others:
-        with pytest.raises(Deposed):
+        with pytest.raises(FencedError):
             other.check()
 
 
@@ -94,12 +102,12 @@ def test_only_the_owner_of_the_files_can_read_the_key(tmp_path: Path) -> None:
 
 def test_a_role_works_for_the_launch_that_started_it(tmp_path: Path) -> None:
     owner = claim(tmp_path)
-    assert of_process(tmp_path, owner.environment(3)) == (owner, 3)
+    assert owner_of_process(tmp_path, owner.environment(3)) == (owner, 3)
     with pytest.raises(UserError, match=f"{EPOCH_VARIABLE} and {START_VARIABLE} are not set"):
-        of_process(tmp_path, {})
+        owner_of_process(tmp_path, {})
     claim(tmp_path)
-    with pytest.raises(Deposed, match="launch 2 has taken it"):
-        of_process(tmp_path, owner.environment(4))
+    with pytest.raises(FencedError, match="launch 2 has taken it"):
+        owner_of_process(tmp_path, owner.environment(4))
 
 
 def prompt() -> Prompt:
@@ -121,7 +129,7 @@ def test_two_writers_of_one_ledger_where_locks_do_not_work(tmp_path: Path, broke
 
     late = group.samples[0]
     late.append(Segment([7], [0.0], [VersionSpan(0, 0, 1)]))
-    with pytest.raises(Deposed):
+    with pytest.raises(FencedError):
         old.save([late])
     with pytest.raises(RunError, match="closed to writes"):
         old.issue(prompt(), [1])
@@ -140,12 +148,12 @@ def test_a_transaction_that_was_open_at_the_takeover_is_not_committed(
     old = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, claim(tmp_path))
     old.issue(prompt(), [1])
     claim(tmp_path)
-    with pytest.raises(Deposed):
+    with pytest.raises(FencedError):
         old.flush()
     with pytest.raises(RunError):
         old.issue(prompt(), [1])
     old.close()
-    back = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, current(tmp_path))
+    back = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, current_owner(tmp_path))
     assert back.next_group_id == 0
     back.close()
 
@@ -169,18 +177,18 @@ def test_a_commit_at_the_very_moment_of_a_takeover_comes_before_it(
 
     def take_over() -> None:
         thread.start()
-        while current(tmp_path) == first:
+        while current_owner(tmp_path) == first:
             pass
 
     between_look_and_commit(first, take_over, monkeypatch)
     old.flush()
     thread.join()
     assert found == [1]
-    with pytest.raises(Deposed):
+    with pytest.raises(FencedError):
         old.issue(prompt(), [1])
     with pytest.raises(RunError):
         old.close()
-    back = RolloutBuffer(path, "run", 8, current(tmp_path))
+    back = RolloutBuffer(path, "run", 8, current_owner(tmp_path))
     assert back.next_group_id == 2
     back.close()
 
@@ -209,13 +217,13 @@ def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do
     (new,) = writers
     new.issue(Prompt(3, "", [1] * 2000, {}), [1])
     new.flush()
-    with pytest.raises(Deposed):
+    with pytest.raises(FencedError):
         old.issue(prompt(), [1])
     with pytest.raises(RunError):
         old.close()
     new.check_counts()
     new.close()
-    back = RolloutBuffer(path, "run", 8, current(tmp_path))
+    back = RolloutBuffer(path, "run", 8, current_owner(tmp_path))
     back.check_counts()
     assert [g.samples[0].prompt_ids for g in back.active()] == [[1]] + [[1] * 2000] * 4
     back.close()
@@ -228,7 +236,7 @@ def test_the_file_itself_knows_its_writer(tmp_path: Path, broken_locks: None) ->
     old = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, first)
     RolloutBuffer(tmp_path / FILE_NAME, "run", 8, claim(tmp_path)).close()
     (tmp_path / "owners" / f"{first.epoch:06d}").touch()
-    with pytest.raises(Deposed, match="launch 2 writes this file; launch 1 is over"):
+    with pytest.raises(FencedError, match="launch 2 writes this file; launch 1 is over"):
         old.issue(prompt(), [1])
 
 
@@ -238,14 +246,14 @@ def test_a_second_supervisor_deposes_the_first_where_locks_do_not_work(
     config = Config.model_validate({"model": {"path": tmp_path}, "run": {"dir": tmp_path / "run"}})
     with open_run_dir(config, print) as first, open_run_dir(config, print) as second:
         second.owner.check()
-        with pytest.raises(Deposed):
+        with pytest.raises(FencedError):
             first.owner.check()
 
 
 async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
     """Declared dead, replaced, and awake again: before, its push and its take(2) were accepted."""
 
-    def push(client: RolloutClient) -> PushTicket:
+    def push(client: RolloutClient) -> WeightUpdate:
         ticket = client.begin_push()
         client.end_push(ticket, [], [])
         return ticket
@@ -260,7 +268,7 @@ async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
         await ticking(r, push, new)
         await ticking(r, new.take, 1)
         for call in (old.begin_push, lambda: old.take(2), lambda: old.restore(0), lambda: old.commit(1)):
-            with pytest.raises(RunError, match="start 1 of the trainer, but start 2 has taken its place"):
+            with pytest.raises(RunError, match="trainer start 1, which trainer start 2 has replaced"):
                 await ticking(r, call)
         assert len((await ticking(r, push, new)).engines) == 1  # the zombie's push took no version away
 

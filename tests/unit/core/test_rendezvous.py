@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from launch.ports import HeldPorts
+from launch.ports import PortReservation
 from rlsys.core.rendezvous import bound_store, register_scheme, store_of_ranks
 from tests.helpers.listeners import listeners
 
@@ -17,7 +17,7 @@ SECONDS = timedelta(seconds=20)
 
 
 def test_a_store_listens_on_its_address_only_on_a_port_that_the_launcher_holds() -> None:
-    before, held = listeners(os.getpid()), HeldPorts("")
+    before, held = listeners(os.getpid()), PortReservation("")
     (port,) = held.choose(1)
     try:
         store = bound_store("127.0.0.1", port, 2, 0, SECONDS)
@@ -35,7 +35,7 @@ def test_an_address_of_another_machine_is_told() -> None:
 
 def test_programs_that_make_their_group_themselves_meet_there_too() -> None:
     """SGLang's engines on several nodes."""
-    before, held = listeners(os.getpid()), HeldPorts("")
+    before, held = listeners(os.getpid()), PortReservation("")
     (port,) = held.choose(1)
     try:
         register_scheme()

@@ -21,7 +21,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import GroupState, Prompt, Sample, Segment, Status
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planner.virtual_time import VirtualLoop
@@ -66,7 +66,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.buffer.close()
-        check(RunReader(self.folder).ledger())
+        check_ledger(RunReader(self.folder).ledger())
         shutil.rmtree(self.folder)
 
     def _with(self, *states: GroupState) -> list[int]:
@@ -121,7 +121,7 @@ class BufferMachine(RuleBasedStateMachine):
             chosen, now.order = now.order[:many], now.order[many:]
             self.buffer.take(step, [self.buffer.groups[g] for g in chosen])
             now.journal[step] = chosen
-        _, groups = self.buffer.taken(step)
+        _, groups = self.buffer.read_step(step)
         assert sorted(g.group_id for g in groups) == sorted(now.journal[step])
         for group in groups:
             read = self.buffer.load(group.samples)
@@ -181,7 +181,7 @@ class BufferMachine(RuleBasedStateMachine):
     @invariant()
     def it_adds_up(self) -> None:
         self.buffer.check_counts()
-        check(self.buffer.ledger())
+        check_ledger(self.buffer.ledger())
 
     @invariant()
     def it_is_what_the_model_says(self) -> None:

@@ -81,7 +81,9 @@ def test_a_folder_with_tokenizer_json_is_its_own(tmp_path: Path, converted: list
 )
 def test_code_needs_consent(auto_map: object, tmp_path: Path, converted: list[tuple[Path, bool]]) -> None:
     folder = with_vocabulary(tmp_path / "model", "tiktoken.model", auto_map=auto_map)
-    with pytest.raises(UserError, match=r"code in the folder, own\.Ranks; .* model\.trust_remote_code=true"):
+    with pytest.raises(
+        UserError, match=r"code from the folder, own\.Ranks; .* model\.trust_remote_code=true"
+    ):
         tokenizer_folder(folder)
     assert not converted
     made = tokenizer_folder(folder, trust_remote_code=True)
@@ -107,7 +109,7 @@ def test_code_without_being_named_is_not_run(tmp_path: Path, converted: list[tup
 
 def test_no_vocabulary_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("")
-    with pytest.raises(UserError, match=r"no tokenizer\.json there, and no vocabulary in another form"):
+    with pytest.raises(UserError, match=r"contains no tokenizer\.json and no other vocabulary file"):
         tokenizer_folder(tmp_path)
     assert tokenizer_arguments(["--model-path", str(tmp_path)]) == []
 
@@ -118,7 +120,7 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, converted: lis
     cache = tmp_path / "cache" / "rlsys" / "tokenizers"
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    with pytest.raises(UserError, match="others may write there"):
+    with pytest.raises(UserError, match="writable by other users"):
         tokenizer_folder(folder)
     assert not converted
 

@@ -143,7 +143,7 @@ async def test_a_stop_text_ends_a_response_and_leaves_its_answer(model: Path) ->
         prompt = build_prompt(tokenizer)
         for text, reward in (("<answer>3</answer>", 1), ("<answer>3</answer><eos>", 1), ("<answer>3", 0)):
             ids = tokenizer.encode(text)
-            status = Status.FINISHED if ends.ended(ids) else Status.TRUNCATED
+            status = Status.FINISHED if ends.is_ended(ids) else Status.TRUNCATED
             assert (await scorer.score(prompt, sample_of(ids, status))).reward == reward
     finally:
         await rewards.close()

@@ -12,7 +12,7 @@ from rlsys.data import Tokenizer, build_source
 from rlsys.rewards import REWARDS, make_scores
 from rlsys.rewards.results import read_mark
 from rlsys.rewards.signatures import guess
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from rlsys.router.turn_ends import turn_ends
 from tests.helpers.responses import response_of
 
@@ -40,7 +40,7 @@ def answered(config: Config, answer: str) -> list[float]:
 def test_a_config_of_the_page_passes_the_trial(folder: Path, name: str) -> None:
     config = load_config(Path(name))
     assert turn_ends(config, Tokenizer(config.model.path)).texts == tuple(config.rollout.stop)
-    try_rollout(config)
+    dry_run(config)
 
 
 def test_the_rewards_of_the_page_tell_right_from_wrong(folder: Path) -> None:

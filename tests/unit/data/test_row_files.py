@@ -19,7 +19,7 @@ from rlsys.config import Config
 from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.tables import read_lines, read_parquet
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
 BOM = b"\xef\xbb\xbf"
@@ -243,7 +243,7 @@ def test_all_rows_are_counted_that_cannot_be_used(tmp_path: Path) -> None:
         400,
         lambda i: {"prompt": f"{i}+1=", **kinds[i % 4]} if i % 4 < 3 and i > 99 else {},
     )
-    notes = " ".join(try_rollout(config_of(path)).notes)
+    notes = " ".join(dry_run(config_of(path)).notes)
     assert "75 rows have no right answer" in notes
     assert "75 rows are too long" in notes
     assert "75 rows cannot be read" in notes or "75 rows have half of a character" in notes

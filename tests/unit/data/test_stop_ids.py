@@ -15,10 +15,10 @@ from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.data.chats import written
 from rlsys.data.quickstart_model import write_model
-from rlsys.generators.tools import ToolTurns, around_answer
+from rlsys.generators.tools import ToolTurns, answer_template
 from rlsys.importers import slime
 from rlsys.importers.draft import Draft
-from rlsys.router.request import Turn
+from rlsys.router.request_sender import Turn
 from rlsys.router.turn_ends import turn_ends
 from tests.helpers.stop_families import FAMILIES, edit, write_family
 from tests.helpers.verdicts import REWARDS, judged, sample_of
@@ -118,7 +118,7 @@ def test_a_text_that_has_its_end_token_gets_no_second_one(tmp_path: Path) -> Non
 def translated(folder: Path, *ids: int) -> Draft:
     options = f"--hf-checkpoint {folder} --rm-type math --prompt-data rows.jsonl"
     script = f"python3 train.py {options} --rollout-stop-token-ids {' '.join(map(str, ids))}\n"
-    return slime.translate(slime.settings_of(script, None, {}), [])
+    return slime.translate(slime.read_settings(script, None, {}), [])
 
 
 def test_slimes_stop_ids_are_not_needed_only_where_the_model_stops_there_anyway(tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ def test_slimes_stop_ids_are_not_needed_only_where_the_model_stops_there_anyway(
     own = json.loads((tmp_path / "config.json").read_text())["eos_token_id"]
     option = "--rollout-stop-token-ids"
     same = translated(tmp_path, *own)
-    assert option in [r.theirs for r in same.defaults] and option not in [r.theirs for r in same.refused]
+    assert option in [r.setting for r in same.defaults] and option not in [r.setting for r in same.rejected]
     for other in (translated(tmp_path, own[0], 5), translated(tmp_path / "gone", *own)):
-        assert option not in [r.theirs for r in other.defaults]
-        (row,) = [r for r in other.refused if r.theirs == option]
-        assert "rollout.stop" in row.ours
+        assert option not in [r.setting for r in other.defaults]
+        (row,) = [r for r in other.rejected if r.setting == option]
+        assert "rollout.stop" in row.result
 
 
 def test_eos_of_the_text_part_is_a_stop_id(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ async def test_a_tools_answer_follows_the_end_of_the_turn_that_called_it(name: s
 
         turns = ToolTurns(
             speak, tokenizer, tool, ends=turn_ends(config, tokenizer), call=("<answer>", "</answer>"),
-            answer=around_answer(tokenizer, "user"), max_turns=2, max_response_tokens=99,
+            answer=answer_template(tokenizer, "user"), max_turns=2, max_response_tokens=99,
         )  # fmt: skip
         sample = Sample(0, 0, 0, [1], seed=0)
         await turns(sample, Prompt(0, "", [1], {}))

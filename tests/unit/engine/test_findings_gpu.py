@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.environment import environment
-from launch.keeper import visible
+from launch.keeper import visible_gpus
 from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
 from rlsys.core.weight_updates import EngineAddress
@@ -188,7 +188,7 @@ def test_gpu_p8_a_run_with_hidden_gpus_is_no_run_on_cuda(monkeypatch: pytest.Mon
 def test_gpu_p8_a_keeper_shows_no_gpu_that_the_scheduler_hid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     try:
-        shown = visible("0")
+        shown = visible_gpus("0")
     except UserError:
         return
     assert shown == "", f"CUDA_VISIBLE_DEVICES = {shown!r}"
@@ -274,7 +274,7 @@ def test_gpu_p9_senders_whose_engines_do_not_come_are_not_held_up(monkeypatch: p
     group = SendersGroup(SimpleNamespace(), 0, 1, 0.2, 0.2)  # type: ignore[arg-type]
     group._group = "nccl"  # type: ignore[assignment]
     group.members = [EngineAddress("http://a", 1, 0)]
-    assert ends_in_time(group.meet, nccl) == [{"http://a": "NCCL made no communicator within 0.2 s"}]
+    assert ends_in_time(group.connect, nccl) == [{"http://a": "NCCL made no communicator within 0.2 s"}]
 
 
 # -- P10, P20: what doctor says ------------------------------------------------------------------------------

@@ -344,5 +344,5 @@ async def test_many_equal_requests_in_an_engine_that_dies_count_its_death_once(
         await rig.until(lambda: max(len(e.requests) for e in rig.engines) == 6)
         for engine in rig.engines:
             engine.hold_at = None
-        next(e for e in rig.fleet.pool.engines if e.load).died()
+        next(e for e in rig.fleet.pool.engines if e.load).mark_dead()
         assert [(await task)[0] for task in tasks] == [200] * 6

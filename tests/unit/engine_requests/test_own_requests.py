@@ -13,11 +13,11 @@ import pytest
 
 from rlsys.config import Config, load_config
 from rlsys.core.owner import Owner
-from rlsys.core.spans import Tops, VersionSpan
+from rlsys.core.spans import TopLogprobs, VersionSpan
 from rlsys.core.types import Sample, Segment
 from rlsys.engine_requests import RefusedPrompt
 from rlsys.planning.teacher import AWAY, build_teacher
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from tests.helpers.router_rig import PROMPT, routing, sample
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +38,7 @@ ODD: dict[str, tuple[Sample, dict[str, Any], str]] = {
     "an id of the prompt": (sample(prompt=[1, 128]), {}, "outside the vocabulary"),
     "an empty prompt": (sample(prompt=[]), {}, "empty"),
     "a prompt without room": (sample(prompt=[1] * 194), {}, "there is room for"),
-    "more alternatives than the vocabulary has": (sample(), {"tops": Tops(129)}, "top_logprobs_num"),
+    "more alternatives than the vocabulary has": (sample(), {"tops": TopLogprobs(129)}, "top_logprobs_num"),
     "an empty stop text": (sample(), {"stop_texts": [""]}, "stop"),
     "a stop text of a book": (sample(), {"stop_texts": ["x" * 5000]}, "stop"),
     "a temperature that is no number": (sample(), {"temperature": float("nan")}, "temperature"),
@@ -68,7 +68,7 @@ async def test_control_the_largest_values_are_asked() -> None:
         made = observing([127])
         made.seed = 2**63 - 1
         await rig.router.generate(
-            made, max_response_tokens=20, temperature=1.0, tops=Tops(128), stop_texts=["x" * 1024]
+            made, max_response_tokens=20, temperature=1.0, tops=TopLogprobs(128), stop_texts=["x" * 1024]
         )
         assert rig.engine.started == [[*PROMPT, 51, 68, 127]]
 
@@ -110,9 +110,9 @@ async def test_a_teacher_is_not_asked_about_more_than_it_holds(
 
 
 def test_explain_says_that_a_teacher_holds_less_than_the_policy(tmp_path: Path) -> None:
-    notes = try_rollout(teaching(tmp_path / "teacher", 128)).notes
+    notes = dry_run(teaching(tmp_path / "teacher", 128)).notes
     assert any("algo.teacher" in note and "128" in note for note in notes), notes
 
 
 def test_explain_is_silent_about_a_teacher_that_holds_enough(tmp_path: Path) -> None:
-    assert not any("algo.teacher" in note for note in try_rollout(teaching(tmp_path / "teacher", 1024)).notes)
+    assert not any("algo.teacher" in note for note in dry_run(teaching(tmp_path / "teacher", 1024)).notes)

@@ -20,14 +20,14 @@ from rlsys.cli.preflight import check_start
 from rlsys.cli.project_template import write_starter
 from rlsys.config import Config, load_config
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.identity import NOBODY
+from rlsys.core.identity import ANONYMOUS
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Sample
 from rlsys.data import Tokenizer
 from rlsys.evaluation import evaluation
-from rlsys.evaluation.eval_sets import AskedSet, one_version
-from rlsys.evaluation.pass_at import ks, pass_at, pass_figures, wilson
-from rlsys.evaluation.results import EvalResult, Evaluated
+from rlsys.evaluation.eval_sets import EvalSetRunner, one_version
+from rlsys.evaluation.pass_at_k import pass_at_k, pass_at_k_metrics, reported_ks, wilson
+from rlsys.evaluation.results import EvalResult, EvalStatus
 from rlsys.obs.progress import PlainProgress, evaluation_lines
 from rlsys.router.router import PinLost
 from tests.helpers.http_engine import HttpEngine
@@ -41,17 +41,17 @@ from tests.unit.worker.test_repeat import random_clock, trained, what
 def test_pass_at_k_is_the_share_of_all_draws_with_a_right_one(case: tuple[int, int, int]) -> None:
     n, right, k = case
     draws = list(itertools.combinations([True] * right + [False] * (n - right), k))
-    assert pass_at(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_pass_at_k_by_hand() -> None:
-    assert pass_at(4, 1, 1) == 0.25
-    assert pass_at(4, 1, 2) == pytest.approx(0.5)
-    assert pass_at(4, 2, 2) == pytest.approx(1 - 1 / 6)
-    assert (pass_at(4, 0, 4), pass_at(4, 1, 4)) == (0, 1)
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
+    assert (pass_at_k(4, 0, 4), pass_at_k(4, 1, 4)) == (0, 1)
     for wrong in ((4, 1, 5), (4, 5, 1), (0, 0, 0)):
         with pytest.raises(ValueError):
-            pass_at(*wrong)
+            pass_at_k(*wrong)
 
 
 def test_the_interval_is_wilsons() -> None:
@@ -63,14 +63,14 @@ def test_the_interval_is_wilsons() -> None:
 
 
 def test_which_k_are_told() -> None:
-    assert [ks(n) for n in (1, 2, 4, 6)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
+    assert [reported_ks(n) for n in (1, 2, 4, 6)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
 
 
 def test_a_prompt_with_too_few_judged_responses_does_not_count() -> None:
-    figures = pass_figures([[True, False], [False], []], 2)
+    figures = pass_at_k_metrics([[True, False], [False], []], 2)
     assert figures["pass_1"] == pytest.approx((0.5 + 0) / 2)
     assert (figures["pass_2"], figures["pass_2_low"]) == (1.0, pytest.approx(wilson(1.0, 1)[0]))
-    assert pass_figures([[]], 1) == {}
+    assert pass_at_k_metrics([[]], 1) == {}
 
 
 # In the config
@@ -102,7 +102,7 @@ def test_a_set_is_tried_before_the_start(folder: Path) -> None:
 # By a router that answers each prompt with as many tokens as it has
 
 
-def sets_of(folder: Path, tmp_path: Path, router: Any, *overrides: str) -> AskedSet:
+def sets_of(folder: Path, tmp_path: Path, router: Any, *overrides: str) -> EvalSetRunner:
     """Rewards by length: every second prompt is right."""
     (tmp_path / "judge.py").write_text(
         "import itertools\n"
@@ -114,7 +114,7 @@ def sets_of(folder: Path, tmp_path: Path, router: Any, *overrides: str) -> Asked
     own = f"{{source: chain_sum_tail, reward: '{tmp_path}/judge.py:by_turn'}}"
     one = f"[{{name: hard, samples: 3, temperature: 0.5, prompts: 4, data: {own}}}]"
     config = load_config(folder, [f"eval.sets={one}", *overrides])
-    return AskedSet(config, config.eval.sets[0], Tokenizer(config.model.path), router)
+    return EvalSetRunner(config, config.eval.sets[0], Tokenizer(config.model.path), router)
 
 
 async def test_a_set_is_asked_with_its_own_sampling_and_the_same_seeds_each_time(
@@ -170,7 +170,7 @@ async def test_answers_of_two_weight_versions_are_no_evaluation(folder: Path, tm
 class Sets:
     """Stands for a set; counts how often it is asked."""
 
-    name, answer = "hard", None
+    name, generator = "hard", None
 
     def __init__(self, router: ScriptedRouter) -> None:
         self.router, self.asked = router, 0
@@ -290,7 +290,7 @@ async def test_a_restart_ends_the_evaluation_in_the_background(tmp_path: Path) -
         assert await r.manager.begin_evaluation()
         await r.manager.restore(0)
         assert r.router.pinned is None
-        assert await r.manager.end_evaluation(True) == Evaluated(done=True)
+        assert await r.manager.end_evaluation(True) == EvalStatus(done=True)
         await r.push()
         assert await r.manager.begin_evaluation()
 
@@ -312,13 +312,13 @@ async def test_what_breaks_the_evaluation_in_the_background_is_told(tmp_path: Pa
             await r.manager.end_evaluation(True)
         made.error = PinLost("its engine died")
         assert await r.manager.begin_evaluation()
-        assert await r.manager.end_evaluation(True) == Evaluated(done=True)
+        assert await r.manager.end_evaluation(True) == EvalStatus(done=True)
 
 
 class Told:
     """The rollout process, as the loop asks it. `ended`: what becomes of an evaluation, one answer a question."""
 
-    def __init__(self, *ended: Evaluated, spared: bool = True) -> None:
+    def __init__(self, *ended: EvalStatus, spared: bool = True) -> None:
         self.ended, self.spared = list(ended), spared
         self.calls: list[str] = []
 
@@ -326,7 +326,7 @@ class Told:
         self.calls.append("begin")
         return self.spared
 
-    def end_evaluation(self, wait: bool) -> Evaluated:
+    def end_evaluation(self, wait: bool) -> EvalStatus:
         self.calls.append("wait" if wait else "look")
         return self.ended.pop(0)
 
@@ -362,7 +362,7 @@ def loop_of(rollout: Told, tmp_path: Path, step: int) -> Any:
 @pytest.mark.full
 def test_the_loop_writes_the_line_of_the_step_whose_weights_were_evaluated(tmp_path: Path) -> None:
     found = EvalResult(0.5, 4, 3.0, 0, 3)
-    rollout = Told(Evaluated(False), Evaluated(True, found), Evaluated(True))
+    rollout = Told(EvalStatus(False), EvalStatus(True, found), EvalStatus(True))
     loop = loop_of(rollout, tmp_path, 2)
     assert loop.evaluate() is None
     loop.step = 3
@@ -404,12 +404,12 @@ async def test_rlsys_eval_measures_the_sets_too(engine: str, folder: Path, tmp_p
     sizes = ["rollout.max_response_tokens=8", "eval.prompts=3", "rollout.reward_concurrency=1"]
     one = "eval.sets=[{name: often, samples: 2, temperature: 1.0, prompts: 2, max_response_tokens: 4}]"
     config: Config = load_config(folder, [f"run.dir={tmp_path}", *sizes, one])
-    result = await evaluation.evaluate(config, {engine: NOBODY})
+    result = await evaluation.evaluate(config, {engine: ANONYMOUS})
     assert result.mean_length == 8
     assert {k: result.sets["often"][k] for k in ("pass_2", "mean_length", "truncated", "samples")} == {
         "pass_2": 0.0, "mean_length": 4, "truncated": 4, "samples": 2,
     }  # fmt: skip
-    figures = result.figures()
+    figures = result.metrics()
     assert figures["often/pass_2"] == 0.0
     (line,) = evaluation_lines({"model": "m", **figures})[1:]
     assert line.startswith(
@@ -419,11 +419,11 @@ async def test_rlsys_eval_measures_the_sets_too(engine: str, folder: Path, tmp_p
 
 def test_the_display_tells_a_line_for_each_set() -> None:
     of_set = {"prompts": 2, "samples": 1, "mean_length": 5.0, "truncated": 0, "accuracy": 0.5}
-    found = EvalResult(0.5, 8, 3.0, 0, 2, {"hard": of_set | pass_figures([[True], [False]], 1)})
-    entry = {"kind": "eval", "step": 4, **found.figures()}
+    found = EvalResult(0.5, 8, 3.0, 0, 2, {"hard": of_set | pass_at_k_metrics([[True], [False]], 1)})
+    entry = {"kind": "eval", "step": 4, **found.metrics()}
     out = io.StringIO()
     with PlainProgress(10, Console(file=out, width=200)) as display:
         display.entry(json.loads(json.dumps(entry)), live=True)
     assert out.getvalue().splitlines()[1] == (
-        "eval at step 4: hard: pass@1 0.500 [0.095, 0.905] on 2 prompts x 1, mean length 5.0, 0 cut off"
+        "eval at step 4: hard: pass@1 0.500 [0.095, 0.905] on 2 prompts x 1, mean length 5.0, 0 truncated"
     )

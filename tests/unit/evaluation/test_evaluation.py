@@ -16,7 +16,7 @@ from rlsys.cli.project_template import write_starter
 from rlsys.config import Config, load_config
 from rlsys.config.data import RewardSpec
 from rlsys.core.errors import RunError
-from rlsys.core.identity import NOBODY
+from rlsys.core.identity import ANONYMOUS
 from rlsys.core.types import Prompt
 from rlsys.data import Tokenizer, build_source
 from rlsys.evaluation import evaluation, tryout
@@ -53,9 +53,9 @@ def config(tmp_path: Path) -> Config:
 
 async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str, config: Config) -> None:
     """The engine's answers are cut off at 8 tokens and wrong."""
-    result = await evaluation.evaluate(config, {engine: NOBODY})
+    result = await evaluation.evaluate(config, {engine: ANONYMOUS})
     assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3, constant=1 / 3)
-    found = await tryout.try_out(config, {engine: NOBODY})
+    found = await tryout.try_out(config, {engine: ANONYMOUS})
     assert [len(entry["samples"]) for entry in found] == [tryout.SAMPLES] * tryout.PROMPTS
     source = build_source(config, Tokenizer(config.model.path))
     assert [entry["tokens"] for entry in found] == [len(source.train(i).ids) for i in range(tryout.PROMPTS)]
@@ -77,7 +77,7 @@ async def test_a_try_shows_the_prompt_that_the_model_read(
         "    return generate\n"
     )
     mine = config.rollout.model_copy(update={"generator": f"{tmp_path}/own.py:own"})
-    (first, *_) = await tryout.try_out(config.model_copy(update={"rollout": mine}), {engine: NOBODY})
+    (first, *_) = await tryout.try_out(config.model_copy(update={"rollout": mine}), {engine: ANONYMOUS})
     assert (first["prompt"], first["tokens"]) == ("mine", len(Tokenizer(config.model.path).encode("mine")))
     assert [sample.get("prompt") for sample in first["samples"]] == [None, None, None, "last"]
     show([first], Console(file=(page := io.StringIO())))
@@ -85,12 +85,12 @@ async def test_a_try_shows_the_prompt_that_the_model_read(
 
 
 def test_the_commonest_answer_and_the_best_constant_one() -> None:
-    assert evaluation.commonest(["4", "4", "5", None]) == 0.5
-    assert evaluation.commonest(["4", None, None]) is None, "most are not known"
+    assert evaluation.most_common_fraction(["4", "4", "5", None]) == 0.5
+    assert evaluation.most_common_fraction(["4", None, None]) is None, "most are not known"
     answers: list[Any] = [" A  b ", "a B", 7, 7.5, None, [1], {"x": 1}]
-    told = [evaluation.right_answer(Prompt(0, "", [], {"answer": a})) for a in answers]
+    told = [evaluation.reference_answer(Prompt(0, "", [], {"answer": a})) for a in answers]
     assert told == ["a b", "a b", "7", "7.5", None, None, None]
-    assert evaluation.right_answer(Prompt(0, "", [], {})) is None
+    assert evaluation.reference_answer(Prompt(0, "", [], {})) is None
 
 
 async def test_a_reward_that_fails_is_a_reason_and_no_reward(
@@ -102,8 +102,8 @@ async def test_a_reward_that_fails_is_a_reason_and_no_reward(
             "data": config.data.model_copy(update={"reward": [RewardSpec(name=f"{tmp_path}/mine.py:reward")]})
         }
     )
-    (first, *_) = await tryout.try_out(mine, {engine: NOBODY})
+    (first, *_) = await tryout.try_out(mine, {engine: ANONYMOUS})
     assert {sample["reward"] for sample in first["samples"]} == {None}
     assert "ZeroDivisionError" in first["samples"][0]["reason"]
     with pytest.raises(RunError, match=r"no response could be judged: .*ZeroDivisionError"):
-        await evaluation.evaluate(mine, {engine: NOBODY})
+        await evaluation.evaluate(mine, {engine: ANONYMOUS})

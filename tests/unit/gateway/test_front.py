@@ -140,7 +140,7 @@ async def test_a_stream_that_cannot_go_on_gives_no_token_twice_after_a_death() -
         await asyncio.sleep(0.05)
         for engine in rig.engines:
             engine.hold_at = None
-        next(e for e in rig.fleet.pool.engines if e.load).died()
+        next(e for e in rig.fleet.pool.engines if e.load).mark_dead()
         chunks = parse((await task)[1])
         assert [i for c in chunks for i in c["output_ids"]] == made(12)
         assert "".join(c["text"] for c in chunks) == letters(made(12))
@@ -325,7 +325,7 @@ async def test_a_dead_engine_costs_no_request() -> None:
         rig.engines[1].free.set()
         state = rig.fleet.pool.find(rig.urls[0])
         assert state is not None
-        state.died()
+        state.mark_dead()
         for task in tasks:
             _, text = await task
             assert [i for c in parse(text) for i in c["output_ids"]] == made(12)

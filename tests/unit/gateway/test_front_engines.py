@@ -61,7 +61,7 @@ async def test_an_engine_that_takes_long_to_load_holds_nobody_up() -> None:
         await rig.until(lambda: "last" in quick.loads)
         state = rig.fleet.pool.find(urls[1])
         assert state is not None
-        state.died()  # as probes find
+        state.mark_dead()  # as probes find
         assert (await last)[1]["weight_version"] == 3
         quick.may_load.set()
         for engine in (slow, quick):

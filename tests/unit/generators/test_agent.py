@@ -32,9 +32,9 @@ from rlsys.generators.tools import ToolFailed
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.rewards import make_score
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from rlsys.router.turn_ends import TurnEnds
-from rlsys.worker.scoring import asked_about
+from rlsys.worker.scoring import with_turn_rewards
 from tests.helpers.responses import response_of
 from tests.helpers.rollout_rig import make_config
 
@@ -78,7 +78,7 @@ class Model:
         self.asked: list[str] = []
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         await asyncio.sleep(0)
         ends = TurnEnds({TOKENIZER.eos_id}, stop_texts, TOKENIZER.decode)
@@ -90,7 +90,7 @@ class Model:
         else:
             turn = self.said[len(sample.observed)]
             self.asked.append(TOKENIZER.decode(sample.response_ids))
-        limit = min(self.budget, self.budget if most is None else most)
+        limit = min(self.budget, self.budget if max_tokens is None else max_tokens)
         for token in turn[sample.tokens - start :]:
             if sample.tokens >= limit:
                 break
@@ -98,7 +98,7 @@ class Model:
                 raise asyncio.CancelledError
             self.at_once = None if self.at_once is None else self.at_once - 1
             sample.append(Segment([token], [-sample.tokens / 7], [VersionSpan(1, 0, 1)]))
-            if ends.ended(sample.response_ids[start:]):
+            if ends.is_ended(sample.response_ids[start:]):
                 sample.status = Status.FINISHED
                 return
         sample.status = Status.TRUNCATED
@@ -210,7 +210,7 @@ async def test_an_agent_may_say_what_its_response_was_worth(
     agent: str, worth: object, marks: list[float] | None
 ) -> None:
     """It is the worth of the last turn."""
-    found = (await made(config(agent), worth=worth)).turn_marks
+    found = (await made(config(agent), worth=worth)).turn_rewards
     assert (None if found is None else [mark.reward for mark in found]) == marks
 
 
@@ -218,14 +218,14 @@ async def test_the_reward_agent_is_what_the_agent_gives() -> None:
     wanting = config("worth").model_copy(update={"data": DataConfig.model_validate({"reward": "agent"})})
     s = await made(wanting, worth=0.5)
     score = make_score(wanting)
-    assert score(asked_about(prompt(), s), response_of("")) == 0.5
+    assert score(with_turn_rewards(prompt(), s), response_of("")) == 0.5
     with pytest.raises(ToolFailed, match=r"gave no reward, and data\.reward = agent is its own"):
         await made(wanting, worth=None)
     with pytest.raises(ToolFailed, match="reward = nan: expected a finite number"):
         await made(wanting, worth=float("nan"))
     endless = config("asks_for_ever", max_response_tokens=60).model_copy(update={"data": wanting.data})
     full = await made(endless, model=Model(["no<eos>"] * 9, budget=60))
-    assert full.turn_marks is not None and {mark.reward for mark in full.turn_marks} == {0.0}
+    assert full.turn_rewards is not None and {mark.reward for mark in full.turn_rewards} == {0.0}
     with pytest.raises(UserError, match=r"rollout\.generator = single_turn; expected agent"):
         make_score(Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "agent"}}))
 
@@ -296,7 +296,7 @@ async def test_another_conversation_is_a_sequence_of_its_own(train: str) -> None
     await generate(s, prompt())
     assert TOKENIZER.decode(s.response_ids) == f"{said[0]}<user>1<assistant><think>{said[1]}"
     assert model.sides == ["<bos><user>in short?<assistant><think>"]
-    (other,) = s.further
+    (other,) = s.extra_sequences
     assert (other.sample_id, other.sequence, other.parent, other.aside) == (5, 1, None, train == "first")
     assert (TOKENIZER.decode(other.prompt_ids), TOKENIZER.decode(other.response_ids)) == (
         model.sides[0],
@@ -321,14 +321,14 @@ class Patient(Model):
 
     def __init__(self, said: Sequence[str]) -> None:
         super().__init__(said)
-        self.open, self.begun = asyncio.Event(), asyncio.Event()
+        self.open, self.saved_branches = asyncio.Event(), asyncio.Event()
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
-        self.begun.set()
+        self.saved_branches.set()
         await self.open.wait()
-        await super().__call__(sample, most=most, stop_texts=stop_texts)
+        await super().__call__(sample, max_tokens=max_tokens, stop_texts=stop_texts)
 
 
 async def test_a_client_that_went_away_and_asks_again_gets_the_answer_of_its_first_request() -> None:
@@ -336,7 +336,7 @@ async def test_a_client_that_went_away_and_asks_again_gets_the_answer_of_its_fir
     generate = build_generator(config("gives_up"), TOKENIZER, model)
     assert isinstance(generate, AgentGenerator)
     running = asyncio.ensure_future(generate(s, prompt()))
-    await model.begun.wait()
+    await model.saved_branches.wait()
     while generate.counts["agent_calls"] < 2:
         await asyncio.wait({running}, timeout=0.01)
         assert not running.done()
@@ -487,10 +487,10 @@ def test_the_agent_of_the_page_passes_the_trial(tmp_path: Path, monkeypatch: pyt
     for name, text in re.findall(r"^```\w+ file=(\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert try_rollout(load_config(Path("solver.yaml"))).rewards == ()
+    assert dry_run(load_config(Path("solver.yaml"))).rewards == ()
     (tmp_path / "solver.py").write_text("def solve(task):\n    task['nothing']\n")
     with pytest.raises(UserError, match=r"'agent': the agent .*solve: KeyError: 'nothing' \(solver.py:2\)"):
-        try_rollout(load_config(Path("solver.yaml")))
+        dry_run(load_config(Path("solver.yaml")))
 
 
 def test_a_prompt_of_its_own_is_in_the_ledger(tmp_path: Path) -> None:

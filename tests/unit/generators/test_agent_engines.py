@@ -99,7 +99,7 @@ async def test_what_happens_to_engines_holds_every_conversation_up_and_changes_n
     await watch.until(15)  # a sub-agent's
     await rig.push()
     await watch.until(20)
-    (first if sample.further[0].engine == A else second).die()
+    (first if sample.extra_sequences[0].engine == A else second).die()
     await running
     assert [(q.sequence, q.sampled_tokens, q.parent) for q in sample.sequences] == [
         (0, 24, None), (1, 16, None), (2, 16, None)

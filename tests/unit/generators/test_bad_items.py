@@ -24,7 +24,7 @@ from rlsys.agents.messages import Answer
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.identity import NOBODY
+from rlsys.core.identity import ANONYMOUS
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import CensorCause, Prompt, Sample, Segment, Status
 from rlsys.core.weight_updates import Canary
@@ -33,7 +33,7 @@ from rlsys.data.quickstart_model import write_model
 from rlsys.engine.wire import EngineError
 from rlsys.engine_requests import Limits
 from rlsys.evaluation import evaluation, tryout
-from rlsys.evaluation.evaluation import answer_all
+from rlsys.evaluation.evaluation import answered_items
 from rlsys.generators.censoring import Censored, boundary
 from rlsys.generators.functions import Functions, FunctionTurns
 from rlsys.generators.generator import build_generator
@@ -41,8 +41,8 @@ from rlsys.generators.parser_client import Call, ToolFailed, Turn
 from rlsys.ledger.samples import SampleQuery
 from rlsys.rewards import Rewards
 from rlsys.rewards.results import Mark, NoMark, join_marks, read_mark
-from rlsys.rollout.trial import try_rollout
-from rlsys.router.failures import RefusedRequest
+from rlsys.rollout.dry_run import dry_run
+from rlsys.router.failure_policy import RefusedRequest
 from rlsys.router.turn_ends import TurnEnds
 from rlsys.worker.scoring import Scorer, Verdict
 from tests.helpers import rollout_rig
@@ -78,7 +78,7 @@ async def test_an_evaluation_leaves_a_prompt_out_that_is_too_long() -> None:
     asked = [
         (Sample(-1, -1, 0, [5] * n, seed=0), Prompt(i, "", [5] * n, {})) for i, n in enumerate((3, 100, 4))
     ]
-    assert await outcome(answer_all(asked, answer)) == [asked[0], asked[2]]
+    assert await outcome(answered_items(asked, answer)) == [asked[0], asked[2]]
 
 
 async def test_an_evaluation_leaves_a_prompt_out_whose_generator_raises() -> None:
@@ -88,7 +88,7 @@ async def test_an_evaluation_leaves_a_prompt_out_whose_generator_raises() -> Non
         sample.status = Status.FINISHED
 
     asked = [(Sample(-1, -1, 0, [5], seed=0), Prompt(i, "", [5], {})) for i in range(3)]
-    assert await outcome(answer_all(asked, answer)) == [asked[0], asked[2]]
+    assert await outcome(answered_items(asked, answer)) == [asked[0], asked[2]]
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
@@ -132,7 +132,7 @@ async def test_try_shows_why_a_prompt_is_not_answered(tmp_path: Path) -> None:
     engine = HttpEngine()
     try:
         given = config_of_rows(tmp_path, rows, held, rollout={"max_response_tokens": 8})
-        found = await outcome(tryout.try_out(given, {await engine.start(): NOBODY}))
+        found = await outcome(tryout.try_out(given, {await engine.start(): ANONYMOUS}))
     finally:
         await engine.stop()
     assert isinstance(found, list), found
@@ -146,7 +146,7 @@ async def test_try_shows_why_a_prompt_is_not_answered(tmp_path: Path) -> None:
 async def test_eval_counts_the_prompts_that_it_leaves_out(bad_rows: Config) -> None:
     engine = HttpEngine()
     try:
-        result = await outcome(evaluation.evaluate(bad_rows, {await engine.start(): NOBODY}))
+        result = await outcome(evaluation.evaluate(bad_rows, {await engine.start(): ANONYMOUS}))
     finally:
         await engine.stop()
     assert not isinstance(result, Exception), result
@@ -165,12 +165,12 @@ def test_a_row_with_half_an_emoji_is_a_prompt_that_nobody_is_sent(bad_rows: Conf
         except TypeError as e:
             found.append(e)
     (bad,) = [p for p in found if not getattr(p, "ids", None)]
-    assert isinstance(bad, Prompt) and bad.where.endswith("rows.jsonl:3"), repr(bad)
+    assert isinstance(bad, Prompt) and bad.location.endswith("rows.jsonl:3"), repr(bad)
 
 
 def test_explain_names_file_and_line_of_rows_that_cannot_be_used(bad_rows: Config) -> None:
     try:
-        notes = "\n".join(try_rollout(bad_rows).notes)
+        notes = "\n".join(dry_run(bad_rows).notes)
     except UserError as e:
         notes = f"raised: {e}"
     assert "rows.jsonl:3" in notes and "held.jsonl:2" in notes and "held.jsonl:3" in notes, notes
@@ -387,7 +387,7 @@ async def test_the_last_words_are_the_cause_and_not_a_status_of_http(
 
 USER_CODE = {
     "rlsys/agents/host.py", "rlsys/algo/trial.py", "rlsys/core/imports.py", "rlsys/config/plugins.py",
-    "rlsys/generators/calculator.py", "rlsys/core/workers.py", "rlsys/environments/leases.py",
+    "rlsys/generators/calculator.py", "rlsys/core/process_pool.py", "rlsys/environments/leases.py",
     "rlsys/environments/serve.py", "rlsys/rewards/isolated.py",
     "rlsys/environments/connectors/mcp_tools.py",
 }  # fmt: skip
@@ -440,7 +440,7 @@ async def test_a_request_that_an_engine_refuses_is_that_samples_matter() -> None
         assert isinstance(found[1], RefusedRequest)
         assert [s.status for s in samples] == [Status.FINISHED, Status.PARKED, Status.FINISHED]
         assert r.router.stats()["engines_serving"] == 1
-        await r.router.until_idle(samples[1])
+        await r.router.wait_idle(samples[1])
 
 
 # Environments

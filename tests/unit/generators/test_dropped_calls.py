@@ -33,12 +33,12 @@ BROKEN = '<tool_call>\n{"name": "add", "arguments": {"a": 1\n</tool_call>'
 )
 async def test_text_that_a_parser_drops_is_text(turn: str, text: str, reasoning: str, expected: str) -> None:
     reader = TurnReader(Config.model_validate({"model": {"path": MODEL}}))
-    worker = mock.Mock(ask=mock.AsyncMock(return_value={"text": text, "reasoning": reasoning, "calls": []}))
+    worker = mock.Mock(call=mock.AsyncMock(return_value={"text": text, "reasoning": reasoning, "calls": []}))
 
     @asynccontextmanager
     async def started() -> AsyncIterator[Any]:
         yield worker
 
-    reader._workers = mock.Mock(worker=started)
+    reader._workers = mock.Mock(acquire=started)
     found = await reader(turn, "", [])
     assert (found.text.strip(), found.reasoning, found.calls) == (expected.strip(), reasoning, ())

@@ -14,7 +14,7 @@ from rlsys.algo.methods.echo import tail_means
 from rlsys.algo.registry import build
 from rlsys.config import Config
 from rlsys.core.errors import UserError
-from rlsys.core.spans import Tops, VersionSpan
+from rlsys.core.spans import TopLogprobs, VersionSpan
 from rlsys.core.types import Sample, Segment, Status
 from rlsys.generators.echo import Certainty, Echo, width
 from rlsys.generators.generator import build_generator
@@ -33,11 +33,11 @@ class Moods:
     def __init__(self, unsure: set[int]) -> None:
         self.unsure = unsure
 
-    async def look(self, sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+    async def look(self, sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         assert not greedy
         while sample.tokens < most:
             told = UNSURE if sample.tokens in self.unsure else SURE
-            tops.found[sample.tokens] = told
+            tops.by_token[sample.tokens] = told
             sample.append(Segment([10], [told[0][0]], [VersionSpan(1, 0, 1)]))
         sample.status = Status.TRUNCATED
 
@@ -55,7 +55,7 @@ async def grown(generate: Echo, moods: Moods, size: int = 6) -> list[Sample]:
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(size)]
     family = Siblings(samples)
     generate.attach(family, moods.look)
-    await generate._grown(samples[0], family, moods.look)
+    await generate._wait_grown(samples[0], family, moods.look)
     return samples
 
 
@@ -84,7 +84,7 @@ async def test_an_unsure_window_forks_at_its_most_uncertain_token() -> None:
     assert first.fork is not None
     at = first.fork.at
     assert (first.response_ids[at], first.mu[at]) == (11, UNSURE[1][0])
-    assert list(first.response_ids[:at]) == [10] * at and first.given == at + 1
+    assert list(first.response_ids[:at]) == [10] * at and first.inherited_tokens == at + 1
     assert generate.counts["tree_forks"] == len(forked)
 
 
@@ -102,17 +102,17 @@ async def test_after_a_restart_a_tree_forks_on() -> None:
     moods = Moods({5, 6, 7, 13, 14, 15})
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(12)]
 
-    async def dies(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+    async def dies(sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         if sample.tokens >= 8:
             raise asyncio.CancelledError
         await moods.look(sample, most, tops, greedy=greedy)
 
     with pytest.raises(asyncio.CancelledError):
-        await made(widest=6)._grown(samples[0], Siblings(samples), dies)
+        await made(widest=6)._wait_grown(samples[0], Siblings(samples), dies)
     before = [s.fork for s in samples if s.fork is not None]
     assert before and all(fork.at < 8 for fork in before)
     again = made(widest=6)
-    await again._grown(samples[0], Siblings(samples), moods.look)
+    await again._wait_grown(samples[0], Siblings(samples), moods.look)
     after = [s.fork for s in samples if s.fork is not None]
     assert after[: len(before)] == before and all(fork.at >= 12 for fork in after[len(before) :])
     assert len(after) - len(before) == again.counts["tree_forks"] > 0

@@ -13,15 +13,15 @@ import pytest
 
 from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
-from rlsys.core.spans import TurnMark, VersionSpan
+from rlsys.core.spans import TurnReward, VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.generators.environment import EnvironmentGenerator
 from rlsys.generators.generator import build_generator
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.rewards import make_score
-from rlsys.rollout.trial import try_rollout
-from rlsys.worker.scoring import asked_about, take_turns
+from rlsys.rollout.dry_run import dry_run
+from rlsys.worker.scoring import set_turn_rewards, with_turn_rewards
 from tests.helpers.responses import response_of
 from tests.unit.generators.test_agent import rig_buffer
 
@@ -57,7 +57,7 @@ class Model:
         self.said, self.budget, self.at_once = [TOKENIZER.encode(t + "<eos>") for t in said], budget, at_once
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         start = sample.observed[-1].end if sample.observed else 0
         for token in self.said[len(sample.observed)][sample.tokens - start :]:
@@ -98,9 +98,9 @@ async def test_an_episode_is_a_sample_and_its_rewards_are_its_turns() -> None:
     assert [TOKENIZER.decode(s.response_ids[t.start : t.end]) for t in s.turns()] == [
         "3<eos>", "8<eos>", "12<eos>"
     ]  # fmt: skip
-    assert s.turn_marks == [TurnMark(1.0), TurnMark(0.0), TurnMark(1.0)]
+    assert s.turn_rewards == [TurnReward(1.0), TurnReward(0.0), TurnReward(1.0)]
     score = make_score(config())
-    assert score(asked_about(prompt(), s), response_of(TOKENIZER.decode(s.response_ids))) == 2.0
+    assert score(with_turn_rewards(prompt(), s), response_of(TOKENIZER.decode(s.response_ids))) == 2.0
 
 
 async def test_after_a_restart_at_any_token_the_saved_turns_are_played_again() -> None:
@@ -112,8 +112,8 @@ async def test_after_a_restart_at_any_token_the_saved_turns_are_played_again() -
         assert s.sampled_tokens == tokens
         s.status = Status.PARKED
         again = await made(config(), Model(), s)
-        assert (again.response_ids, again.turn_marks, again.status) == (
-            whole.response_ids, whole.turn_marks, whole.status
+        assert (again.response_ids, again.turn_rewards, again.status) == (
+            whole.response_ids, whole.turn_rewards, whole.status
         )  # fmt: skip
 
 
@@ -130,13 +130,13 @@ async def test_one_that_dies_in_the_middle_is_played_again_and_one_that_changed_
 
 async def test_a_response_that_is_full_or_has_had_its_turns_keeps_what_it_got() -> None:
     s = await made(config(max_turns=2))
-    assert (len(s.turns()), s.turn_marks, s.status) == (
-        2, [TurnMark(1.0), TurnMark(0.0)], Status.FINISHED
+    assert (len(s.turns()), s.turn_rewards, s.status) == (
+        2, [TurnReward(1.0), TurnReward(0.0)], Status.FINISHED
     )  # fmt: skip
     whole = len(TOKENIZER.encode(WHOLE))
     for budget in range(1, whole + 1):
         s = await made(config(budget), Model(budget=budget))
-        assert s.turn_marks is not None and len(s.turn_marks) == len(s.turns())
+        assert s.turn_rewards is not None and len(s.turn_rewards) == len(s.turns())
         assert (s.tokens <= budget) and (s.status is Status.FINISHED) == (budget == whole)
 
 
@@ -145,12 +145,12 @@ def test_rewards_of_turns_are_in_the_ledger(tmp_path: Path) -> None:
         group = buffer.issue(Prompt(0, "", [5, 6], {}), [1, 2])
         for sample in group.samples:
             sample.append(Segment([3], [-1.0], [VersionSpan(1, 0, 1)]))
-        group.samples[0].turn_marks = [TurnMark(0.5), TurnMark(-1.0, False)]
+        group.samples[0].turn_rewards = [TurnReward(0.5), TurnReward(-1.0, False)]
         buffer.save(group.samples)
         buffer.flush()
     with rig_buffer(tmp_path) as buffer:
         (group,) = buffer.active()
-    assert [s.turn_marks for s in group.samples] == [[TurnMark(0.5), TurnMark(-1.0, False)], None]
+    assert [s.turn_rewards for s in group.samples] == [[TurnReward(0.5), TurnReward(-1.0, False)], None]
 
 
 def test_a_reward_function_may_say_what_turns_are_worth() -> None:
@@ -158,8 +158,8 @@ def test_a_reward_function_may_say_what_turns_are_worth() -> None:
     s.append(Segment([5, 6], [-1.0, -1.0], [VersionSpan(1, 0, 2)]))
     s.observe([7])
     s.append(Segment([8], [-1.0], [VersionSpan(1, 0, 1)]))
-    assert take_turns(s, [0.5]) == "reward gave 1 turn_rewards, the response has 2 turns"
-    assert take_turns(s, [0.5, 1.0]) is None and s.turn_marks == [TurnMark(0.5), TurnMark(1.0)]
+    assert set_turn_rewards(s, [0.5]) == "reward gave 1 turn_rewards, the response has 2 turns"
+    assert set_turn_rewards(s, [0.5, 1.0]) is None and s.turn_rewards == [TurnReward(0.5), TurnReward(1.0)]
 
 
 def test_the_environment_of_the_page_passes_the_trial(
@@ -171,7 +171,7 @@ def test_the_environment_of_the_page_passes_the_trial(
     rows = [json.dumps({"prompt": f"count from {i}", "start": i}) for i in range(400)]
     (tmp_path / "starts.jsonl").write_text("\n".join(rows))
     monkeypatch.chdir(tmp_path)
-    assert try_rollout(load_config(Path("count.yaml"))).rewards == ()
+    assert dry_run(load_config(Path("count.yaml"))).rewards == ()
 
 
 def test_explain_plays_one_episode_before_anything_starts(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_explain_plays_one_episode_before_anything_starts(tmp_path: Path) -> Non
     data.write_text("".join(f'{{"prompt": "{i}", "terms": [{i}, 2]}}\n' for i in range(1200)))
     given = config()
     section = given.data.model_copy(update={"source": "jsonl", "params": {"path": str(data)}})
-    assert try_rollout(given.model_copy(update={"data": section}))
+    assert dry_run(given.model_copy(update={"data": section}))
     bad = given.model_copy(
         update={
             "rollout": given.rollout.model_copy(update={"generator_params": {"connector": f"{OWN}:Summs"}}),
@@ -187,4 +187,4 @@ def test_explain_plays_one_episode_before_anything_starts(tmp_path: Path) -> Non
         }
     )
     with pytest.raises(UserError, match=r"generator_params: the environment .*own.py:Summs: AttributeError"):
-        try_rollout(bad)
+        dry_run(bad)

@@ -16,7 +16,7 @@ from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.data.quickstart_model import write_model
 from rlsys.engine.parsers import parser_names
-from rlsys.generators.functions import Functions, FunctionTurns, messages_of
+from rlsys.generators.functions import Functions, FunctionTurns, chat_messages
 from rlsys.generators.generator import build_generator
 from rlsys.generators.parser_client import Call, ToolFailed, Turn, TurnReader
 from rlsys.rollout.preflight import check_names
@@ -157,7 +157,7 @@ async def test_a_template_that_takes_back_what_it_wrote_is_refused(tmp_path: Pat
 
 
 def test_arguments_that_are_no_object_are_shown_as_none() -> None:
-    turn, results = messages_of([Call("add", "{"), Call("add", "[1]")], ["error: x", "y"])
+    turn, results = chat_messages([Call("add", "{"), Call("add", "[1]")], ["error: x", "y"])
     assert [c["function"]["arguments"] for c in turn["tool_calls"]] == [{}, {}]
     assert [r["tool_call_id"] for r in results] == ["call_0", "call_1"]
 

@@ -51,13 +51,13 @@ class Model:
         self.version = 1
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         await asyncio.sleep(0)
         ends = TurnEnds({TOKENIZER.eos_id}, stop_texts, TOKENIZER.decode)
         start = sample.observed[-1].end if sample.observed else 0
         turn = self.said[len(sample.observed)]
-        limit = min(self.budget, self.budget if most is None else most)
+        limit = min(self.budget, self.budget if max_tokens is None else max_tokens)
         for token in turn[sample.tokens - start :]:
             if sample.tokens >= limit:
                 break
@@ -65,7 +65,7 @@ class Model:
                 raise asyncio.CancelledError
             self.at_once = None if self.at_once is None else self.at_once - 1
             sample.append(Segment([token], [-sample.tokens / 7], [VersionSpan(self.version, 0, 1)]))
-            if ends.ended(sample.response_ids[start:]):
+            if ends.is_ended(sample.response_ids[start:]):
                 sample.status = Status.FINISHED
                 return
         sample.status = Status.TRUNCATED

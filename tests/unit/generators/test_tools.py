@@ -21,7 +21,7 @@ from rlsys.generators import tools
 from rlsys.generators.calculator import evaluate, refusal
 from rlsys.generators.generator import build_generator
 from rlsys.generators.parser_client import ToolFailed
-from rlsys.generators.tools import CALCULATOR, Calculator, ToolTurns, around_answer
+from rlsys.generators.tools import CALCULATOR, Calculator, ToolTurns, answer_template
 from rlsys.router.turn_ends import TurnEnds
 from tests.helpers.rollout_rig import Rig, abandon, length_reward, make_config, settle
 
@@ -220,13 +220,13 @@ def test_answers_too_many_or_none_cost_by_the_turn(turns: list[int], penalty: fl
 def test_the_chat_template_says_what_stands_around_an_answer(tmp_path: Path) -> None:
     write_model(tmp_path)
     tokenizer = Tokenizer(tmp_path)
-    assert around_answer(tokenizer, "user") == ("<user>", "<assistant><think>")
+    assert answer_template(tokenizer, "user") == ("<user>", "<assistant><think>")
     tokenizer._template_text = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     )
     tokenizer._template = None
     with pytest.raises(UserError, match="role = 'tool': the chat template shows no message of this role"):
-        around_answer(tokenizer, "tool")
+        answer_template(tokenizer, "tool")
 
 
 async def test_generators_by_name(tmp_path: Path) -> None:

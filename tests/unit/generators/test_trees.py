@@ -13,11 +13,11 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
-from rlsys.core.spans import Tops, VersionSpan
+from rlsys.core.spans import TopLogprobs, VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.generators.generator import build_generator
 from rlsys.generators.latr import Latr, rouge_l, suffix_match
-from rlsys.generators.turns import Look
+from rlsys.generators.turns import GenerateWithTopLogprobs
 from tests.helpers.families import Siblings
 from tests.unit.generators.test_agent import MODEL, TOKENIZER
 
@@ -44,11 +44,11 @@ class ToyModel:
         p = r.uniform(0.3, 0.8)
         return [(math.log(p), first), (math.log(min(0.98 * p, r.uniform(0.05, 1 - p))), second)]
 
-    async def look(self, sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
-        assert greedy and tops.most == 2
+    async def look(self, sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
+        assert greedy and tops.k == 2
         while sample.tokens < most:
             found = self.top([*sample.prompt_ids, *sample.response_ids])
-            tops.found[sample.tokens] = found
+            tops.by_token[sample.tokens] = found
             sample.append(Segment([found[0][1]], [found[0][0]], [VersionSpan(1, 0, 1)]))
             if found[0][1] == EOS:
                 sample.status = Status.FINISHED
@@ -103,7 +103,7 @@ async def test_latr_grows_the_tree_of_its_paper(seed: int, chunk: int) -> None:
     assert isinstance(generate, Latr)
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
     generate.attach(Siblings(samples), model.look)
-    await generate._grown(samples[0], *attached(generate))
+    await generate._wait_grown(samples[0], *attached(generate))
     branches = [s for s in samples if s.tokens]
     assert {tuple(s.response_ids) for s in branches} == simulated(model, [3, 4], 8, 120)
     assert generate.counts["tree_forks"] - generate.counts["tree_pruned"] == len(branches) - 1
@@ -126,7 +126,7 @@ async def test_after_a_restart_between_two_steps_a_tree_grows_on_as_if_there_had
     model = ToyModel(seed, ends=0.01 * (seed % 3))
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
 
-    async def dies(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+    async def dies(sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         if sample.tokens >= last:
             raise asyncio.CancelledError
         await model.look(sample, most, tops, greedy=greedy)
@@ -147,7 +147,7 @@ async def test_after_a_restart_in_the_middle_no_saved_token_is_lost(chunk: int) 
     model, asked = ToyModel(1, 0.0), 0
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
 
-    async def dies(sample: Sample, most: int, tops: Tops, *, greedy: bool) -> None:
+    async def dies(sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         nonlocal asked
         asked += 1
         await model.look(sample, most if asked < 4 else sample.tokens + 3, tops, greedy=greedy)
@@ -172,17 +172,17 @@ async def test_after_a_restart_in_the_middle_no_saved_token_is_lost(chunk: int) 
     assert [(list(s.response_ids), s.fork, s.discarded) for s in samples] == told
 
 
-async def grown(made_for: Config, samples: list[Sample], look: Look) -> Latr:
+async def grown(made_for: Config, samples: list[Sample], look: GenerateWithTopLogprobs) -> Latr:
     """As a rollout process that has just begun does it."""
     generate = build_generator(made_for, TOKENIZER, never)
     assert isinstance(generate, Latr)
     generate.attach(Siblings(samples), look)
-    await generate._grown(samples[0], *attached(generate))
+    await generate._wait_grown(samples[0], *attached(generate))
     return generate
 
 
 def attached(generate: Latr) -> tuple:
-    return generate._family, generate._look
+    return generate._family, generate._generate
 
 
 async def never(sample: Sample, **more: object) -> None:

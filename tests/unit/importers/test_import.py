@@ -14,7 +14,7 @@ from rlsys.cli import main
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
 from rlsys.importers import slime, verl
-from rlsys.importers.draft import parsed
+from rlsys.importers.draft import parse_value
 from rlsys.importers.shell import Script
 from rlsys.importers.slime import SLIME
 from rlsys.importers.verl import VERL
@@ -47,7 +47,7 @@ SCRIPTS = ROOT / "tests" / "data" / "foreign"
     ],
 )
 def test_words_as_bash_would_make_them(text: str, words: list[str]) -> None:
-    commands = [command.words for command in Script(text).commands]
+    commands = [command.argv for command in Script(text).commands]
     assert [w for w in commands if w[0] == "run" or len(words) == 3][-1] == words
 
 
@@ -68,8 +68,8 @@ def test_words_as_bash_would_make_them(text: str, words: list[str]) -> None:
 )
 def test_a_hole_is_shown_as_the_script_has_it(text: str, shown: str, why: str) -> None:
     script = Script(text)
-    word = script.commands[-1].words[-1]
-    assert (script.shown(word), [hole.why for hole in script.unresolved(word)]) == (shown, [why])
+    word = script.commands[-1].argv[-1]
+    assert (script.source_text(word), [hole.reason for hole in script.holes_in(word)]) == (shown, [why])
 
 
 def test_nothing_is_run_and_what_is_not_known_is_remembered(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_an_unfinished_script_is_read_to_its_end() -> None:
 
 
 def test_numbers_are_numbers() -> None:
-    assert [parsed(t) for t in ("1e-6", "3", "True", "null", "['a', 'b']", "a: b: c", 5)] == [
+    assert [parse_value(t) for t in ("1e-6", "3", "True", "null", "['a', 'b']", "a: b: c", 5)] == [
         1e-6, 3, True, None, ["a", "b"], "a: b: c", 5,
     ]  # fmt: skip
 
@@ -180,7 +180,9 @@ def test_a_script_of_verl(
 def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names: dict[str, str]) -> None:
     """`rlsys train` says of a name of theirs what it is called here; `rlsys import` must not say otherwise."""
     text = (SCRIPTS / f"{reader.__name__.rpartition('.')[2]}_math.sh").read_text()
-    told = {row.theirs: row.ours for row in reader.translate(reader.settings_of(text, None, {}), ()).mapped}
+    told = {
+        row.setting: row.result for row in reader.translate(reader.read_settings(text, None, {}), ()).mapped
+    }
     same = [name for name in told if "=" not in names.get(name, "=")]  # others have a value of their own
     assert len(same) > 10
     for name in same:
@@ -193,15 +195,15 @@ def test_their_parsers_are_ours() -> None:
     text = (SCRIPTS / "slime_math.sh").read_text()
     more = "--sglang-mem-fraction-static 0.7 --sglang-tool-call-parser qwen25 --sglang-reasoning-parser qwen3"
     text = text.replace("--sglang-mem-fraction-static 0.7", more)
-    engine = slime.translate(slime.settings_of(text, None, {}), ()).config["engine"]
+    engine = slime.translate(slime.read_settings(text, None, {}), ()).config["engine"]
     assert (engine["tool_call_parser"], engine["reasoning_parser"], engine["count"]) == ("qwen25", "qwen3", 4)
-    settings = verl.settings_of((SCRIPTS / "verl_math.sh").read_text(), None, {})
+    settings = verl.read_settings((SCRIPTS / "verl_math.sh").read_text(), None, {})
     at = "actor_rollout_ref.rollout.multi_turn"
     settings.values |= {f"{at}.enable": "True", f"{at}.format": "hermes"}
     draft = verl.translate(settings, ())
     assert draft.config["engine"]["tool_call_parser"] == "hermes"
     assert "rollout.generator = functions" in next(
-        r.ours for r in draft.refused if r.theirs == f"{at}.enable"
+        r.result for r in draft.rejected if r.setting == f"{at}.enable"
     )
 
 
@@ -221,28 +223,28 @@ def test_their_parsers_are_ours() -> None:
 )
 def test_verls_adapters(given: dict[str, str], ours: dict[str, Any] | None, refused: list[str]) -> None:
     model = "actor_rollout_ref.model."
-    settings = verl.settings_of((SCRIPTS / "verl_math.sh").read_text(), None, {})
+    settings = verl.read_settings((SCRIPTS / "verl_math.sh").read_text(), None, {})
     settings.values |= {model + name: value for name, value in given.items()}
     draft = verl.translate(settings, ())
     assert draft.config["trainer"].get("lora") == ours
-    assert [r.theirs.removeprefix(model) for r in draft.refused if r.theirs.startswith(model)] == refused
+    assert [r.setting.removeprefix(model) for r in draft.rejected if r.setting.startswith(model)] == refused
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("adam", "adamw"), ("dist_muon", "muon"), ("sgd", None)])
 def test_slimes_optimizer(theirs: str, ours: str | None) -> None:
     text = (SCRIPTS / "slime_math.sh").read_text().replace("--optimizer adam", f"--optimizer {theirs}")
-    draft = slime.translate(slime.settings_of(text, None, {}), ())
+    draft = slime.translate(slime.read_settings(text, None, {}), ())
     assert draft.config["trainer"].get("optimizer") == ours
-    refused = [row.theirs for row in draft.refused]
+    refused = [row.setting for row in draft.rejected]
     assert ("--optimizer" in refused) == (theirs == "sgd")
 
 
 def test_yaml_of_verl_is_its_dotted_names(tmp_path: Path) -> None:
-    settings = verl.settings_of(
+    settings = verl.read_settings(
         "", {"data": {"train_batch_size": 8, "val_files": None}, "trainer": {"nnodes": 2}}, {}
     ).values
     assert settings == {"data.train_batch_size": 8, "trainer.nnodes": 2}
-    assert slime.settings_of("", {"hf_checkpoint": "m", "colocate": True, "use_tis": False}, {}).values == {
+    assert slime.read_settings("", {"hf_checkpoint": "m", "colocate": True, "use_tis": False}, {}).values == {
         "--hf-checkpoint": "m", "--colocate": True,
     }  # fmt: skip
 
@@ -253,7 +255,7 @@ def test_engines_of_their_own(tmp_path: Path) -> None:
         "train_async.py --hf-checkpoint m --prompt-data d.jsonl --rollout-batch-size 8 --n-samples-per-prompt 8 "
         "--rm-type math"
     )
-    settings = slime.settings_of(
+    settings = slime.read_settings(
         f"python {words} --actor-num-gpus-per-node 8 --rollout-num-gpus 16 --partial-rollout", None, {}
     )
     found = slime.translate(settings, ("math",)).config
@@ -293,7 +295,7 @@ def test_what_is_not_theirs_is_one_line(
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there.yaml").write_text("")
     assert main.main(["import", "verl", "none.sh", "--out", str(tmp_path / "there.yaml")]) == 2
-    assert "is there already; --out names another file" in capsys.readouterr().err
+    assert "already exists; use --out for another file" in capsys.readouterr().err
     assert main.main(["import", "verl", str(tmp_path / "none.sh"), "--out", str(tmp_path / "new.yaml")]) == 2
     assert "No such file" in capsys.readouterr().err
 

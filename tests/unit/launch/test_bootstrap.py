@@ -20,7 +20,7 @@ def test_set_up_names_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(bootstrap.SetupError, match=r"3\.12 or 3\.13 is needed; this is 3\.9\.2"):
-        bootstrap.fitting_python()
+        bootstrap.find_python()
 
 
 def test_set_up_finds_a_newer_python_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_set_up_finds_a_newer_python_on_the_path(tmp_path: Path, monkeypatch: py
     (tmp_path / "python3.12").symlink_to(os.path.realpath(sys.executable))
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert bootstrap.fitting_python() == os.path.realpath(sys.executable)
+    assert bootstrap.find_python() == os.path.realpath(sys.executable)
 
 
 def test_set_up_says_what_pip_suffered_from() -> None:
@@ -76,7 +76,7 @@ def installed(told: dict[str, str], folder: Path, patch: pytest.MonkeyPatch) -> 
     patch.setattr(bootstrap, "pip", lambda label, *words: asked.append(words))
     patch.setattr(bootstrap, "STAMP", folder / "stamp.json")
     patch.setattr(bootstrap, "check_disk", lambda kind: None)
-    patch.setattr(bootstrap, "make_venv", lambda *_: None)
+    patch.setattr(bootstrap, "create_venv", lambda *_: None)
     patch.setattr(bootstrap.shutil, "which", lambda _: None)
     for name in ("RLSYS_DEVICE", "RLSYS_LOCKED"):
         patch.delenv(name, raising=False)
@@ -95,7 +95,7 @@ def test_a_login_node_can_set_up_for_the_nodes_with_gpus(
     locked = installed({"RLSYS_DEVICE": "cuda", "RLSYS_LOCKED": "1"}, tmp_path, monkeypatch)
     assert locked == [("-e", ".[gpu]", "-c", str(bootstrap.ROOT / "requirements/cuda.lock"))]
     monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
-    monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
+    monkeypatch.setattr(bootstrap, "compile_patched_modules", lambda: None)
     words = [word for words in installed({}, tmp_path, monkeypatch) for word in words]
     assert bootstrap.TORCH in words and ".[cpu]" in words
 
@@ -141,7 +141,7 @@ def test_a_venv_that_was_interrupted_before_it_had_pip_is_made_anew(own_venv: Pa
     """`python -m venv` writes bin/python first, and pip seconds later."""
     python = os.path.realpath(sys.executable)
     subprocess.run([python, "-m", "venv", "--without-pip", str(own_venv)], check=True)
-    bootstrap.make_venv(python, "cpu")
+    bootstrap.create_venv(python, "cpu")
     assert "pip" in packages_of(own_venv)
 
 
@@ -150,7 +150,7 @@ def test_a_package_that_was_interrupted_is_installed_again(own_venv: Path) -> No
     """pip takes a package for installed as soon as its METADATA is there; many wheels have that first. INSTALLER and
     the files of RECORD are there when it is whole."""
     python = os.path.realpath(sys.executable)
-    bootstrap.make_venv(python, "cpu")
+    bootstrap.create_venv(python, "cpu")
     (site,) = own_venv.glob("lib/python3*/site-packages")
     for name, files in {
         "cut": {"METADATA": "", "RECORD": "cut-1.0.dist-info/METADATA,,\n"},
@@ -169,7 +169,7 @@ def test_a_package_that_was_interrupted_is_installed_again(own_venv: Path) -> No
         files["METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
         for file, text in files.items():
             (site / f"{name}-1.0.dist-info" / file).write_text(text)
-    bootstrap.make_venv(python, "cpu")
+    bootstrap.create_venv(python, "cpu")
     assert packages_of(own_venv) & {"cut", "lost", "whole", "pip"} == {"whole", "pip"}
 
 
@@ -202,9 +202,9 @@ def test_an_interrupted_addition_is_not_taken_for_complete(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bootstrap, "pip", lambda label, *words: None)
-    monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
+    monkeypatch.setattr(bootstrap, "compile_patched_modules", lambda: None)
     monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
-    monkeypatch.setattr(bootstrap, "make_venv", lambda *_: own_venv.mkdir(exist_ok=True))
+    monkeypatch.setattr(bootstrap, "create_venv", lambda *_: own_venv.mkdir(exist_ok=True))
     monkeypatch.setattr(bootstrap, "PYTHON", Path(sys.executable))
     monkeypatch.setenv("RLSYS_DEVICE", "cpu")
     bootstrap.set_up(dev=False)

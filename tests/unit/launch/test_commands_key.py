@@ -18,6 +18,6 @@ def test_who_has_the_port_of_a_killed_coordinator_does_not_get_the_key(tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as listening, stranger(listening) as received:
         left = {"epoch": owner.epoch, "host": socket.gethostname(), "port": listening.getsockname()[1]}
         (tmp_path / coordinator.FILE_NAME).write_text(json.dumps(left))
-        with contextlib.suppress(coordinator.Silent):
-            coordinator.ask(tmp_path, "status", 5)
+        with contextlib.suppress(coordinator.CoordinatorUnreachable):
+            coordinator.query_coordinator(tmp_path, "status", 5)
     assert owner.key.encode() not in b"".join(received)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.diagnosis import RoleState, ask, clock_of, describe, frames, read_stacks, waits_for
-from launch.keeper import catches, visible
+from launch.diagnosis import RoleState, describe, file_time, frames, read_stacks, request_diagnosis, waits_for
+from launch.keeper import handles_signal, visible_gpus
 from launch.plan import Node
 from launch.status import is_locked, lost_seconds, role_logs, show_logs, status_lines
 from launch.submit import JobOptions, job_script, submit
@@ -83,14 +83,14 @@ def test_a_process_that_gives_no_stack_is_named() -> None:
 
 
 def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
-    code = "from rlsys.obs.role import show_stack_on_signal as s; s(); print('up', flush=True); input()"
+    code = "from rlsys.obs.role import dump_stack_on_signal as s; s(); print('up', flush=True); input()"
     env = {**os.environ, STACKS_VARIABLE: str(tmp_path / "stacks" / "trainer"), "RANK": "3"}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        assert catches(process.pid, signal.SIGUSR2)
-        assert not catches(process.pid, signal.SIGUSR1)
+        assert handles_signal(process.pid, signal.SIGUSR2)
+        assert not handles_signal(process.pid, signal.SIGUSR1)
         process.send_signal(signal.SIGUSR2)
         process.send_signal(signal.SIGUSR2)
         process.communicate(b"\n")
@@ -102,15 +102,15 @@ def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
 def test_the_last_answer_of_a_process_counts(tmp_path: Path) -> None:
     (tmp_path / "logs/stacks").mkdir(parents=True)
     (tmp_path / "logs/stacks/trainer-rank0.txt").write_text(IN_TAKE + "\n" + IN_BROADCAST)
-    assert read_stacks(tmp_path, since=0.0) == {"trainer-rank0": IN_BROADCAST}
-    assert read_stacks(tmp_path, since=time.time() + 60) == {}
+    assert read_stacks(tmp_path, start=0.0) == {"trainer-rank0": IN_BROADCAST}
+    assert read_stacks(tmp_path, start=time.time() + 60) == {}
 
 
 def test_indices_count_among_the_gpus_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert visible("1,3") == "5,7"
+    assert visible_gpus("1,3") == "5,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert visible("1,3") == "1,3"
+    assert visible_gpus("1,3") == "1,3"
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_status_of_a_run_from_its_folder(run: Path) -> None:
-    lines = status_lines(run, now=130.0)
+    lines = status_lines(run, current_time=130.0)
     assert lines[:4] == [
         "processes     none",
         "train step    1",
@@ -161,15 +161,15 @@ def test_stacks_are_fresh_by_the_folders_own_clock(run: Path, monkeypatch: pytes
     """The supervisor's node may be a minute ahead of the file server."""
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 60)
-    asked = clock_of(run)
+    asked = file_time(run)
     (run / "logs" / "stacks").mkdir()
     (run / "logs" / "stacks" / "trainer.txt").write_text("Stack (most recent call first):\n")
     assert list(read_stacks(run, asked)) == ["trainer"]
 
 
 def test_a_dead_run_has_last_words(run: Path) -> None:
-    assert "no process of this run is alive" in ask(run)
-    assert "  trainer-0: two" in ask(run).splitlines()
+    assert "no process of this run is running" in request_diagnosis(run)
+    assert "  trainer-0: two" in request_diagnosis(run).splitlines()
 
 
 def test_logs_of_a_role_and_its_parts(run: Path) -> None:

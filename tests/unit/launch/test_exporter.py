@@ -16,8 +16,8 @@ import yaml
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.exporter import Exporter, exported, targets_of
-from launch.process import RoleTold
+from launch.exporter import Exporter, serve_metrics, targets_path
+from launch.process import RoleStatus
 from rlsys.core.errors import UserError
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.supervisor_stage import free_port, wait_until
@@ -75,7 +75,7 @@ async def rig_status(folder: Path) -> dict[str, Any]:
 @pytest.fixture
 async def exporter(tmp_path: Path) -> Exporter:
     made = Exporter(Quiet(), clock=lambda: 1000.0)
-    made.roles = lambda: {"engine-0": RoleTold(True, 2), "trainer": RoleTold(False, 1)}
+    made.roles = lambda: {"engine-0": RoleStatus(True, 2), "trainer": RoleStatus(False, 1)}
     made.status({**await rig_status(tmp_path / "rig"), "received_tokens": 100})
     made.entry(STEP, live=True)
     made.entry(EVAL, live=True)
@@ -95,12 +95,12 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
 def test_all_roles_are_told(exporter: Exporter, tmp_path: Path) -> None:
     run = tmp_path / "mine"
     run.mkdir()
-    with exported(exporter, 0, run, ["http://127.0.0.1:5000/health"]) as port:
+    with serve_metrics(exporter, 0, run, ["http://127.0.0.1:5000/health"]) as port:
         found = scrape(port)
-        targets = json.loads(targets_of(run).read_text())
+        targets = json.loads(targets_path(run).read_text())
     assert [t["targets"] for t in targets] == [[f"127.0.0.1:{port}"], ["127.0.0.1:5000"]]
     assert {t["labels"]["run"] for t in targets} == {"mine"}
-    assert not targets_of(run).exists()  # Prometheus forgets a run that has ended
+    assert not targets_path(run).exists()  # Prometheus forgets a run that has ended
     assert found["rlsys_role_up", "trainer"] == 0 and found["rlsys_role_starts_total", "engine-0"] == 2
     assert found["rlsys_engine_serving", "http://127.0.0.1:2"] == 0
     assert found["rlsys_engine_requests", "http://127.0.0.1:1"] == 2
@@ -135,9 +135,9 @@ def test_silence_is_measured_until_something_changes() -> None:
 
 def test_a_port_in_use_is_one_line(exporter: Exporter, tmp_path: Path) -> None:
     with (
-        exported(exporter, 0, tmp_path, []) as port,
+        serve_metrics(exporter, 0, tmp_path, []) as port,
         pytest.raises(UserError, match=rf"launch.metrics_port = {port}: .*in use"),
-        exported(exporter, port, tmp_path, []),
+        serve_metrics(exporter, port, tmp_path, []),
     ):
         pass
 
@@ -227,7 +227,7 @@ def test_prometheus_finds_a_run_and_its_engines_by_the_shipped_config(
     assert found_by["files"] == ["../../runs/prometheus/*.json"]  # from configs/monitoring
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
-    found_by["files"] = [str(targets_of(run).parent / "*.json")]
+    found_by["files"] = [str(targets_path(run).parent / "*.json")]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
     at = f"127.0.0.1:{free_port()}"
     engine, thread = start_http_server(
@@ -235,7 +235,7 @@ def test_prometheus_finds_a_run_and_its_engines_by_the_shipped_config(
     )  # as SGLang answers on its own port
     command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--web.listen-address={at}"]
     with (
-        exported(exporter, 0, run, [f"http://127.0.0.1:{engine.server_port}/health"]),
+        serve_metrics(exporter, 0, run, [f"http://127.0.0.1:{engine.server_port}/health"]),
         subprocess.Popen(
             [*command, f"--storage.tsdb.path={tmp_path / 'db'}"], stderr=subprocess.DEVNULL
         ) as process,

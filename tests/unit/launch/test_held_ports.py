@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from launch.ports import HeldPorts, free_ports
+from launch.ports import PortReservation, free_ports
 
 STRANGER = 54777
 BIND = """
@@ -31,10 +31,10 @@ except OSError as e: print(e.strerror)
 def test_another_user_cannot_listen_on_a_port_of_a_run(
     configured: bool, address: str, options: list[str]
 ) -> None:
-    held = HeldPorts("127.0.0.1")
+    held = PortReservation("127.0.0.1")
     (port,) = free_ports("127.0.0.1", 1) if configured else held.choose(1)
     if configured:
-        held.hold(port, 1)
+        held.reserve(port, 1)
     try:
         code = BIND.format(uid=STRANGER, port=port)
         done = subprocess.run([sys.executable, "-c", code, address, *options], capture_output=True, text=True)
@@ -44,7 +44,7 @@ def test_another_user_cannot_listen_on_a_port_of_a_run(
 
 
 def test_two_runs_of_one_user_do_not_share_a_port() -> None:
-    held = HeldPorts("127.0.0.1")
+    held = PortReservation("127.0.0.1")
     (port,) = held.choose(1)
     try:
         with socket.socket() as s, pytest.raises(OSError, match="in use"):

@@ -85,7 +85,7 @@ def test_the_exit_code_is_the_commands(tmp_path: Path) -> None:
 def name() -> Iterator[str]:
     """Of a control group that nobody else has. Skips where this user can make none."""
     name = f"rlsys-test-{secrets.token_hex(4)}"
-    if cgroup.make(name) is None:
+    if cgroup.create(name) is None:
         pytest.skip("no writable cgroup v2 tree on this machine")
     yield name
     cgroup.end(name)
@@ -120,7 +120,7 @@ def test_nothing_outlives_guard_and_keeper_killed_together(tmp_path: Path, name:
     assert keeper.exit_code == 128 + signal.SIGKILL
     grandchild.wait(60)
     keeper.release()
-    home = cgroup.home()
+    home = cgroup.current_group()
     assert home is not None and not (home / name).exists()
 
 
@@ -139,11 +139,11 @@ def test_a_launch_kills_what_an_earlier_one_left_in_a_roles_group(tmp_path: Path
 
 def test_a_keeper_that_ends_late_spares_the_next_start(tmp_path: Path, name: str) -> None:
     """Ray says that a role is gone while its keeper still ends it: that keeper was seen to kill the next engine."""
-    late = cgroup.make(name)
+    late = cgroup.create(name)
     keeper, grandchild = kept(tmp_path, name)
     assert late is not None
     cgroup.end_start(late)
-    home = cgroup.home()
+    home = cgroup.current_group()
     assert home is not None and (home / name).exists()
     assert grandchild.is_running() and keeper.exit_code is None
     keeper.order(b"Q")
@@ -156,7 +156,7 @@ def test_a_command_that_is_killed_at_its_birth_has_ended() -> None:
     """Between fork and exec: the keeper had waited for ever for the end of a process that nobody knew any more."""
     keep = (
         "import os, signal, sys; from launch import cgroup, keeper\n"
-        "cgroup.make = lambda name: __import__('pathlib').Path('/')\n"
+        "cgroup.create = lambda name: __import__('pathlib').Path('/')\n"
         "cgroup.kill = cgroup.end_start = lambda group: None\n"
         "cgroup.enter = lambda group: os.kill(os.getpid(), signal.SIGKILL)\n"
         "sys.exit(keeper.main())"
@@ -172,7 +172,7 @@ def test_a_command_that_ends_leaves_no_group(tmp_path: Path, name: str) -> None:
         [*KEEP, "--cgroup", name, "--", sys.executable, "-c", inside, name], cwd=ROOT, stdin=subprocess.PIPE
     ) as keeper:
         assert keeper.wait(60) == 0
-    home = cgroup.home()
+    home = cgroup.current_group()
     assert home is not None and not (home / name).exists()
 
 
@@ -183,20 +183,20 @@ def test_without_a_tree_that_one_may_write_to_there_is_no_group(
     """The keeper then does without. "old": Linux before 5.14, whose groups have no cgroup.kill."""
     above = {"none": None, "read-only": tmp_path / "file", "old": tmp_path}[tree]
     (tmp_path / "file").touch()
-    monkeypatch.setattr(cgroup, "home", lambda: above)
-    assert cgroup.make("rlsys-x-engine-0") is None
+    monkeypatch.setattr(cgroup, "current_group", lambda: above)
+    assert cgroup.create("rlsys-x-engine-0") is None
     cgroup.end("rlsys-x-engine-0")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_is_written_to_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder that stands for a group, also on a machine that has none."""
-    monkeypatch.setattr(cgroup, "home", lambda: tmp_path)
+    monkeypatch.setattr(cgroup, "current_group", lambda: tmp_path)
     role = tmp_path / "rlsys-x-engine-0"
     role.mkdir()
     (role / "cgroup.kill").touch()
     (role / "cgroup.events").write_text("populated 0\nfrozen 0\n")
-    start = cgroup.make(role.name)
+    start = cgroup.create(role.name)
     assert start is not None and start.parent == role and start.is_dir()
     assert (role / "cgroup.kill").read_text() == "1"
     cgroup.enter(start)

@@ -112,7 +112,7 @@ def test_a_reference_is_started_beside_the_rollout_process_or_somebody_elses() -
     plan = planned("engine.reference=http://judge:30000")
     assert [r.name for r in plan.roles] == ["engine-0", "rollout", "trainer"]
     assert plan.roles[1].argv[-2:] == ["--reference", "http://judge:30000"]
-    with pytest.raises(UserError, match=r"engine.reference = own: no GPU is planned"):
+    with pytest.raises(UserError, match=r"engine.reference = own: the plan has no GPU"):
         planned("engine.reference=own", "launch.gpus_per_node=1")
 
 
@@ -130,12 +130,12 @@ def test_a_teacher_is_started_beside_the_rollout_process_or_somebody_elses() -> 
     teacher, rollout = plan.roles[2], plan.roles[3]
     assert teacher.argv[-1].endswith("teacher.yaml")
     assert rollout.argv[-2:] == ["--teacher", "http://127.0.0.1:6300"]
-    assert [r.name for r in plan.pool()] == ["engine-0", "engine-1"]
+    assert [r.name for r in plan.router_engines()] == ["engine-0", "engine-1"]
     plan = planned(taught % "http://judge:30000")
     assert [r.name for r in plan.roles] == ["engine-0", "rollout", "trainer"]
     assert plan.roles[1].argv[-2:] == ["--teacher", "http://judge:30000"]
     with pytest.raises(
-        UserError, match=r"algo.teacher.engine = own: no GPU is planned .* the teacher's weights"
+        UserError, match=r"algo.teacher.engine = own: the plan has no GPU .* the teacher's weights"
     ):
         planned(taught % "own", "launch.gpus_per_node=1")
 
@@ -178,7 +178,7 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_free_ports_differ() -> None:
     ports = chosen("engine.count=4")
-    assert len({*ports.engines, ports.trainer_meeting}) == 5
+    assert len({*ports.engines, ports.trainer_rendezvous}) == 5
 
 
 def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
@@ -193,7 +193,7 @@ def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
 
     ports = choose_ports(c, layout, free)
     assert asked == [{0: 5, 1: 2}, {1: 2}], "all nodes at once; then only those that lack some"
-    every = [*ports.engines, *ports.engine_meetings, ports.trainer_meeting]
+    every = [*ports.engines, *ports.engine_rendezvous, ports.trainer_rendezvous]
     assert len(set(every)) == len(every) == 5
 
 
@@ -241,7 +241,7 @@ def test_an_engine_lies_on_one_node_or_on_whole_ones() -> None:
 def test_what_does_not_fit_is_told_with_both_numbers() -> None:
     with pytest.raises(UserError, match=r"parallel makes 8 trainer ranks, but .* = 4 GPUs"):
         lay_out(gpus(1, 4, "parallel.ep=8"))
-    with pytest.raises(UserError, match=r"3 engines .* beside 2 trainer ranks .* engine 2 finds no place"):
+    with pytest.raises(UserError, match=r"3 engines .* and 2 trainer ranks .* no GPUs are left for engine 2"):
         lay_out(gpus(1, 4, "parallel.ep=2", "engine.count=3", "launch.placement=disaggregated"))
     with pytest.raises(UserError, match=r"launch\.nodes = 2 needs launch\.backend = slurm or ray"):
         config("launch.nodes=2")
@@ -383,7 +383,7 @@ def test_a_model_folder_that_fits(model: Path) -> None:
     [
         (["model.path=/no/such"], r"model\.path = /no/such: no such folder"),
         (["model.path=/dev/null"], "not a folder"),
-        (["model.path=/"], r"not a Hugging Face model folder: no config\.json in it"),
+        (["model.path=/"], r"not a Hugging Face model folder: contains no config\.json"),
         (["parallel.ep=16"], r"parallel\.ep = 16 does not divide experts = 8 of"),
         (["parallel.pp=4"], r"parallel\.pp = 4: expected at most the 3 layers of"),
         (
@@ -414,7 +414,7 @@ def told_by(model: Path) -> str:
 
 def test_an_incomplete_model_folder_is_told(model: Path) -> None:
     (model / "tokenizer.json").rename(model / "elsewhere.json")
-    assert "no tokenizer in it (tokenizer.json)" in told_by(model)
+    assert "contains neither tokenizer.json" in told_by(model)
     (model / "elsewhere.json").rename(model / "tokenizer.json")
     weights = model / "model.safetensors"
     whole = weights.read_bytes()

@@ -59,7 +59,7 @@ def test_a_run_goes_on_without_an_engine_that_does_not_come_up_and_takes_it_back
     tmp_path: Path, failing: str, options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails twice: each time it is away for longer. Before: it was never tried again."""
-    monkeypatch.setattr("launch.retries._AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("launch.restart_backoff._FIRST_WAIT", 0.1)
     stage = stage_with(tmp_path, min_engines=1)
     second = f"name = 'engine-1'\nnote('second')\nif count('second') < 3:\n  {failing}\n{SERVE_FOREVER}"
     stage.run(
@@ -67,9 +67,9 @@ def test_a_run_goes_on_without_an_engine_that_does_not_come_up_and_takes_it_back
         stage.role("rollout", SERVE_FOREVER, serves=True),
         stage.role("trainer", "wait_for('engine-1 probed')"),
     )
-    without = [p for p in stage.display.phases if p.startswith("going on without engine-1, with 1 engines")]
+    without = [p for p in stage.display.phases if p.startswith("continuing without engine-1, with 1 engines")]
     assert len(without) >= 2 and all(told in p for p in without[:2]), stage.display.phases
-    assert stage.display.phases.count("trying engine-1 again") >= 2
+    assert stage.display.phases.count("restarting engine-1") >= 2
 
 
 async def test_a_run_begins_with_a_quorum_of_256_engines() -> None:
@@ -94,7 +94,7 @@ async def test_a_run_begins_with_a_quorum_of_256_engines() -> None:
     engines, router = cast(Any, [Engine(at) for at in comes]), cast(Any, Routing())
     watch = EngineWatch(engines, [], fewest, router)
     now = math.nextafter(last, 0)
-    assert not await watch._enough()
+    assert not await watch._is_ready()
     now = last
     await watch.run()
     assert watch.ready and watched.is_set()
@@ -160,18 +160,18 @@ def test_only_a_signal_of_the_scheduler_is_a_preemption(
 
 def test_requeues_without_progress_come_to_an_end(tmp_path: Path) -> None:
     asked = [
-        may_requeue(tmp_path, tokens, most=2) for tokens in (100, 100, 100, 100, 100, 150, 150, 150, 150)
+        may_requeue(tmp_path, tokens, limit=2) for tokens in (100, 100, 100, 100, 100, 150, 150, 150, 150)
     ]
     assert asked == [True, True, True, False, False, True, True, True, False]
     (tmp_path / "requeues.json").write_text("torn")
-    assert may_requeue(tmp_path, 0, most=2)
+    assert may_requeue(tmp_path, 0, limit=2)
 
 
 def test_a_requeue_onto_a_node_without_the_folder_is_refused(tmp_path: Path) -> None:
     """Before: on another node's disk the run began again at step 0."""
     again = {"SLURM_RESTART_COUNT": "2"}
     with pytest.raises(
-        UserError, match=r"run: not on this node, .*SLURM_RESTART_COUNT = 2.* every node sees"
+        UserError, match=r"run: missing on this node, .*SLURM_RESTART_COUNT = 2.* all nodes share"
     ):
         check_folder(tmp_path / "run", again)
     check_folder(tmp_path / "run", {})

@@ -113,9 +113,9 @@ def test_a_lock_names_no_index_and_no_file(kind: str) -> None:
 def test_set_up_keeps_to_a_lock_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(bootstrap, "pip", lambda label, *args: asked.append(args))
-    monkeypatch.setattr(bootstrap, "make_venv", lambda *_: None)
+    monkeypatch.setattr(bootstrap, "create_venv", lambda *_: None)
     monkeypatch.setattr(bootstrap, "check_disk", lambda *_: None)
-    monkeypatch.setattr(bootstrap, "keep_rewritten", lambda: None)
+    monkeypatch.setattr(bootstrap, "compile_patched_modules", lambda: None)
     monkeypatch.setattr(bootstrap, "install_torchvision", lambda: None)
     monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
     monkeypatch.setattr(bootstrap, "PYTHON", tmp_path)

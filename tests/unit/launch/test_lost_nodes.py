@@ -57,7 +57,7 @@ def test_a_run_goes_on_without_the_engines_of_a_lost_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: they are not restarted where nothing is. They are when the node is back."""
-    monkeypatch.setattr("launch.retries._AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("launch.restart_backoff._FIRST_WAIT", 0.1)
     stage = stage_with(tmp_path)
     asked = [0]
 
@@ -72,9 +72,9 @@ def test_a_run_goes_on_without_the_engines_of_a_lost_node(
         *roles_of(stage, GOES_ONCE, "while count('engine-1 began') < 2: time.sleep(0.01)"), lost_nodes=lost
     )
     phases = stage.display.phases
-    without = [p for p in phases if p.startswith("going on without engine-1, with 1 engines")]
+    without = [p for p in phases if p.startswith("continuing without engine-1, with 1 engines")]
     assert len(without) == 1 and "node n1 is gone" in without[0], phases
-    assert phases.count("trying engine-1 again") == 1
+    assert phases.count("restarting engine-1") == 1
     assert not any("restart 1" in p for p in phases)
     assert stage.notes.count("engine-0 ended") == 1, "only at the end"
 
@@ -88,7 +88,7 @@ def test_a_node_that_the_run_cannot_do_without_ends_everything(
     stage = stage_with(tmp_path, fewest)
     *others, trainer = roles_of(stage, LEAVES, "while True: signal.pause()")
     with pytest.raises(
-        NodeLost, match="node n1 is gone; the same command goes on when there are enough nodes"
+        NodeLost, match="node n1 is lost; the same command resumes the run when there are enough nodes"
     ):
         stage.run(
             *others, replace(trainer, node=node_of_trainer),
@@ -107,7 +107,7 @@ def test_a_scheduler_that_does_not_answer_stops_nothing(tmp_path: Path) -> None:
     stage.run(
         *roles_of(stage, GOES_ONCE, "while count('engine-1 began') < 2: time.sleep(0.01)"), lost_nodes=lost
     )
-    assert "which nodes are left is not known: scontrol: no answer within 60 s" in stage.display.phases
+    assert "cannot determine the lost nodes: scontrol: no answer within 60 s" in stage.display.phases
     assert any(p.startswith("engine-1 died (exit code 9); restart 1") for p in stage.display.phases)
 
 
@@ -193,7 +193,7 @@ def test_a_run_without_a_node_to_take_asks_to_be_queued_again(
         main.supervise(config, lambda _: LaunchPlan([]))
         assert calls == ["replace"]
     else:
-        with pytest.raises(NodeLost, match="node n2 is gone"):
+        with pytest.raises(NodeLost, match="node n2 is lost"):
             main.supervise(config, lambda _: LaunchPlan([]))
         assert calls == ["replace", "requeue"]
 

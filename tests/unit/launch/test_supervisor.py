@@ -20,7 +20,7 @@ import pytest
 from launch import supervisor
 from launch.process import RoleFailed
 from launch.ranks import FAILED
-from launch.stops import Stopped
+from launch.stops import StoppedBySignal
 from launch.supervisor import Supervisor
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.owner import Owner
@@ -55,7 +55,7 @@ def test_a_run_that_is_done_starts_nothing(stage: Stage) -> None:
     (run / "metrics.jsonl").write_text(json.dumps(end) + "\n")
     stage.run(stage.role("trainer", "pass"))
     assert stage.pids() == []
-    assert f"all {steps} steps are done already; a larger trainer.steps goes on" in stage.display.phases
+    assert f"all {steps} steps are done already; increase trainer.steps to continue" in stage.display.phases
 
 
 def test_an_engine_that_does_not_start_shows_its_last_lines(stage: Stage) -> None:
@@ -215,7 +215,7 @@ def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_a
 def test_a_ledger_that_is_being_opened_is_told_once_for_each_line(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.console._OPENING_SECONDS", 0.0)
+    monkeypatch.setattr("launch.console._PROGRESS_SECONDS", 0.0)
     answers = [(0, b""), (503, b"opening: 1 MiB"), (503, b"opening: 1 MiB"), (503, b"opening: 2 MiB")]
 
     def probe(owner: Owner, path: str, *_: object) -> tuple[int, bytes]:
@@ -308,21 +308,21 @@ def test_nodes_of_a_trainer_live_and_die_together(stage: Stage) -> None:
 def test_a_preemption_lets_the_trainer_leave_by_itself(stage: Stage) -> None:
     trainer = f"wait_for('rollout probed')\nos.kill({os.getpid()}, signal.SIGTERM)\n"
     trainer += "wait_for('rollout asked /leave?seconds=20')\nnote('trainer saved')"
-    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+    with pytest.raises(StoppedBySignal, match="stopped by SIGTERM"):
         stage.run(
             stage.role("engine", SERVE_FOREVER, serves=True),
             stage.role("rollout", SERVE_FOREVER, serves=True),
             stage.role("trainer", trainer),
         )
     assert "trainer saved" in stage.notes
-    assert "the trainer has left by itself" in stage.display.phases
+    assert "the trainer has exited" in stage.display.phases
     assert stage.notes.index("trainer saved") < stage.notes.index("rollout ended")
     assert not any(psutil.pid_exists(pid) for pid in stage.pids())
 
 
 def test_a_silence_and_a_request_are_diagnosed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "STATUS_SECONDS", 0.02)
-    monkeypatch.setattr("launch.silence._STACKS_SECONDS", 0.02)
+    monkeypatch.setattr("launch.stall_detector._STACKS_SECONDS", 0.02)
     launch = stage.config.launch.model_copy(update={"silence_seconds": 0.2})
     stage.config = stage.config.model_copy(update={"launch": launch})
     hangs = "answer, request = here / 'run/diagnosis.txt', here / 'run/.diagnose'\n"
@@ -347,9 +347,9 @@ def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
         (stage.folder / f"refused {path.name}").touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(coordinator, "replace", full)
-    monkeypatch.setattr("launch.silence.write_whole", full)
-    monkeypatch.setattr("launch.silence._STACKS_SECONDS", 0.02)
+    monkeypatch.setattr(coordinator, "replace_file", full)
+    monkeypatch.setattr("launch.stall_detector.write_atomically", full)
+    monkeypatch.setattr("launch.stall_detector._STACKS_SECONDS", 0.02)
     asks = "wait_for('rollout probed')\nrun = here / 'run'\n(run / '.ask').mkdir()\n"
     asks += "(run / '.ask/ledger').touch(); (run / '.diagnose').touch()\n"
     asks += "refused = [here / 'refused ledger.told', here / 'refused diagnosis.txt']\n"
@@ -357,13 +357,13 @@ def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
     stage.run(stage.role("rollout", SERVE_FOREVER, serves=True), stage.role("trainer", asks))
     said = stage.display.phases
     assert "the answer to rlsys ledger cannot be written: No space left on device" in said
-    assert "no diagnosis: No space left on device" in said
+    assert "cannot write a diagnosis: No space left on device" in said
 
 
 def test_ctrl_c_ends_trainer_then_rollout_then_engines(stage: Stage) -> None:
     interrupt = f"wait_for('engine-0 probed', 'rollout probed')\nos.kill({os.getpid()}, signal.SIGINT)\n"
     interrupt += "signal.pause()"
-    with pytest.raises(Stopped, match="stopped by SIGINT") as stopped:
+    with pytest.raises(StoppedBySignal, match="stopped by SIGINT") as stopped:
         stage.run(
             stage.role("engine", SERVE_FOREVER, serves=True),
             stage.role("rollout", SERVE_FOREVER, serves=True),
@@ -383,7 +383,7 @@ def test_a_second_ctrl_c_kills_at_once(stage: Stage) -> None:
         f"signal.signal(signal.SIGTERM, lambda *_: os.kill({os.getpid()}, signal.SIGTERM))\n"
         f"os.kill({os.getpid()}, signal.SIGTERM)\nwhile True: signal.pause()"
     )
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedBySignal):
         stage.run(stage.role("trainer", stubborn))
     assert not any(psutil.pid_exists(pid) for pid in stage.pids())
 

@@ -11,7 +11,7 @@ import pytest
 
 from launch import supervisor
 from launch.plan import Role
-from launch.stops import Stopped
+from launch.stops import StoppedBySignal
 from rlsys.core.errors import UserError
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
@@ -67,7 +67,7 @@ def test_a_signal_ends_a_check_that_hangs(stage: Stage, number: signal.Signals) 
         except Exception:  # noqa: BLE001  (as around a plug-in: the signal must get past it)
             pytest.fail("the signal was taken for a plug-in's error")
 
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(StoppedBySignal) as stopped:
         stage.run(*roles(stage), check=check)
     assert stopped.value.number == number
     assert began(stage) == ["engine-0"]

@@ -15,7 +15,7 @@ from rlsys.core.spans import VersionSpan
 from rlsys.core.types import GroupState, Sample, Segment, Status
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.traces import trace_batches
-from rlsys.ledger.samples import Seen
+from rlsys.ledger.samples import SampleView
 from rlsys.viewer.answers import AnswerRows
 from tests.helpers.seen_run import MODEL, PROMPT, write_run
 
@@ -57,15 +57,15 @@ def test_what_cannot_be_a_row_is_counted(tmp_path: Path, capsys: pytest.CaptureF
     assert main.main(["samples", str(run), "--rows", "pairs", "--group", "2"]) == 0
     assert capsys.readouterr().out == "", "its samples have no reward yet"
 
-    def seen(i: int, reward: float, status: Status = Status.FINISHED, **fields: Any) -> Seen:
+    def seen(i: int, reward: float, status: Status = Status.FINISHED, **fields: Any) -> SampleView:
         sample = Sample(i, 0, i, [5], 0, status=status, reward=reward, **fields)
         if i != 3:
             sample.append(Segment([i + 1], [0.0], [VersionSpan(1, 0, 1)]))
-        return Seen(sample, 1, 0, GroupState.READY, None)
+        return SampleView(sample, 1, 0, GroupState.READY, None)
 
     made = AnswerRows(lambda ids: str(list(ids)))
     several = seen(2, 1.0)
-    several.sample.further = [several.sample]
+    several.sample.extra_sequences = [several.sample]
     group = [
         seen(0, 0.5, named_rewards={"exact": 1.0, "short": -0.5}), seen(1, 2.0, Status.TRUNCATED), several,
         seen(3, 0.0), seen(4, -1.0, Status.CENSORED), seen(5, 0.25, plain_reward=1.5),

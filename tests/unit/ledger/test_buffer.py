@@ -22,7 +22,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import GroupState, Prompt, SampleGroup, Segment, Status
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 
 SIZE = 2
@@ -53,7 +53,7 @@ def complete(buffer: RolloutBuffer, group: SampleGroup, version: int) -> None:
 
 def whole(buffer: RolloutBuffer, step: int) -> tuple[int, list[SampleGroup]]:
     """What a step took, with its tokens."""
-    version, groups = buffer.taken(step)
+    version, groups = buffer.read_step(step)
     return version, [replace(g, samples=buffer.load(g.samples)) for g in groups]
 
 
@@ -105,7 +105,7 @@ def test_a_parked_sample_comes_back_bit_for_bit(buffer: RolloutBuffer, reopen: O
 def test_a_sample_keeps_the_prompt_that_it_was_drawn_from(tmp_path: Path) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run a", 3)
     group = buffer.issue(make_prompt(0), [11, 12])
-    (added,) = buffer.grow(group, [13], drawn_from=(1, 0))
+    (added,) = buffer.grow(group, [13], prompt_ids=(1, 0))
     assert (added.prompt_ids, added.trained_prompt) == ([1, 0], [1, 2, 0])
     grow(group, buffer.versions.new(0))
     buffer.save(group.samples)
@@ -138,12 +138,12 @@ def test_a_step_takes_the_same_groups_again_after_restore(buffer: RolloutBuffer,
     assert back.counts == {GroupState.READY: 4, GroupState.TRAINED: 0}
     assert back.ready() == []  # reserved: nobody else can take them
     back.versions.new(0)
-    assert [g.group_id for g in back.taken(1)[1]] == [1, 3]
+    assert [g.group_id for g in back.read_step(1)[1]] == [1, 3]
     assert whole(back, 1) == (version, [groups[1], groups[3]])
     back.versions.new(1)
     assert whole(back, 2) == (second, [groups[0], groups[2]])
     assert back.counts[GroupState.TRAINED] == 4
-    check(back.ledger())
+    check_ledger(back.ledger())
 
 
 def test_ages_count_train_steps_not_pushes(buffer: RolloutBuffer) -> None:
@@ -164,7 +164,7 @@ def test_illegal_moves_are_refused(buffer: RolloutBuffer) -> None:
     with pytest.raises(RunError, match="not all of its samples are done"):
         buffer.finish(group, GroupState.READY)
     complete(buffer, group, version)
-    with pytest.raises(RunError, match="not an active one"):
+    with pytest.raises(RunError, match="its group is not active"):
         buffer.save(group.samples)
 
 
@@ -180,12 +180,12 @@ def test_a_failed_method_leaves_the_file_as_it_was_and_ends_writing(
         issue(buffer)
     back = reopen()
     assert [g.group_id for g in back.ready()] == [0]
-    check(back.ledger())
+    check_ledger(back.ledger())
 
 
 def test_steps_take_in_order(buffer: RolloutBuffer) -> None:
     complete(buffer, issue(buffer), buffer.versions.new(0))
-    with pytest.raises(RunError, match="train step 2 cannot take: the last that did was 0"):
+    with pytest.raises(RunError, match="train step 2 cannot take groups: the last step that did is 0"):
         buffer.take(2, buffer.ready())
 
 
@@ -199,11 +199,11 @@ def test_pruned_arrays_bar_older_checkpoints(buffer: RolloutBuffer) -> None:
         complete(buffer, issue(buffer), buffer.versions.new(step - 1))
         buffer.take(step, buffer.ready())
     buffer.prune(1)
-    check(buffer.ledger())
+    check_ledger(buffer.ledger())
     with pytest.raises(UserError, match="checkpoint of step 0 is too old; rollouts are kept from step 2 on"):
         buffer.restore(0)
     buffer.restore(1)
-    assert [g.group_id for g in buffer.taken(2)[1]] == [1]
+    assert [g.group_id for g in buffer.read_step(2)[1]] == [1]
 
 
 def test_dead_groups_keep_their_counts_but_not_their_arrays(buffer: RolloutBuffer, tmp_path: Path) -> None:
@@ -216,16 +216,18 @@ def test_dead_groups_keep_their_counts_but_not_their_arrays(buffer: RolloutBuffe
     assert ledger.tokens["expired"] == 6
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
         assert db.execute("SELECT count(*) FROM pieces").fetchone() == (0,)
-    assert not buffer._saved._stored, "what was written is known of samples that live, and of no others"
+    assert not buffer._sample_rows._stored_lengths, (
+        "what was written is known of samples that live, and of no others"
+    )
 
 
 def test_what_is_lost_adds_up_over_sessions(buffer: RolloutBuffer, reopen: Opener) -> None:
-    buffer.add_lost(3)
+    buffer.add_lost_tokens(3)
     back = reopen()
-    back.add_lost(4)
-    assert back.ledger().lost == 7
+    back.add_lost_tokens(4)
+    assert back.ledger().lost_tokens == 7
     with pytest.raises(RunError, match="7 tokens that engines generated"):
-        check(back.ledger())
+        check_ledger(back.ledger())
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_was_committed(
@@ -244,7 +246,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_was_committed(
     with pytest.raises(RunError, match="closed to writes"):
         buffer.versions.new(1)
     back = reopen()
-    check(back.ledger())
+    check_ledger(back.ledger())
     assert [g.group_id for g in back.ready()] == [0]
 
 
@@ -286,7 +288,7 @@ def test_after_a_commit_that_failed_nothing_is_written(
         buffer.save(group.samples)
     back = reopen()
     assert [len(s.response_ids) for s in back.groups[0].samples] == [3, 3]
-    check(back.ledger())
+    check_ledger(back.ledger())
 
 
 # Files that are not ours to write
@@ -426,7 +428,7 @@ class Histories(RuleBasedStateMachine):
         if not answered:
             return  # the trainer died, or asks again
         self.buffer.flush()
-        ids = [g.group_id for g in self.buffer.taken(step)[1]]
+        ids = [g.group_id for g in self.buffer.read_step(step)[1]]
         assert self.told.setdefault(step, ids) == ids
         self.step = step
         self.push()
@@ -457,7 +459,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        check(self.buffer.ledger())
+        check_ledger(self.buffer.ledger())
         self.buffer.check_counts()
 
     @invariant()

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments.records import FOLDER
@@ -88,11 +88,11 @@ class Killed:
         ids = [group[0] for groups in given.values() for group in groups]
         assert len(ids) == len(set(ids)) == steps * ROLLOUT["groups_per_step"]
         ledger = RunReader(self.folder).ledger()
-        check(ledger)
+        check_ledger(ledger)
         assert {s: sorted(ids) for s, ids in ledger.journal.items()} == {
             s: [group[0] for group in groups] for s, groups in given.items()
         }
-        assert ledger.groups["trained"] == len(ids) and ledger.lost == 0
+        assert ledger.groups["trained"] == len(ids) and ledger.lost_tokens == 0
         with closing(sqlite3.connect(self.folder / FILE_NAME)) as db:
             assert not self._not_committed(db)
 
@@ -187,7 +187,7 @@ def test_no_two_workers_ever_have_one_name(tmp_path: Path) -> None:
     """A worker may write under its name before anything else is committed, and outlive its coordinator."""
     names = set()
     for _ in range(3):
-        buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, in_hand=False)
+        buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, holds_tokens=False)
         names |= {buffer.new_writer(), buffer.new_writer()}
         abandon(buffer)
     assert len(names) == 6

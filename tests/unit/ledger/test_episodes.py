@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from rlsys.algo.batch import Samples
 from rlsys.core.spans import RouteSpan, VersionSpan
-from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Scored, Segment, Status
+from rlsys.core.types import GroupState, LogProbResult, Prompt, Sample, SampleGroup, Segment, Status
 from rlsys.generators.generator import build_generator
 from rlsys.generators.tools import ToolFailed
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.samples import SampleQuery
 from rlsys.ledger.store import FILE_NAME
@@ -42,8 +42,8 @@ def arrays(s: Sample) -> list[object]:
     """What must come back of each sequence."""
     return [
         (
-            q.sequence, q.parent, q.aside, q.spoke, q.seed, q.prompt_ids, list(q.response_ids), list(q.mu), q.spans,
-            q.observed, q.routes, q.status, q.own_prompt if q.sequence else None,
+            q.sequence, q.parent, q.aside, q.last_turn, q.seed, q.prompt_ids, list(q.response_ids), list(q.mu),
+            q.spans, q.observed, q.routes, q.status, q.own_prompt if q.sequence else None,
         )
         for q in s.sequences
     ]  # fmt: skip
@@ -64,13 +64,13 @@ def test_the_ledger_has_every_sequence_as_it_was_saved(steps: Sequence[tuple[str
         for what, place, which, tokens in steps:
             sample = group.samples[place]
             if what == "begin":
-                sample.begin([7] * tokens, parent=which % (1 + len(sample.further)), aside=which == 3)
+                sample.begin([7] * tokens, parent=which % (1 + len(sample.extra_sequences)), aside=which == 3)
             elif what in ("sample", "observe"):
-                q = sample.sequences[which % (1 + len(sample.further))]
+                q = sample.sequences[which % (1 + len(sample.extra_sequences))]
                 if what == "sample":
                     sampled += tokens
                     grow(q, version, tokens)
-                    q.spoke = sampled
+                    q.last_turn = sampled
                 elif q.tokens:
                     q.observe([3] * tokens)
             elif what == "save":
@@ -82,7 +82,7 @@ def test_the_ledger_has_every_sequence_as_it_was_saved(steps: Sequence[tuple[str
                 before = [arrays(s) for s in group.samples]
                 assert [arrays(s) for s in RunReader(folder).groups("1")[0].samples] == before
                 ledger = buffer.ledger()
-                check(ledger)
+                check_ledger(ledger)
                 assert ledger.tokens["active"] == sum(s.all_tokens for s in group.samples)
                 if what == "reopen":
                     buffer.close()
@@ -133,9 +133,9 @@ def test_a_table_counts_samples_and_their_trained_tokens_whatever_their_sequence
 
 def test_the_reward_is_for_all_conversations_and_the_last_word_comes_last() -> None:
     s = episode()
-    s.spoke, s.further[0].spoke = 3, 2
+    s.last_turn, s.extra_sequences[0].last_turn = 3, 2
     assert list(s.judged_ids) == [20, 21, 10, 11, 3, 12, 13]
-    s.further[0].spoke = 4
+    s.extra_sequences[0].last_turn = 4
     assert list(s.judged_ids) == [10, 11, 3, 12, 13, 20, 21]
 
 
@@ -147,13 +147,13 @@ def test_scores_and_interrupts_are_of_one_sequence(tmp_path: Path) -> None:
     grow(s, version, 3)
     grow(s.begin([4]), version, 2)
     buffer.save([s])
-    buffer.store_scores([Scored(s.sample_id, 0, [-0.25, -0.5], sequence=1)])
-    buffer.clock.interrupted(s.sequences)
+    buffer.store_scores([LogProbResult(s.sample_id, 0, [-0.25, -0.5], sequence=1)])
+    buffer.replay_log.record_interrupts(s.sequences)
     s.status = Status.FINISHED
     buffer.finish(group, GroupState.READY)
     buffer.take(1, [group])
-    (back,) = buffer.load(buffer.taken(1)[1][0].samples)
-    assert (back.behaviour, back.further[0].behaviour) == ([], [-0.25, -0.5])
+    (back,) = buffer.load(buffer.read_step(1)[1][0].samples)
+    assert (back.behaviour, back.extra_sequences[0].behaviour) == ([], [-0.25, -0.5])
     buffer.flush()
     (seen,) = RunReader(tmp_path).samples(SampleQuery(group=0))
     assert seen.interrupts == [(3, version)] and seen.tokens == 3
@@ -162,7 +162,7 @@ def test_scores_and_interrupts_are_of_one_sequence(tmp_path: Path) -> None:
     buffer.prune(1)
     buffer.flush()
     (seen,) = RunReader(tmp_path).samples(SampleQuery(group=0))
-    assert seen.sample.further[0].prompt_ids == [] and not seen.kept
+    assert seen.sample.extra_sequences[0].prompt_ids == [] and not seen.has_tokens
     buffer.close()
 
 
@@ -176,23 +176,25 @@ async def test_after_a_restart_at_any_token_every_conversation_goes_on(agent: st
     await generate(whole := fresh(), prompt())
     assert [len(q.observed) for q in whole.sequences] == ([1, 1] if agent == "compacts" else [1, 0])
     if agent == "compacts":
-        assert whole.further[0].parent == 0
+        assert whole.extra_sequences[0].parent == 0
     for tokens in range(0, sum(q.sampled_tokens for q in whole.sequences), 4):
         s, model = fresh(), Model(said, at_once=tokens)
         generate = build_generator(config(agent, {"train": train}), TOKENIZER, model)
         with pytest.raises(asyncio.CancelledError):
             await generate(s, prompt())
         s.status, model.at_once, model.asked = Status.PARKED, None, []
-        for q in s.further:
-            q.status, q.spoke = Status.PARKED, 0
-        model.sides = model.sides[: sum(len(q.observed) + 1 for q in s.further if q.tokens)]
+        for q in s.extra_sequences:
+            q.status, q.last_turn = Status.PARKED, 0
+        model.sides = model.sides[: sum(len(q.observed) + 1 for q in s.extra_sequences if q.tokens)]
         await generate(s, prompt())
         assert told(s) == told(whole)
     assert whole_model.sides
 
 
 def told(s: Sample) -> list[object]:
-    return [(q.prompt_ids, q.response_ids, q.mu, q.observed, q.parent, q.aside, q.spoke) for q in s.sequences]
+    return [
+        (q.prompt_ids, q.response_ids, q.mu, q.observed, q.parent, q.aside, q.last_turn) for q in s.sequences
+    ]
 
 
 @pytest.mark.gate
@@ -200,7 +202,7 @@ async def test_a_conversation_that_is_not_asked_for_again_censors() -> None:
     s = fresh()
     other = s.begin(TOKENIZER.encode("<bos><user>what else?<assistant><think>"))
     other.append(Segment(TOKENIZER.encode("1<eos>"), [-0.1, -0.1], [VersionSpan(1, 0, 2)]))
-    with pytest.raises(ToolFailed, match="asked something else after a restart than before"):
+    with pytest.raises(ToolFailed, match="made other requests after a restart than before"):
         await build_generator(config("sums"), TOKENIZER, Model())(s, prompt())
 
 
@@ -217,6 +219,6 @@ def test_a_split_keeps_tokens_and_their_places() -> None:
         [14, 15],
         [16, *range(17, 22)],
     ]
-    assert [q.prompt_ids for q in found.further] == [[1, 2, *range(10, 14)], [1, 2, *range(10, 16)]]
+    assert [q.prompt_ids for q in found.extra_sequences] == [[1, 2, *range(10, 14)], [1, 2, *range(10, 16)]]
     assert [q.versions() for q in found.sequences] == [[1] * 4, [1] * 2, [1] + [2] * 5]
     assert SegmentReader(Path()).arrays(found) is found

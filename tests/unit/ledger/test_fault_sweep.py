@@ -20,7 +20,7 @@ import pytest
 from launch.rundir import open_run_dir
 from rlsys.config import Config, load_config
 from rlsys.core.errors import RlsysError
-from rlsys.core.owner import claim, current
+from rlsys.core.owner import claim, current_owner
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import GroupState, Prompt, Segment, Status
 from rlsys.ledger.buffer import RolloutBuffer
@@ -89,7 +89,7 @@ def write_ledger(folder: Path) -> None:
             acknowledged.append((buffer.next_group_id, buffer.last_taken_step))
     with closing(RolloutBuffer(folder / FILE_NAME, "run", 2, claim(folder))) as buffer:
         buffer.restore(1)
-        buffer.taken(2)
+        buffer.read_step(2)
         buffer.prune(1)
         buffer.flush()
 
@@ -156,7 +156,7 @@ def test_each_call_for_the_run_folder_fails_once(tmp_path: Path) -> None:
         with python_calls(sites):
             for _ in range(2):  # made, and opened again
                 with open_run_dir(config, lambda _: None) as run_dir:
-                    coordinator.publish(run_dir.owner)
+                    coordinator.publish_address(run_dir.owner)
 
     def check(folder: Path, what: str) -> None:
         config = config_of(folder)
@@ -164,9 +164,9 @@ def test_each_call_for_the_run_folder_fails_once(tmp_path: Path) -> None:
         assert not written.exists() or load_config(written) == config, what
         with open_run_dir(config, lambda _: None) as run_dir:
             run_dir.owner.check()
-            assert current(config.run.dir) == run_dir.owner, what
+            assert current_owner(config.run.dir) == run_dir.owner, what
         published = config.run.dir / coordinator.FILE_NAME
-        assert not published.exists() or coordinator.published(config.run.dir) is not None, what
+        assert not published.exists() or coordinator.read_address(config.run.dir) is not None, what
 
     clean = sweep(tmp_path, scenario, check)
     assert {"open", "write", "fsync", "rename", "mkdir", "unlink"} <= set(clean.seen)

@@ -15,7 +15,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import GroupState, Prompt, SampleGroup, Segment, Status
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import Ledger, check, count
+from rlsys.ledger.ledger import Ledger, check_ledger, read_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME, open_readonly, read_groups
 
@@ -48,7 +48,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 def test_figures_hand_counted(run_dir: Path) -> None:
     ledger = RunReader(run_dir).ledger()
-    check(ledger)
+    check_ledger(ledger)
     figures = ledger.figures()
     states = {"trained": 4, "filtered": 1, "expired": 1, "censored": 1, "ready": 1, "active": 2}
     assert {k: figures[k] for k in states} == states
@@ -79,7 +79,7 @@ def test_what_does_not_add_up_is_named(run_dir: Path, damage: str, message: str)
         db.execute(damage)
     db.close()
     with pytest.raises(RunError, match=message):
-        check(RunReader(run_dir).ledger())
+        check_ledger(RunReader(run_dir).ledger())
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_file_with_a_piece_missing_is_told_in_one_line(run_dir: Path, damage: 
         db.execute(damage)
     db.close()
     with pytest.raises(UserError, match="not a usable rollout file"):
-        check(RunReader(run_dir).ledger())
+        check_ledger(RunReader(run_dir).ledger())
 
 
 def test_a_folder_without_rollouts_has_no_ledger(tmp_path: Path) -> None:
@@ -123,16 +123,16 @@ async def test_others_go_on_while_a_long_ledger_is_counted(
         db.execute("SELECT count(*) FROM groups").fetchone()
         began.set()
         assert go_on.wait(60)
-        return count(db)
+        return read_ledger(db)
 
-    monkeypatch.setattr("rlsys.ledger.buffer.count", slow)
+    monkeypatch.setattr("rlsys.ledger.buffer.read_ledger", slow)
     counting = asyncio.ensure_future(buffer.committed_ledger())
     await asyncio.to_thread(began.wait, 60)
     buffer.issue(Prompt(1, "", [1], {}), [1, 2])
     buffer.flush()
     go_on.set()
     assert (await counting).issued_groups == 1
-    check(await counting)
+    check_ledger(await counting)
     assert buffer.ledger().issued_groups == 2
     buffer.close()
 

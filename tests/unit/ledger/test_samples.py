@@ -20,7 +20,7 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.samples import SampleQuery, SamplesAnswer
 from rlsys.obs import coordinator
-from rlsys.obs.trained import kept_groups
+from rlsys.obs.token_records import readable_groups
 from rlsys.viewer.reading import RunTexts, parts_of, turns_of
 from tests.helpers.seen_run import MODEL, THIRDS, write_run
 from tests.helpers.supervisor_stage import wait_until
@@ -111,12 +111,12 @@ def test_tokens_that_the_ledger_has_forgotten_are_read_where_the_trainer_wrote_t
     assert after[1].advantages == [1.0] * after[1].tokens
     (run / "trained" / "000001.msgpack").unlink()
     gone = RunReader(run).samples(SampleQuery(step=1))
-    assert [(s.kept, s.tokens) for s in gone] == [(False, b.tokens) for b in before]
+    assert [(s.has_tokens, s.tokens) for s in gone] == [(False, b.tokens) for b in before]
 
 
 def test_the_same_groups_of_a_step_are_kept_by_everybody() -> None:
-    assert kept_groups([7, 3, 9], 2) == {3, 7}
-    assert kept_groups([7, 3, 9], 0) == set()
+    assert readable_groups([7, 3, 9], 2) == {3, 7}
+    assert readable_groups([7, 3, 9], 0) == set()
 
 
 def test_the_command_shows_text_reward_answer_and_advantage(
@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.Capt
 def test_from_another_machine_the_coordinator_is_asked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a shared folder: the supervisor carries question and answer."""
     owner = claim(run)
-    coordinator.publish(owner)
+    coordinator.publish_address(owner)
     here = socket.gethostname()
     there = RunReader(run).samples(SampleQuery(step=1))
     monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
@@ -199,13 +199,13 @@ def test_from_another_machine_the_coordinator_is_asked(run: Path, monkeypatch: p
         found: list[tuple[str, str]] = []
 
         def heard_something() -> bool:
-            found.extend(coordinator.asked(run))
+            found.extend(coordinator.take_requests(run))
             return bool(found)
 
         wait_until(heard_something)
         name, path = found[0]
         heard.append(msgspec.json.decode(unquote(path.partition("query=")[2]), type=SampleQuery))
-        coordinator.tell(run, name, encode(SamplesAnswer(there)))
+        coordinator.write_response(run, name, encode(SamplesAnswer(there)))
 
     thread = threading.Thread(target=supervisor)
     thread.start()
@@ -213,7 +213,7 @@ def test_from_another_machine_the_coordinator_is_asked(run: Path, monkeypatch: p
         answer = RunReader(run).samples(SampleQuery(step=1))
     finally:
         thread.join()
-        coordinator.withdraw(owner)
+        coordinator.withdraw_address(owner)
     assert heard == [SampleQuery(step=1)]
     assert [s.sample for s in answer] == [s.sample for s in there]
     assert not list((run / coordinator.MAILBOX).iterdir())

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.owner import Deposed, claim
+from rlsys.core.owner import FencedError, claim
 from rlsys.core.spans import RouteSpan, VersionSpan
-from rlsys.core.types import GroupState, Prompt, SampleGroup, Scored, Segment, Status
+from rlsys.core.types import GroupState, LogProbResult, Prompt, SampleGroup, Segment, Status
 from rlsys.ledger import samples, segments
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
-from rlsys.segments.records import FOLDER, Kind, Whose, decode, encode
+from rlsys.segments.records import FOLDER, Kind, SequenceKey, decode, encode
 from tests.helpers.takeovers import between_look_and_commit, take_locks_away
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,7 +62,7 @@ def test_a_record_is_read_as_it_was_written(
 ) -> None:
     mu = [i / 3 for i in ids]
     payload = struct.pack(f"<{len(ids)}i{len(mu)}d", *ids, *mu) + routes
-    data = encode(Kind.TOKENS, Whose(sample, sequence, 0), start, len(ids), payload, len(routes))
+    data = encode(Kind.TOKENS, SequenceKey(sample, sequence, 0), start, len(ids), payload, len(routes))
     record = decode(data, "here")
     assert (record.kind, record.sample_id, record.sequence, record.start) == (
         Kind.TOKENS,
@@ -77,7 +77,7 @@ def test_a_record_is_read_as_it_was_written(
 
 @given(st.data())
 def test_no_changed_byte_passes(data: st.DataObject) -> None:
-    record = bytearray(encode(Kind.SCORES, Whose(7), 2, 3, bytes(range(12))))
+    record = bytearray(encode(Kind.SCORES, SequenceKey(7), 2, 3, bytes(range(12))))
     at = data.draw(st.integers(0, len(record) - 1))
     record[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RunError, match=r"^here: damaged"):
@@ -92,12 +92,12 @@ def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
     for first in (10, 20, 30):
         grow(group, version, first)
         buffer.save(group.samples)
-    buffer.store_scores([Scored(s.sample_id, 1, [-0.5, -0.25]) for s in group.samples])
+    buffer.store_scores([LogProbResult(s.sample_id, 1, [-0.5, -0.25]) for s in group.samples])
     for s in group.samples:
         s.status = Status.FINISHED
     buffer.finish(group, GroupState.READY)
     buffer.take(1, [group])
-    (back,) = buffer.taken(1)[1]
+    (back,) = buffer.read_step(1)[1]
     assert not any(s.response_ids for s in back.samples)
     back.samples = buffer.load(back.samples)
     assert [(s.response_ids, s.mu, s.routes) for s in back.samples] == [
@@ -199,7 +199,7 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
     (group,) = back.active()
     assert [list(s.response_ids) for s in group.samples] == [[10, 11, 12]] * 2
     ledger = back.ledger()
-    check(ledger)
+    check_ledger(ledger)
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
         (committed,) = db.execute("SELECT length FROM segments").fetchone()
     assert ledger.torn_bytes == size - committed > 25
@@ -239,7 +239,9 @@ def test_a_changed_byte_is_told_to_who_reads_it(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[60] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match=rf"{file.name} at 0: damaged: the record of sample 0"):
+    with pytest.raises(
+        UserError, match=rf"{file.name} at 0: damaged: checksum mismatch in the record of sample 0"
+    ):
         RunReader(tmp_path).groups("1")
 
 
@@ -275,7 +277,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     old.finish(group, GroupState.READY)
     old.take(1, [group])
     old.flush()
-    old._file.tokens._most = 1  # the next tokens have a file of their own
+    old._file.tokens._max_bytes = 1  # the next tokens have a file of their own
     later = issue(old)
     grow(later, version, 10)
     old.save(later.samples)
@@ -287,18 +289,18 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
         lambda: writers.append(RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))),
         monkeypatch,
     )
-    with pytest.raises(Deposed):
+    with pytest.raises(FencedError):
         old.flush()
     (new,) = writers
     new.restore(0)
-    _, groups = new.taken(1)
+    _, groups = new.read_step(1)
     assert [len(s.response_ids) for s in new.load(groups[0].samples)] == [8, 8]
     new.close()
 
 
 def test_a_file_of_groups_that_nobody_trains_goes_before_any_checkpoint(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    buffer._file.tokens._most = 1  # a file for each record
+    buffer._file.tokens._max_bytes = 1  # a file for each record
     version = buffer.versions.new(0)
     dropped, kept = issue(buffer), issue(buffer)
     for group in (dropped, kept):
@@ -335,7 +337,7 @@ def test_a_commit_waits_for_the_files_that_have_something_new(
     buffer.save(group.samples)
     buffer.flush()
     assert len(synced) == 1
-    buffer.add_lost(1)
+    buffer.add_lost_tokens(1)
     buffer.flush()
     assert len(synced) == 1, "nothing new lies in it"
     buffer.close()

@@ -21,7 +21,7 @@ from rlsys.core.owner import claim
 from rlsys.core.sockets import make_folder
 from rlsys.core.types import Prompt
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.obs import coordinator
 from rlsys.obs.filesystem import is_local, kind_in
@@ -94,7 +94,7 @@ def test_a_folder_may_move_from_one_kind_to_the_other(nfs: Path, monkeypatch: py
             (mode,) = buffer.read(lambda db: db.execute("PRAGMA journal_mode").fetchone())
             assert mode == ("wal" if local else "truncate")
             buffer.close()
-    check(RunReader(nfs).ledger())
+    check_ledger(RunReader(nfs).ledger())
 
 
 def test_what_a_killed_writer_left_half_written_is_not_read(nfs: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_a_killed_writer_left_half_written_is_not_read(nfs: Path) -> None:
     size = journal.stat().st_size
     assert size > 0
     ledger = RunReader(nfs).ledger()
-    check(ledger)
+    check_ledger(ledger)
     assert ledger.issued_groups == 1
     assert journal.stat().st_size == size
 
@@ -127,7 +127,7 @@ async def test_readers_of_a_live_run_ask_its_coordinator(
     monkeypatch.setattr("tests.helpers.service_rig.OWNER", owner)
     config = make_config(nfs)
     async with rig(config) as r, served(r):
-        coordinator.publish(owner)
+        coordinator.publish_address(owner)
         issue_one(r.buffer)
         run = config.run.dir
         assert await ticking(r, main.main, ["ledger", str(run), "--json"]) == 0
@@ -142,41 +142,43 @@ async def test_readers_of_a_live_run_ask_its_coordinator(
 def test_a_reader_on_another_machine_asks_through_the_supervisor(
     nfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator.publish(claim(nfs))
+    coordinator.publish_address(claim(nfs))
     here = socket.gethostname()
     monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
 
     def supervisor() -> None:
-        wait_until(lambda: "ledger" in (found := coordinator.asked(nfs)) or bool(found))
-        coordinator.tell(nfs, "ledger", b"the answer")
+        wait_until(lambda: "ledger" in (found := coordinator.take_requests(nfs)) or bool(found))
+        coordinator.write_response(nfs, "ledger", b"the answer")
 
     thread = threading.Thread(target=supervisor)
     thread.start()
-    assert coordinator.ask(nfs, "ledger") == b"the answer"
+    assert coordinator.query_coordinator(nfs, "ledger") == b"the answer"
     thread.join()
-    with pytest.raises(coordinator.Silent, match=f"supervisor on {here} does not answer within 0 s"):
-        coordinator.ask(nfs, "status", patience=0)
-    assert coordinator.asked(nfs) == [("status", "/status")]
+    with pytest.raises(
+        coordinator.CoordinatorUnreachable, match=f"supervisor on {here} does not respond within 0 s"
+    ):
+        coordinator.query_coordinator(nfs, "status", timeout_s=0)
+    assert coordinator.take_requests(nfs) == [("status", "/status")]
 
 
 def test_a_mailbox_that_cannot_be_made_is_one_line(nfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    coordinator.publish(claim(nfs))
+    coordinator.publish_address(claim(nfs))
     here = socket.gethostname()
     monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
     (nfs / coordinator.MAILBOX).write_text("a file in its place")
-    with pytest.raises(coordinator.Silent, match=rf"^{nfs}/\.ask: File exists$"):
-        coordinator.ask(nfs, "status")
+    with pytest.raises(coordinator.CoordinatorUnreachable, match=rf"^{nfs}/\.ask: File exists$"):
+        coordinator.query_coordinator(nfs, "status")
 
 
 def test_an_address_of_an_earlier_launch_or_of_a_dead_one_is_nobody(tmp_path: Path) -> None:
     owner = claim(tmp_path, tmp_path)
-    coordinator.publish(owner)
-    assert coordinator.ask(tmp_path, "ledger") is None
+    coordinator.publish_address(owner)
+    assert coordinator.query_coordinator(tmp_path, "ledger") is None
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(owner.rollout_socket))
-        assert coordinator.ask(tmp_path, "ledger") is None
+        assert coordinator.query_coordinator(tmp_path, "ledger") is None
     claim(tmp_path)
-    assert coordinator.ask(tmp_path, "ledger") is None
-    coordinator.withdraw(owner)
-    assert coordinator.published(tmp_path) is None
+    assert coordinator.query_coordinator(tmp_path, "ledger") is None
+    coordinator.withdraw_address(owner)
+    assert coordinator.read_address(tmp_path) is None
     assert is_local(tmp_path) in (True, False)

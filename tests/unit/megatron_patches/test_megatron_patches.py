@@ -23,7 +23,7 @@ from megatron_patches.registry import PatchError, target
 
 def rewritten(source: str) -> tuple[str, dict[str, int]]:
     rewrite = cpu_import.Rewrite()
-    return ast.unparse(rewrite.visit(ast.parse(source))), rewrite.found
+    return ast.unparse(rewrite.visit(ast.parse(source))), rewrite.counts
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_changed_target_is_an_error_that_names_it() -> None:
     here = sys.modules[__name__]
     assert target("some_patch", here, "an_upstream_function", "return 1") is an_upstream_function
     with pytest.raises(
-        PatchError, match=r"megatron_patches.some_patch: .*an_upstream_function no longer says"
+        PatchError, match=r"megatron_patches.some_patch: .*an_upstream_function no longer contains"
     ):
         target("some_patch", here, "an_upstream_function", "return 2")
     with pytest.raises(PatchError, match=r"some_patch: upstream\.missing is gone"):

@@ -1,4 +1,4 @@
-"""Ranges of a flattened tensor as boxes of the tensor (megatron_patches/optimizer_own_parts.py)."""
+"""Ranges of a flattened tensor as boxes of the tensor (megatron_patches/optimizer_local_shards.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_patches.optimizer_own_parts import boxes
+from megatron_patches.optimizer_local_shards import boxes
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())

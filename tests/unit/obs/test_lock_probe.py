@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.obs.doctor import examine
-from rlsys.obs.lock_probe import examine_locks, holding, taken
+from rlsys.obs.lock_probe import acquire_locks, examine_locks, hold_locks
 
 
 def test_another_process_is_kept_out(tmp_path: Path) -> None:
@@ -41,6 +41,6 @@ def test_a_second_node_of_the_job_tries(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_each_kind_is_tried(tmp_path: Path) -> None:
-    with holding(tmp_path):
+    with hold_locks(tmp_path):
         (tmp_path / "create").unlink()
-        assert "create" in taken(tmp_path)
+        assert "create" in acquire_locks(tmp_path)

@@ -22,7 +22,7 @@ from rlsys.obs.metrics import (
     mismatch_quantiles,
     read_metrics,
 )
-from rlsys.obs.progress import LiveProgress, PlainProgress, clock
+from rlsys.obs.progress import LiveProgress, PlainProgress, format_clock
 from rlsys.obs.report import write_report
 from rlsys.obs.role import format_error, parse_error, run_role
 from rlsys.obs.summary import summarise
@@ -97,7 +97,7 @@ def test_other_broken_lines_are_an_error(run_dir: Path) -> None:
 
 
 def test_a_folder_without_metrics_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a run, or one that has not begun"):
+    with pytest.raises(UserError, match="not a run, or one that has not started"):
         read_metrics(tmp_path)
 
 
@@ -229,7 +229,7 @@ def test_the_live_panel_draws_before_and_after_the_first_step(run_dir: Path) -> 
 
 
 def test_clock() -> None:
-    assert [clock(s) for s in (None, 0, 61, 3725)] == ["-", "0:00", "1:01", "1:02:05"]
+    assert [format_clock(s) for s in (None, 0, 61, 3725)] == ["-", "0:00", "1:01", "1:02:05"]
 
 
 def test_an_error_line_carries_its_exit_code_there_and_back() -> None:

@@ -12,10 +12,10 @@ import pytest
 from rlsys.cli import main
 from rlsys.config import identity
 from rlsys.core.errors import UserError
-from rlsys.core.types import Sample, SampleGroup, Status, Taken
+from rlsys.core.types import Sample, SampleGroup, Status, TrainBatch
 from rlsys.obs import otlp
-from rlsys.obs.metrics import run_id, run_id_of
-from rlsys.obs.otlp import SpanSender, check_spans, sent_from_here
+from rlsys.obs.metrics import read_run_id, run_id
+from rlsys.obs.otlp import SpanSender, check_spans, is_available
 from rlsys.obs.spans import Span, child_of, sample_span, step_spans
 from rlsys.trainer.recorder import Recorder
 from rlsys.worker.sample_spans import SampleSpans
@@ -30,7 +30,7 @@ class Kept:
     """A sender that keeps what it is given."""
 
     run_id = "run"
-    lost = 0
+    dropped = 0
     seconds = 0.5
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Kept:
         self.closed = False
 
     @property
-    def made(self) -> int:
+    def span_count(self) -> int:
         return len(self.spans)
 
     def send(self, spans: Any) -> None:
@@ -56,7 +56,7 @@ def watched(r: Rig, sender: Kept | SpanSender) -> None:
     r.manager._spans = r.manager._runner._spans = r.manager._streams._spans = SampleSpans(sender)
 
 
-async def take_until(r: Rig, group_id: int) -> Taken:
+async def take_until(r: Rig, group_id: int) -> TrainBatch:
     """The take that has this group."""
     for step in range(1, 9):
         taken = await r.take(step)
@@ -191,7 +191,7 @@ def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "run", "time": 100.0}\n{"kind": "run", "time": 200.0}\n'
     )
-    assert run_id_of(tmp_path) == run_id(tmp_path.name, 100.0)
+    assert read_run_id(tmp_path) == run_id(tmp_path.name, 100.0)
 
 
 def test_packages_that_are_missing_are_one_line_before_the_run(
@@ -207,7 +207,7 @@ def test_packages_that_are_missing_are_one_line_before_the_run(
 
 # -- the packages ------------------------------------------------------------------------------------------------
 
-installed = pytest.mark.skipif(not sent_from_here(), reason="the extra otel is not installed")
+installed = pytest.mark.skipif(not is_available(), reason="the extra otel is not installed")
 
 
 @pytest.fixture
@@ -253,4 +253,4 @@ def test_what_no_receiver_takes_is_counted_and_stops_nothing(receiver: Receiver,
         spans.begin(sample)
         spans.end(sample)
     spans.stop([])
-    assert (sender.made, sender.lost) == (1, 1) and spans.figures()["spans_lost"] == 1
+    assert (sender.span_count, sender.dropped) == (1, 1) and spans.metrics()["spans_lost"] == 1

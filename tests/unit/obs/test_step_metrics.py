@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Sample, SampleGroup, Status
-from rlsys.rollout.figures import step_metrics
+from rlsys.rollout.run_metrics import step_metrics
 
 
 def sample(spans: list[tuple[int, int]], status: Status, reward: float | None, resumes: int) -> Sample:

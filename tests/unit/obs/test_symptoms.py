@@ -17,7 +17,7 @@ from rlsys.obs.metrics import MetricsWriter, read_metrics
 from rlsys.obs.progress import LiveProgress, PlainProgress
 from rlsys.obs.report import render_page
 from rlsys.obs.summary import summarise
-from rlsys.obs.symptoms import QUIET, RULES, History, Watch, find_symptoms
+from rlsys.obs.symptoms import QUIET, RULES, History, SymptomMonitor, find_symptoms
 from rlsys.trainer.recorder import Recorder, told_samples
 
 CURVES = Path(__file__).parents[2] / "data" / "curves"
@@ -68,7 +68,7 @@ def test_a_healthy_run_has_no_symptom() -> None:
 def test_each_symptom_alone_with_cause_and_knob(name: str, late: Entry) -> None:
     (found,) = find_symptoms(history(**late))
     assert found.name == name
-    assert found.seen and found.cause
+    assert found.observation and found.cause
     assert any(section in found.knob for section in ("rollout.", "trainer.", "algo.", "data."))
 
 
@@ -97,10 +97,10 @@ def test_one_odd_step_is_no_symptom() -> None:
 def test_no_signal_says_which_rewards_are_equal() -> None:
     steps = [healthy(n) | {"effective_groups": 0, "reward": 0.0} for n in (1, 2, 3)]
     (found,) = find_symptoms(History(steps))
-    assert "for 3 steps: all rewards are 0" in found.seen
+    assert "for 3 steps: all rewards are 0" in found.observation
     steps[1]["reward"] = 0.5
     (found,) = find_symptoms(History(steps))
-    assert "the rewards of each group are equal" in found.seen
+    assert "the rewards of each group are equal" in found.observation
     assert names(History(steps, [evaluation(0, 0.95)])) == [], "nothing is left to be learned"
     steps[2]["effective_groups"] = 1
     assert names(History(steps)) == []
@@ -109,7 +109,7 @@ def test_no_signal_says_which_rewards_are_equal() -> None:
 def test_reward_up_and_held_out_down() -> None:
     assert names(history(evals=(0.2, 0.6, 0.4, 0.35))) == ["held_out_falls"]
     (found,) = find_symptoms(history(evals=(0.2, 0.6, 0.4, 0.35)))
-    assert "0.600 after step 5, 0.350 now" in found.seen
+    assert "0.600 after step 5, 0.350 now" in found.observation
     assert "checkpoint of step 5" in found.knob
     assert names(history(evals=(0.2, 0.6, 0.4, 0.55))) == [], "the last one is within chance of the best"
     assert names(history(evals=(0.2, 0.6, 0.4))) == [], "one low evaluation alone"
@@ -129,7 +129,7 @@ def guesses(*of: tuple[float, float, float], rising: bool = False) -> History:
 def test_one_answer_to_every_prompt_is_a_guess() -> None:
     (found,) = find_symptoms(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.3, 0.97, 0.3), rising=True))
     assert found.name == "learned_to_guess"
-    assert "97% of the held-out prompts the same answer; 30% of these are right" in found.seen
+    assert "97% of the held-out prompts the same answer; accuracy is 30%" in found.observation
     assert names(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.35, 0.8, 0.3), rising=True)) == []
     assert names(guesses((0.3, 0.95, 0.95), (0.3, 0.95, 0.95), (0.3, 0.97, 0.95))) == [], "as it was at first"
     assert names(guesses((0.05, 0.2, 0.95), (0.95, 0.95, 0.95), (0.96, 0.95, 0.95))) == [], (
@@ -146,8 +146,8 @@ def test_no_better_than_the_best_constant_answer_is_a_guess() -> None:
     (found,) = find_symptoms(told)
     assert found.name == "learned_to_guess"
     assert (
-        "rose from 0.050 to 0.330 and stands, where one and the same answer to every prompt would get 0.350"
-        in found.seen
+        "rose from 0.050 to 0.330 and stagnates, and the same answer to every prompt would get 0.350"
+        in found.observation
     )
     assert names(History(history().steps, told.evals)) == [], "the reward still rises"
     assert names(guesses((0.3, 0.2, 0.35), (0.3, 0.4, 0.35), (0.33, 0.4, 0.35))) == [], (
@@ -159,7 +159,7 @@ def test_no_better_than_the_best_constant_answer_is_a_guess() -> None:
 def test_a_reward_that_no_evaluation_counts_as_right() -> None:
     assert names(history(evals=(0.0, 0.0), reward=0.9)) == ["never_right"]
     (found,) = find_symptoms(history(evals=(0.0, 0.0), reward=0.9))
-    assert "mean reward is 0.9, but held-out accuracy is 0 in all 2 evaluations" in found.seen
+    assert "mean reward is 0.9, but held-out accuracy is 0 in all 2 evaluations" in found.observation
     assert names(history(evals=(0.0, 0.0), reward=0.4)) == [], "it may be hard"
     assert names(history(evals=(0.0, 0.01), reward=0.9)) == []
     assert names(history(evals=(0.0,), reward=0.9)) == [], "before the first step nothing was learned"
@@ -190,7 +190,7 @@ def test_a_rule_needs_its_figures() -> None:
 def test_curves_of_real_runs(path: Path) -> None:
     """The first line of each says which warnings it must give."""
     first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    watch = Watch()
+    watch = SymptomMonitor()
     assert [s.name for entry in lines for s in watch.add(entry)] == first["warnings"]
 
 
@@ -199,7 +199,7 @@ def test_there_is_a_curve_that_learns() -> None:
 
 
 def test_a_lasting_symptom_is_told_once_and_again_after_it_was_gone() -> None:
-    watch, told = Watch(), []
+    watch, told = SymptomMonitor(), []
     ill = {"effective_groups": 0}
     for n in range(1, 60):
         sick = n <= 10 or n >= 40
@@ -209,8 +209,8 @@ def test_a_lasting_symptom_is_told_once_and_again_after_it_was_gone() -> None:
 
 def test_a_run_that_goes_on_does_not_tell_it_again() -> None:
     steps = [healthy(n) | {"effective_groups": 0} for n in range(1, 8)]
-    assert Watch(steps).add(healthy(8) | {"effective_groups": 0}) == []
-    assert [s.name for s in Watch(steps[:2]).add(steps[2])] == ["no_signal"]
+    assert SymptomMonitor(steps).add(healthy(8) | {"effective_groups": 0}) == []
+    assert [s.name for s in SymptomMonitor(steps[:2]).add(steps[2])] == ["no_signal"]
     assert QUIET > 1
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from rlsys.config import load_config
 from rlsys.core.machines import machines
-from rlsys.planner.capacity import Demand, Supplier, demand_of, describe_capacity, rate_of
+from rlsys.planner.capacity import Demand, EngineKind, describe_capacity, engine_rate, step_demand
 from rlsys.planner.costs import Costs
-from rlsys.planner.lengths import Lengths
+from rlsys.planner.lengths import LengthDistribution
 from rlsys.planner.model_preflight import read_model
 from rlsys.planner.simulation import simulate
 from tests.helpers.rollout_rig import make_config
@@ -35,8 +35,8 @@ def test_a_step_takes_as_long_as_the_rollouts_own_code_makes_it(
     tmp_path: Path, drawn: Sequence[int], policy: str, off: float, train: float
 ) -> None:
     """At a staleness of 0 to 3: the next step's first samples run beside the last ones of this step."""
-    lengths = Lengths(drawn, max(drawn))
-    costs = Costs(every_pass=0.01, prompt_token=1e-5, train_step=train, push=0.2)
+    lengths = LengthDistribution(drawn, max(drawn))
+    costs = Costs(pass_overhead=0.01, prompt_token=1e-5, train_step=train, push=0.2)
     for staleness in range(4):
         config = make_config(
             tmp_path / str(staleness),
@@ -47,24 +47,24 @@ def test_a_step_takes_as_long_as_the_rollouts_own_code_makes_it(
             launch={"placement": "disaggregated"},
         )  # fmt: skip
         found = simulate(config, costs, lengths, prompt_tokens=PROMPT, steps=12)
-        demand = demand_of(config, costs, lengths, config.slots, PROMPT)
-        expected = demand.step_seconds(rate_of(costs, lengths, config.slots, PROMPT), staleness)
+        demand = step_demand(config, costs, lengths, config.slots, PROMPT)
+        expected = demand.step_seconds(engine_rate(costs, lengths, config.slots, PROMPT), staleness)
         assert found.step_seconds == pytest.approx(expected, rel=off), staleness
 
 
 def test_the_longest_of_all_samples_counts_however_many_engines_share_them(tmp_path: Path) -> None:
     """One of a hundred is ten times as long: few engines, or many, wait for one of those."""
-    lengths, costs = Lengths([100] * 99 + [1000], 1000), Costs(every_pass=0.01)
+    lengths, costs = LengthDistribution([100] * 99 + [1000], 1000), Costs(pass_overhead=0.01)
     config = make_config(tmp_path, rollout={"groups_per_step": 100, "group_size": 10, "over_provision": 1.0})
-    lags = [demand_of(config, costs, lengths, running, PROMPT).lag for running in (1000, 10, 1)]
+    lags = [step_demand(config, costs, lengths, running, PROMPT).lag for running in (1000, 10, 1)]
     assert lags == pytest.approx([10.01] * 3, rel=0.01)
 
 
 def test_the_cheapest_engines_that_suffice_are_hired() -> None:
     demand = Demand(samples=100, busy=12.0, pause=2.0, lag=25.0)
-    fast, cheap = Supplier("fast", 4, rate=4.0, cost=8.0), Supplier("cheap", 3, rate=1.0, cost=1.0)
-    assert demand.hired([fast, cheap]) == {"cheap": 3, "fast": 2}, "10 samples a second: 3 and 8"
-    assert demand.hired([Supplier("few", 2, 1.0)]) == {"few": 2}
+    fast, cheap = EngineKind("fast", 4, rate=4.0, cost=8.0), EngineKind("cheap", 3, rate=1.0, cost=1.0)
+    assert demand.engines_needed([fast, cheap]) == {"cheap": 3, "fast": 2}, "10 samples a second: 3 and 8"
+    assert demand.engines_needed([EngineKind("few", 2, 1.0)]) == {"few": 2}
     assert demand.staleness == 3
     assert [demand.step_seconds(10.0, s) for s in range(4)] == [37.0, 19.5, pytest.approx(41 / 3), 12.0]
     assert demand.step_seconds(5.0, 3) == 22.0, "then engines limit"

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from rlsys.config import load_config
 from rlsys.planner.model_preflight import read_model
-from rlsys.planner.traffic import PASS_SECONDS, describe_intake, step_share, tokens_per_second, workers_wanted
+from rlsys.planner.traffic import (
+    MIN_PASS_SECONDS,
+    describe_traffic,
+    step_share,
+    tokens_per_second,
+    workers_needed,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,7 +28,7 @@ MANY = [
 
 def test_the_rate_is_all_slots_over_the_time_of_a_pass() -> None:
     config = load_config(ROOT / "configs/quickstart.yaml", MANY)
-    assert tokens_per_second(config, read_model(config)) == 8192 / PASS_SECONDS, (
+    assert tokens_per_second(config, read_model(config)) == 8192 / MIN_PASS_SECONDS, (
         "tiny weights are read faster"
     )
 
@@ -30,17 +36,17 @@ def test_the_rate_is_all_slots_over_the_time_of_a_pass() -> None:
 def test_more_tokens_than_one_core_takes_in_ask_for_workers() -> None:
     config = load_config(ROOT / "configs/quickstart.yaml", MANY)
     hf = read_model(config)
-    assert workers_wanted(config, hf) == 8, "2,048,000 tokens a second, 280,000 of them for each"
-    facts, (odd,) = describe_intake(config, hf)
+    assert workers_needed(config, hf) == 8, "2,048,000 tokens a second, 280,000 of them for each"
+    facts, (odd,) = describe_traffic(config, hf)
     assert "512% of a core in each of 1 rollout process(es)" in facts[0][1]
     assert "expected rollout.workers = 4" in odd, "not more than there are engines"
     enough = load_config(ROOT / "configs/quickstart.yaml", [*MANY[:2], "engine.count=8", "rollout.workers=8"])
-    assert describe_intake(enough, hf)[1] == []
+    assert describe_traffic(enough, hf)[1] == []
 
 
 def test_without_gpus_nobody_can_say() -> None:
     config = load_config(ROOT / "configs/quickstart.yaml")
-    assert describe_intake(config, read_model(config)) == ([], [])
+    assert describe_traffic(config, read_model(config)) == ([], [])
 
 
 def test_a_rank_reads_its_share_of_tokens_and_of_its_stages_routes() -> None:
@@ -51,7 +57,7 @@ def test_a_rank_reads_its_share_of_tokens_and_of_its_stages_routes() -> None:
     assert share.tokens == 1024 * 8192 / 4
     assert share.token_bytes == 12 * share.tokens
     assert share.route_bytes == 8 * 8 * share.tokens
-    facts = dict(describe_intake(config, read_model(config))[0])
+    facts = dict(describe_traffic(config, read_model(config))[0])
     assert "0.5 MB from the rollout to the trainer" in facts["a step's data"]
     assert "at most 0.159 GB (0.025 of tokens, 0.13 of routes)" in facts["a step's data"]
     assert facts["an interrupt"] == "512 samples are parked at each step: 0.026 s of the rollout"

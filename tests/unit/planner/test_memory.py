@@ -19,7 +19,7 @@ from rlsys.planner.memory import (
     describe_memory,
     expected_staleness,
     model_size,
-    odd_sizes,
+    size_warnings,
     stage_budget,
 )
 from rlsys.planner.model_preflight import read_model
@@ -85,7 +85,7 @@ def test_a_rolling_push_tells_its_rounds() -> None:
     made = load_config(path, ["weights.rolling=3"])
     assert made.engine.count == 4
     text = plain(describe_memory(made, published("DeepSeek-V3")))
-    told = "2, of 3 engines each, while 1 or more go on; the trainer sends so often"
+    told = "2, of 3 engines each, while 1 or more continue; the trainer sends once per round"
     assert f"its rounds           {told}" in text
     assert push_rounds(made) == 2 and push_rounds(load_config(path)) == 1
 
@@ -107,22 +107,22 @@ def test_what_will_not_fit_is_a_warning() -> None:
     text = plain(describe_memory(config("model.dtype=bfloat16", "engine.tp=2"), published("Qwen3-30B-A3B")))
     assert "parameters           30.5 B, 29 B of them in routed experts" in text
     assert "a weight push        61.1 GB to each engine, about 3.1 s at 20 GB/s (tensor)" in text
-    assert "its hashes           61.1 GB by a trainer rank, about 61 s" in text
-    odd = odd_sizes(
+    assert "its hashes           61.1 GB per trainer rank, about 61 s" in text
+    odd = size_warnings(
         config("model.dtype=bfloat16", "engine.tp=2", "engine.max_running_requests=128"),
         published("Qwen3-30B-A3B"),
         80.0,
     )
     assert odd[0].startswith("a trainer rank needs")
     assert "256 samples are in flight, but the engines decode 128 at once" in odd
-    assert odd_sizes(config(), QUICKSTART, 80.0) == []
+    assert size_warnings(config(), QUICKSTART, 80.0) == []
 
 
 def test_engines_that_rest_leave_room_for_the_trainer() -> None:
     bf16 = ["model.dtype=bfloat16", "parallel.ep=8", "engine.tp=2", "engine.max_running_requests=256"]
-    odd = odd_sizes(config(*bf16), published("Qwen3-30B-A3B"), 140.0)
+    odd = size_warnings(config(*bf16), published("Qwen3-30B-A3B"), 140.0)
     assert any("of 140; see launch.release_memory" in line for line in odd)
-    turns = odd_sizes(config(*bf16, "launch.release_memory=true"), published("Qwen3-30B-A3B"), 140.0)
+    turns = size_warnings(config(*bf16, "launch.release_memory=true"), published("Qwen3-30B-A3B"), 140.0)
     assert not any("trainer and engine on one GPU" in line for line in turns)
 
 
@@ -157,7 +157,7 @@ def test_experiments_fit_their_gpus(path: Path) -> None:
     resting = b.engine_weights if made.launch.placement == "colocated" else 0.0
     assert (b.trainer + resting) / 1e9 < 76
     assert (b.engine + (b.weights + b.gradients + b.optimizer if resting else 0.0)) / 1e9 < 76
-    odd = odd_sizes(made, read_model(made), 80.0)
+    odd = size_warnings(made, read_model(made), 80.0)
     assert not [w for w in odd if "rank needs" in w or "in flight" in w]
 
 

@@ -17,10 +17,10 @@ from rlsys.core.errors import UserError
 from rlsys.core.machines import machines
 from rlsys.ledger.reader import Length
 from rlsys.planner import calibration
-from rlsys.planner.costs import Costs, costs_of
-from rlsys.planner.engine import FIRST_PROMPT, SimulatedEngine
-from rlsys.planner.lengths import Lengths, long_tail, read_trace
+from rlsys.planner.costs import Costs, estimate_costs
+from rlsys.planner.lengths import LengthDistribution, long_tail, read_trace
 from rlsys.planner.settings import Setting, settings
+from rlsys.planner.simulated_engine import FIRST_PROMPT, SimulatedEngine
 from rlsys.planner.simulation import Forecast, simulate
 from rlsys.planner.virtual_time import run_virtual
 from tests.helpers.rollout_rig import Rig, make_config
@@ -28,7 +28,7 @@ from tests.helpers.rollout_rig import Rig, make_config
 ROOT = Path(__file__).resolve().parents[3]
 BIG = ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml"
 SMALL = {"groups_per_step": 4, "group_size": 4, "max_response_tokens": 200}
-COSTS = Costs(every_pass=0.01, decoded_token=0.001, prompt_token=0.001, trained_token=0.002, push=0.5)
+COSTS = Costs(pass_overhead=0.01, decoded_token=0.001, prompt_token=0.001, trained_token=0.002, push=0.5)
 
 
 def config(tmp_path: Path, **sections: Any) -> Config:
@@ -36,33 +36,33 @@ def config(tmp_path: Path, **sections: Any) -> Config:
     return make_config(tmp_path, rollout=rollout, **sections)
 
 
-def forecast(made: Config, lengths: Lengths, costs: Costs = COSTS, steps: int = 4) -> Forecast:
+def forecast(made: Config, lengths: LengthDistribution, costs: Costs = COSTS, steps: int = 4) -> Forecast:
     return simulate(made, costs, lengths, prompt_tokens=10, steps=steps)
 
 
 def test_a_synchronous_step_is_what_one_computes_by_hand(tmp_path: Path) -> None:
     """16 responses of 50 tokens: one prefill that makes the first token, 49 passes, training, a push, and one pass
     over its canaries: four prompts, and four whole responses."""
-    found = forecast(config(tmp_path), Lengths([50], 200))
+    found = forecast(config(tmp_path), LengthDistribution([50], 200))
     by_hand = COSTS.prefill(16 * 10) + 49 * COSTS.decode(16, 0) + COSTS.train([(60, 0)] * 16)
     by_hand += COSTS.push + COSTS.prefill(4 * 10 + 4 * 60)
     assert found.step_seconds == pytest.approx(by_hand, rel=0.02)
     assert found.train_seconds == pytest.approx(COSTS.train([(60, 0)] * 16))
     assert found.tokens_per_s == pytest.approx(16 * 50 / found.step_seconds)
-    assert (found.staleness, found.off_policy, found.read_again, found.dropped) == (0, 0, 0, 0)
+    assert (found.staleness, found.off_policy, found.recomputed, found.dropped) == (0, 0, 0, 0)
 
 
 def test_engines_have_so_many_slots_and_wait_for_the_longest(tmp_path: Path) -> None:
     """16 responses in 8 slots: two waves."""
     made = config(tmp_path, engine={"max_running_requests": 8})
-    found = forecast(made, Lengths([50], 200))
+    found = forecast(made, LengthDistribution([50], 200))
     waves = 2 * (COSTS.prefill(8 * 10) + 49 * COSTS.decode(8, 0))
     assert found.rollout_seconds == pytest.approx(waves, rel=0.03)
 
 
 def test_who_decodes_waits_while_prompts_are_read() -> None:
     """Two responses of ten tokens, a second for each pass; the second one comes when the first has four tokens."""
-    engine = SimulatedEngine("http://e", Costs(every_pass=1.0), lambda _seed, _prompt: 10, 1, 8, 1000, 1)
+    engine = SimulatedEngine("http://e", Costs(pass_overhead=1.0), lambda _seed, _prompt: 10, 1, 8, 1000, 1)
 
     async def ended(at: float) -> float:
         clock = asyncio.get_running_loop().time
@@ -83,7 +83,7 @@ def test_who_decodes_waits_while_prompts_are_read() -> None:
 
 def test_a_server_takes_requests_in_one_after_another(tmp_path: Path) -> None:
     """Sixteen of them, a tenth of a second each: the last one begins 1.6 s later, in an emptier engine."""
-    made, lengths = config(tmp_path), Lengths([50], 200)
+    made, lengths = config(tmp_path), LengthDistribution([50], 200)
     at_once, in_turn = (forecast(made, lengths, replace(COSTS, request=seconds)) for seconds in (0.0, 0.1))
     assert 0.5 < in_turn.rollout_seconds - at_once.rollout_seconds < 1.6
     april = config(tmp_path, rollout={"over_provision": 2, "max_staleness": 8})
@@ -101,7 +101,7 @@ def test_a_long_tail_leaves_slots_idle_and_over_provision_fills_them(tmp_path: P
     )
     assert april.tokens_per_s > 1.2 * synchronous.tokens_per_s
     assert april.idle_slots < synchronous.idle_slots - 0.2
-    assert april.staleness > 0 and april.read_again > 0 and april.off_policy > 0
+    assert april.staleness > 0 and april.recomputed > 0 and april.off_policy > 0
 
 
 @pytest.mark.gate
@@ -113,7 +113,7 @@ def test_tokens_that_grow_too_old_are_dropped_and_counted(tmp_path: Path) -> Non
 def test_a_disaggregated_trainer_works_while_engines_go_on(tmp_path: Path) -> None:
     """As slow as the slower of the two, and not their sum."""
     slow = replace(COSTS, trained_token=0.002, push=0.01)
-    lengths = Lengths([40, 50, 60], 200)
+    lengths = LengthDistribution([40, 50, 60], 200)
     rollout = {"over_provision": 2, "max_staleness": 8}
     together = forecast(config(tmp_path, rollout=rollout), lengths, slow, steps=8)
     apart = forecast(
@@ -134,7 +134,7 @@ def test_every_way_to_interrupt_can_be_planned(tmp_path: Path, interruption: str
     )
     found = forecast(made, long_tail(200), steps=6)
     assert found.tokens_per_s > 0
-    assert (found.read_again == 0) == (interruption != "abort")
+    assert (found.recomputed == 0) == (interruption != "abort")
 
 
 def test_the_same_question_has_the_same_answer(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_long_responses_are_planned_in_larger_units(tmp_path: Path, monkeypatch:
 
 
 def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rollout.generator = tools: only single_turn can be planned yet"):
-        forecast(config(tmp_path, rollout={"generator": "tools"}), Lengths([5], 200))
+    with pytest.raises(UserError, match=r"rollout.generator = tools: only single_turn can be simulated"):
+        forecast(config(tmp_path, rollout={"generator": "tools"}), LengthDistribution([5], 200))
 
 
 # -- pools ---------------------------------------------------------------------------------------------------------
@@ -176,15 +176,17 @@ def test_pools_are_planned_each_at_its_own_speed_and_price(tmp_path: Path) -> No
     pools = [{"name": "large", "count": 1, "tp": 2, "cost": 2.0}, {"name": "small", "count": 2}]
     made = pooled(tmp_path, pools, router={"strategy": "hardware_affinity"})
     slow = replace(COSTS, prompt_token=1e-4, trained_token=1e-6, push=0.01)
-    fast = replace(slow, every_pass=slow.every_pass / 4, decoded_token=slow.decoded_token / 4)
-    found = simulate(made, slow, Lengths([40, 80], 200), prompt_tokens=20, steps=8, by_tp={1: slow, 2: fast})
+    fast = replace(slow, pass_overhead=slow.pass_overhead / 4, decoded_token=slow.decoded_token / 4)
+    found = simulate(
+        made, slow, LengthDistribution([40, 80], 200), prompt_tokens=20, steps=8, by_tp={1: slow, 2: fast}
+    )
     large, small = found.pools["large"], found.pools["small"]
     assert large.tokens + small.tokens == pytest.approx(1)
     assert large.tokens > 0.6, "one of three"
     assert (large.cost, small.cost) == tuple(
         pytest.approx(1e6 * price / found.tokens_per_s, rel=0.01) for price in (4.0, 2.0)
     )
-    alike = simulate(made, slow, Lengths([40, 80], 200), prompt_tokens=20, steps=8)
+    alike = simulate(made, slow, LengthDistribution([40, 80], 200), prompt_tokens=20, steps=8)
     assert found.tokens_per_s > 1.2 * alike.tokens_per_s
 
 
@@ -192,7 +194,7 @@ def test_pools_are_planned_each_at_its_own_speed_and_price(tmp_path: Path) -> No
 def test_engines_that_explore_write_nothing_that_is_trained(tmp_path: Path) -> None:
     pools = [{"name": "main", "count": 1}, {"name": "scouts", "count": 1, "role": "explore"}]
     planner = {"name": "explore", "params": {"first": 2, "probes": 4}}
-    found = forecast(pooled(tmp_path, pools, algo={"planners": [planner]}), Lengths([40, 80], 200))
+    found = forecast(pooled(tmp_path, pools, algo={"planners": [planner]}), LengthDistribution([40, 80], 200))
     assert found.pools["scouts"].tokens > 0.2
     assert found.dropped < 0.27, "groups of equal rewards; what the scouts make is not counted"
     assert found.tokens_per_s > 0
@@ -205,13 +207,13 @@ def test_costs_of_a_machine_by_hand() -> None:
     """Decoding one request reads the dense weights and the experts that one token visits; a full batch reads all."""
     made = load_config(BIG, ["parallel.pp=1"])
     hf = HFConfig.read(made.model.path)
-    costs, gpu = costs_of(made, hf, machines()["h100"]), machines()["h100"]
+    costs, gpu = estimate_costs(made, hf, machines()["h100"]), machines()["h100"]
     read = made.engine.tp * gpu.bandwidth * 1e12 * 0.6
     all_bytes = 2 * 30.5e9  # Qwen3-30B-A3B in bfloat16
     assert costs.weights + costs.experts == pytest.approx(all_bytes / read, rel=0.01)
-    assert costs.chosen == 8 / 128
+    assert costs.expert_fraction == 8 / 128
     one, many = costs.decode(1, 0), costs.decode(10_000, 0)
-    assert one == pytest.approx(costs.every_pass + costs.weights + costs.experts / 16)
+    assert one == pytest.approx(costs.pass_overhead + costs.weights + costs.experts / 16)
     assert many > one
     assert costs.decode(64, 1e6) > costs.decode(64, 0)
 
@@ -222,7 +224,7 @@ def test_twice_the_gpus_train_twice_as_fast() -> None:
     double = load_config(
         BIG, ["launch.nodes=2", "launch.backend=ray", f"parallel.dp={2 * made.parallel.data_parallel}"]
     )
-    a, b = (costs_of(c, hf, machines()["h100"]).train([(1000, 0)] * 8) for c in (made, double))
+    a, b = (estimate_costs(c, hf, machines()["h100"]).train([(1000, 0)] * 8) for c in (made, double))
     assert a == pytest.approx(2 * b)
 
 
@@ -237,15 +239,15 @@ def test_a_trace_is_cut_at_the_cap_and_a_seed_has_one_length(tmp_path: Path) -> 
     (tmp_path / "trace.json").write_text('{"lengths": [5, 500], "source": "mine"}')
     lengths = read_trace(tmp_path / "trace.json", 100)
     assert sorted(lengths.values) == [5, 100]
-    assert lengths.of(7, 1) == lengths.of(7, 2)
+    assert lengths.sample(7, 1) == lengths.sample(7, 2)
 
 
 def test_a_prompt_has_the_lengths_of_one_group() -> None:
-    lengths = Lengths([5, 6, 90, 80], 85, [[5, 6], [90, 80]])
-    of_prompt = [{lengths.of(seed, prompt) for seed in range(20)} for prompt in range(20)]
+    lengths = LengthDistribution([5, 6, 90, 80], 85, [[5, 6], [90, 80]])
+    of_prompt = [{lengths.sample(seed, prompt) for seed in range(20)} for prompt in range(20)]
     assert {5, 6} in of_prompt and {85, 80} in of_prompt
     assert all(found in ({5, 6}, {85, 80}) for found in of_prompt)
-    assert lengths.cut(50).values == [5, 6, 50, 50]
+    assert lengths.truncate(50).values == [5, 6, 50, 50]
 
 
 @pytest.mark.gate
@@ -256,7 +258,7 @@ def test_a_group_of_long_responses_holds_up_a_step_alone(tmp_path: Path) -> None
     alike, mixed = [[20] * 4] * 3 + [[180] * 4], [[20, 20, 20, 180]] * 4
     costs = replace(COSTS, prompt_token=1e-5, trained_token=1e-6, push=0.01)
     together, apart = (
-        forecast(made, Lengths([n for g in groups for n in g], 200, groups), costs, steps=12)
+        forecast(made, LengthDistribution([n for g in groups for n in g], 200, groups), costs, steps=12)
         for groups in (alike, mixed)
     )
     assert together.tokens_per_s != pytest.approx(apart.tokens_per_s, rel=0.05)
@@ -314,11 +316,11 @@ def test_a_run_tells_its_costs(tmp_path: Path) -> None:
         "Prefill batch, #new-seq: 9, #new-token: 9000, #cached-token: 0, input throughput (token/s): 9000.0"
     ]
     write_run(config, 8, lines)
-    found = calibration.calibrated(tmp_path)
+    found = calibration.calibrate(tmp_path)
     costs, prompts = found.costs(1), found.prompt_tokens * config.samples_per_step
-    assert costs.every_pass == pytest.approx(0.02, rel=0.05)
+    assert costs.pass_overhead == pytest.approx(0.02, rel=0.05)
     assert costs.decoded_token == pytest.approx(0.0004, rel=0.05)
-    assert costs.prompt_token == pytest.approx((1.0 - costs.every_pass) / 9000)
+    assert costs.prompt_token == pytest.approx((1.0 - costs.pass_overhead) / 9000)
     assert costs.trained_token == pytest.approx(1e-3)
     assert costs.train_step == pytest.approx(2.5 - 1e-3 * prompts)
     again = simulate(config, costs, found.lengths, prompt_tokens=found.prompt_tokens, steps=8)
@@ -327,7 +329,7 @@ def test_a_run_tells_its_costs(tmp_path: Path) -> None:
         "what no log tells is taken from the run's own steps"
     )
     assert set(found.lengths.values) == {7}
-    with pytest.raises(UserError, match="engines are of tp 1; nothing tells what tp 2 costs"):
+    with pytest.raises(UserError, match="engines have tp 1, so the costs of tp 2 are unknown"):
         found.costs(2)
 
 
@@ -352,7 +354,7 @@ async def test_a_run_that_says_too_little(tmp_path: Path, steps: int, lines: int
     made.buffer.close()
     write_run(config, steps, [decode_line(3, 0.1)] * lines)
     with pytest.raises(UserError, match=why):
-        calibration.calibrated(tmp_path)
+        calibration.calibrate(tmp_path)
 
 
 def test_a_run_that_was_stopped_does_not_look_short() -> None:

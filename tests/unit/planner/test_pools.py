@@ -14,7 +14,7 @@ from rlsys.config import Config, ConfigError, dump_config, load_config
 from rlsys.core.errors import UserError
 from rlsys.engine.launch_args import engine_command
 from rlsys.planner.layout import lay_out, push_plan
-from rlsys.router.push import of_size
+from rlsys.router.push import checksums_of_size
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.router_rig import A, B, routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -86,7 +86,7 @@ def test_each_engine_gets_gpus_for_its_size() -> None:
 
 def test_pools_that_do_not_fit_are_named_with_their_sizes() -> None:
     made = config(WIDE, SMALL, launch={"gpus_per_node": 3})
-    with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*engine 2 finds no place"):
+    with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*no GPUs are left for engine 2"):
         lay_out(made)
 
 
@@ -107,11 +107,11 @@ def test_engines_of_each_size_are_held_against_checksums_of_their_own() -> None:
         return checksums.digests()
 
     both = digests(1, 2)
-    assert of_size(both, [1, 2], 1) == digests(1)
-    assert of_size(both, [1, 2], 2) == digests(2)
+    assert checksums_of_size(both, [1, 2], 1) == digests(1)
+    assert checksums_of_size(both, [1, 2], 2) == digests(2)
     assert digests(1) != digests(2)
-    assert of_size(digests(2), [2], 2) == digests(2)
-    assert of_size(both, [1, 2], 4) == [], "nobody said what it must hold"
+    assert checksums_of_size(digests(2), [2], 2) == digests(2)
+    assert checksums_of_size(both, [1, 2], 4) == [], "nobody said what it must hold"
 
 
 FAR = {"name": "far", "count": 2, "relay": True}
@@ -123,7 +123,7 @@ def test_a_pool_with_relay_is_a_chain_and_no_other_way_leads_to_it() -> None:
     found = config(SMALL, FAR, farther, weights={"method": "broadcast"}, launch=APART)
     plan = push_plan(found, lay_out(found))
     assert found.engine.chains == plan.chains == ((2, 3), (4,))
-    assert [plan.relayed(i) for i in (None, 0, 1, 2, 3, 4)] == [False] * 3 + [True] * 3
+    assert [plan.is_relayed(i) for i in (None, 0, 1, 2, 3, 4)] == [False] * 3 + [True] * 3
     joined = found.engine.pool_of(None, "farther")
     assert joined is not None and joined.name == "farther" and found.engine.chain_of("farther") == 1
     assert found.engine.chain_of("small") is found.engine.chain_of(None) is None

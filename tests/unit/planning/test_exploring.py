@@ -12,7 +12,7 @@ from rlsys.algo.preflight import check
 from rlsys.config import Config, ConfigError, load_config
 from rlsys.core.errors import UserError
 from rlsys.core.types import Sample, SampleGroup, Status
-from rlsys.router.router import EVALUATION, NobodyExplores
+from rlsys.router.router import EVALUATION, NoExplorationEngine
 from tests.helpers.router_rig import PROMPT, A, B, routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -91,9 +91,9 @@ async def test_engines_that_explore_answer_probes_alone_and_nobody_waits_for_dea
         waiting = asyncio.create_task(probe(7))
         await asyncio.sleep(0.1)
         scout.die()
-        with pytest.raises(NobodyExplores):
+        with pytest.raises(NoExplorationEngine):
             await waiting
-        with pytest.raises(NobodyExplores):
+        with pytest.raises(NoExplorationEngine):
             await probe(8)
         assert (await rig.start(sample(9))).engine == A
 

@@ -17,7 +17,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup
 from rlsys.planning.planning import Planning
 from rlsys.rewards.judges import Judge, PatientJudge
-from rlsys.router.router import Poisonous
+from rlsys.router.router import PoisonRequest
 from tests.helpers.planning_cases import BUDGET, Lengths, config_of, group_of
 from tests.helpers.rollout_rig import Numbers, ids, make_config, rig, settle
 
@@ -114,7 +114,7 @@ async def test_a_prompt_that_engines_die_of_censors_its_group(tmp_path: Path) ->
     """Before: it was asked about for ever, and its group's step waited."""
 
     async def scores(_: list[int]) -> tuple[list[float], list[bool]]:
-        raise Poisonous("4 engines died while they worked on it")
+        raise PoisonRequest("4 engines died while they worked on it")
 
     config = config_of(tmp_path, planners=["lens"])
     async with rig(config, lambda s: 4 if s.group_id == 0 else 3, prompt_scores=scores) as r:

@@ -117,7 +117,7 @@ def test_a_repaired_sample_is_in_the_ledger(tmp_path: Path, at: int) -> None:
     (new,) = with_buffer.grow(group, [7], prefixes=[Prefix(1, at, (50, 51))])
     assert list(new.response_ids) == [*(10, 11, 12, 13)[:at], 50, 51]
     assert new.observed == [TokenSpan(at, at + 2)] and new.observed_last
-    assert (new.fork, new.given, new.received_tokens, new.versions()) == (
+    assert (new.fork, new.inherited_tokens, new.received_tokens, new.versions()) == (
         Fork(1, at),
         at,
         0,
@@ -128,7 +128,7 @@ def test_a_repaired_sample_is_in_the_ledger(tmp_path: Path, at: int) -> None:
     with_buffer.save([new])
     with_buffer.flush()
     assert with_buffer.added_tokens == 9
-    before = (list(new.response_ids), list(new.mu), new.spans, new.observed, new.fork, new.given)
+    before = (list(new.response_ids), list(new.mu), new.spans, new.observed, new.fork, new.inherited_tokens)
     with_buffer.close()
     again = RolloutBuffer(tmp_path / FILE_NAME, identity(made_for), 4)
     back = again.active()[0].samples[2]
@@ -138,7 +138,7 @@ def test_a_repaired_sample_is_in_the_ledger(tmp_path: Path, at: int) -> None:
         back.spans,
         back.observed,
         back.fork,
-        back.given,
+        back.inherited_tokens,
     ) == before
     again.close()
 

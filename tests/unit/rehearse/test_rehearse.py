@@ -274,7 +274,7 @@ def test_stand_ins_refuse_an_upstream_that_changed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(stand_ins.TopKRouter, "forward", forward)
     setting = stand_ins.Setting(under(FakeTensors()), 1.0, list, torch.float32)
-    expected = r"rlsys.rehearse.stand_ins.routes: TopKRouter.forward no longer says"
+    expected = r"rlsys.rehearse.stand_ins.routes: TopKRouter.forward no longer contains"
     with pytest.raises(PatchError, match=expected), stand_ins.installed({"always"}, setting):
         pass
 

@@ -9,7 +9,7 @@ import pytest
 from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt
-from rlsys.evaluation.eval_sets import config_of
+from rlsys.evaluation.eval_sets import eval_set_config
 from rlsys.rewards import make_score
 from rlsys.rewards.workers import RewardError
 from tests.helpers.responses import response_of
@@ -67,4 +67,4 @@ def test_it_needs_a_judge_of_its_own(judge: str) -> None:
         Path("quickstart"),
         [f"eval.sets=[{{name: rac, data: {{reward: {REWARD}, judge: '{judge}'}}}}]"],
     )
-    assert callable(make_score(config_of(run, run.eval.sets[0])))
+    assert callable(make_score(eval_set_config(run, run.eval.sets[0])))

@@ -16,7 +16,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt
 from rlsys.data import Tokenizer
 from rlsys.rewards import Rewards, find_reward, service
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from rlsys.worker.assembly import build_scorer
 from rlsys.worker.scoring import Verdict
 from tests.helpers.responses import sample_of
@@ -81,7 +81,7 @@ async def test_a_service_is_asked_as_slimes_are_and_may_give_what_a_function_giv
         plain, scored, named = [await verdict_of(url) for _ in values]
     assert (plain.reward, plain.right, scored.reward, scored.right) == (1, True, 0.5, True)
     assert scored.figures["seconds"] == 3
-    assert (named.reward, named.named) == (0.75, {"right": 1, "brief": -0.25})
+    assert (named.reward, named.parts) == (0.75, {"right": 1, "brief": -0.25})
     first = server.asked[0]
     said = "3+4=7</think><answer>7</answer>"  # as for other frameworks' functions, without the end's token
     assert (first["prompt"], first["response"], first["label"]) == ("3+4=", said, "7")
@@ -201,7 +201,7 @@ async def test_a_service_joins_other_rewards_under_the_name_of_its_host() -> Non
 
     async with ScriptedService(one).listening() as url:
         found = await verdict_of(["exact_answer", {"name": url, "weight": 0.5}])
-    assert found.named == {"exact_answer": 1, "127.0.0.1": 0.5}
+    assert found.parts == {"exact_answer": 1, "127.0.0.1": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -220,4 +220,4 @@ def test_what_is_no_address_is_refused_before_anything_starts(url: str, told: st
 
 def test_a_service_is_not_asked_before_the_start() -> None:
     config = {"model": {"path": MODEL}, "data": {"reward": ["exact_answer", "http://nobody.invalid/score"]}}
-    assert try_rollout(Config.model_validate(config)).rewards is None
+    assert dry_run(Config.model_validate(config)).rewards is None

@@ -143,7 +143,7 @@ def test_plain_rewards_of_others(model: Path) -> None:
     with pytest.raises(KeyError, match="answer"):  # the scorer says of which row, and what mends it
         made = make_scores(Config.model_validate(
             {"model": {"path": model}, "data": {"reward": f"{__name__}:compute_score"}}))  # fmt: skip
-        made[0](Prompt(0, "", [], {}, where="mine:4"), Response(TEXT, finished=True, ids=IDS))
+        made[0](Prompt(0, "", [], {}, location="mine:4"), Response(TEXT, finished=True, ids=IDS))
     mark = read_mark(score(model, "compute_score"))
     assert mark == Mark(-1.5, right=True, figures={"acc": 1.0, "length": 4.0})
 
@@ -157,7 +157,7 @@ async def test_several_rewards_are_added_with_their_weights(model: Path) -> None
         "not_for_sums",
         "ours",
     )
-    assert found.named == {
+    assert found.parts == {
         "correct": 2.0, "custom_rm": 2.0, "short": pytest.approx(-0.2), "not_for_sums": 0.0,
         "ours.right": 1.0, "ours.brief": 0.25,
     }  # fmt: skip

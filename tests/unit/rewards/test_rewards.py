@@ -26,7 +26,7 @@ from rlsys.rewards import REWARDS, Rewards, make_score
 from rlsys.rewards.answer import canonical_answer, final_answer
 from rlsys.rewards.judge_training import judge_reward
 from rlsys.rewards.results import NoMark, read_mark
-from rlsys.worker.loop_watch import CHECKS, Stillness
+from rlsys.worker.loop_watch import CHECKS, StallDetector
 from rlsys.worker.scoring import Scorer
 from tests.helpers.responses import response_of, sample_of
 
@@ -249,14 +249,14 @@ def test_an_async_reward_that_blocks_the_loop_ends_the_process_in_one_line() -> 
     done = subprocess.run([sys.executable, "-c", BLOCKS], capture_output=True, text=True, timeout=60)
     [line] = done.stderr.splitlines()
     assert done.returncode == 1
-    assert line.startswith("rlsys: error: the event loop has stood still for 0.5 s at <string>:6 (reward)")
+    assert line.startswith("rlsys: error: the event loop was blocked for 0.5 s at <string>:6 (reward)")
     assert line.endswith("; data.reward = mine:reward in flight for prompts: 7 [exit 1]")
 
 
 def test_only_a_loop_that_never_beats_stands_still() -> None:
-    stillness = Stillness()
-    assert not any(stillness.look(i // CHECKS) for i in range(50 * CHECKS))
-    assert [stillness.look(99) for _ in range(CHECKS + 1)] == [False] * CHECKS + [True]
+    stillness = StallDetector()
+    assert not any(stillness.stalled(i // CHECKS) for i in range(50 * CHECKS))
+    assert [stillness.stalled(99) for _ in range(CHECKS + 1)] == [False] * CHECKS + [True]
 
 
 async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model: Path) -> None:
@@ -280,11 +280,11 @@ async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model:
         "reward hostile gave nan, expected a finite number",
         "reward hostile gave 'full marks', expected a finite number",
     ]
-    assert (scorer.failed, scorer.hung) == (3, 0)
+    assert (scorer.failures, scorer.timeouts) == (3, 0)
     assert await told("die") == ["reward raised ProcessEnded: with code -9"]
     hung = await told("hang", "hang", "parts")
     assert hung == [*["reward took longer than rollout.reward_timeout = 1.5 s"] * 2, 1.0]
-    assert scorer.hung == 2
+    assert scorer.timeouts == 2
     assert rewards._workers.started == 4  # one for all that answered, one after each end
     await rewards.close()
 
@@ -341,15 +341,15 @@ async def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model
     first, turned, *refused = [
         await scorer.score(Prompt(i, "", [], {}), sample_of()) for i in range(len(given))
     ]
-    assert first.named is not None and turned.named is not None
-    assert list(turned.named.items()) == [("right", 0.0), ("brief", 1.0)]
+    assert first.parts is not None and turned.parts is not None
+    assert list(turned.parts.items()) == [("right", 0.0), ("brief", 1.0)]
     assert (first.right, turned.right) == (True, False)
     assert [v.reason for v in refused] == [
         f"reward has the parts {names}, the run's first had ['right', 'brief']"
         for names in (["right"], ["right", "breif"], [])
     ]
     assert all(v.reward is None for v in refused)
-    assert scorer.failed == 3
+    assert scorer.failures == 3
 
 
 def test_unknown_reward_is_told_with_the_nearest_name(model: Path) -> None:
@@ -385,7 +385,7 @@ async def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: 
     ("prompt", "told"),
     [
         (
-            Prompt(3, "", [1], {"prompt": "1+1=", "solution": "2"}, where="sums.jsonl:7"),
+            Prompt(3, "", [1], {"prompt": "1+1=", "solution": "2"}, location="sums.jsonl:7"),
             ": sums.jsonl:7 has no answer; its keys: prompt, solution",
         ),
         (Prompt(3, "", [1], {}), ": prompt 3 has no answer; its keys: none"),

@@ -27,13 +27,13 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Prompt, Sample
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import EngineError, make_session
-from rlsys.evaluation.evaluation import answer_all
+from rlsys.evaluation.evaluation import answered_items
 from rlsys.gateway.fleet import Fleet
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.rewards import Rewards
-from rlsys.router.failures import Poisonous
+from rlsys.router.failure_policy import PoisonRequest
 from rlsys.trainer.checkpoints import manifest
 from rlsys.worker.scoring import Scorer
 from tests.helpers.responses import sample_of
@@ -83,7 +83,7 @@ async def test_a_sample_that_kills_engines_is_given_up() -> None:
                 await stage.push(only_stale=True)
             if all(task.done() for task in tasks):
                 break
-        with pytest.raises(Poisonous, match="4 engines died while they worked on it"):
+        with pytest.raises(PoisonRequest, match="4 engines died while they worked on it"):
             tasks[0].result()
         assert sum(e.killed for e in engines) == 4
         assert all(s.status.terminal for s in good), "its neighbours went on"
@@ -115,7 +115,7 @@ async def test_a_sample_that_gets_only_server_errors_is_given_up() -> None:
         tasks = [stage.start(s) for s in (bad, *good)]
         await asyncio.wait(tasks)
         with pytest.raises(
-            Poisonous,
+            PoisonRequest,
             match=r"8 answers in a row were server errors, the last one: .*shape mismatch in the",
         ):
             tasks[0].result()
@@ -128,7 +128,7 @@ async def test_a_sample_that_gets_only_server_errors_is_given_up() -> None:
 async def test_a_sample_that_was_given_up_by_the_process_before_is_not_sent_again() -> None:
     async with routing(Choking("http://e0:1")) as stage:
         await stage.push()
-        with pytest.raises(Poisonous, match=r"^8 answers in a row were server errors$"):
+        with pytest.raises(PoisonRequest, match=r"^8 answers in a row were server errors$"):
             await stage.start(replace(sample(0, seed=POISON), faults=8))
         assert stage.engine.choked == 0  # type: ignore[attr-defined]
 
@@ -140,16 +140,16 @@ async def test_an_evaluation_goes_on_without_a_prompt_that_engines_die_of(
 
     async def answer(of: Sample, prompt: Prompt) -> None:
         if prompt.index == 1:
-            raise Poisonous("4 engines died while they worked on it")
+            raise PoisonRequest("4 engines died while they worked on it")
         if prompt.index == 3:
             raise ToolFailed("its agent raised KeyError")
 
     asked = [(sample(i), Prompt(i, "", [1], {})) for i in range(4)]
-    assert [p.index for _, p in await answer_all(asked, answer)] == [0, 2]
+    assert [p.index for _, p in await answered_items(asked, answer)] == [0, 2]
     assert "held-out prompt 1 is left out: 4 engines died" in caplog.text
     assert "held-out prompt 3 is left out: its agent raised KeyError" in caplog.text
-    with pytest.raises(RunError, match="no prompt could be answered; the first one: 4 engines died"):
-        await answer_all(asked[1:2], answer)
+    with pytest.raises(RunError, match="no prompt got a response; the first one: 4 engines died"):
+        await answered_items(asked[1:2], answer)
 
 
 class Mute(ScriptedEngine):
@@ -167,7 +167,7 @@ async def test_a_prompt_whose_log_probs_no_engine_gives_is_given_up() -> None:
         await asyncio.sleep(2)
         await stage.push()
         with pytest.raises(
-            Poisonous,
+            PoisonRequest,
             match=r"8 answers in a row were server errors, the last one: .*out of memory",
         ):
             await stage.router.prompt_logprobs([POISON % 100] * 3)
@@ -467,7 +467,7 @@ async def test_an_engine_that_is_away_may_take_its_start_timeout(tmp_path: Path)
         r.router.stats = lambda: told  # type: ignore[method-assign]
         start = loop.time()
         with pytest.raises(RunError, match=r"stall_timeout = 0\.05 s and engine\.start_timeout = 0\.2 s"):
-            await r.manager._waiting.watched(asyncio.Event().wait(), "an engine")
+            await r.manager._progress_watch.watch(asyncio.Event().wait(), "an engine")
         assert loop.time() - start >= 0.25
 
 
@@ -480,4 +480,4 @@ async def test_a_failure_in_the_last_moment_of_a_wait_is_told(tmp_path: Path) ->
             return "done"
 
         with pytest.raises(RunError, match="the disk is full"):
-            await r.manager._waiting.watched(fails_while_it_ends(), "nothing")
+            await r.manager._progress_watch.watch(fails_while_it_ends(), "nothing")

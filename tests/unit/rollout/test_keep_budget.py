@@ -57,7 +57,7 @@ def test_the_longest_are_kept_first() -> None:
     budget = KeepBudget(config(0.01), Notes())  # type: ignore[arg-type]
     assert FIRST_SHARE == 0.25
     assert kept(budget) == [2, 4]
-    assert budget.figures == {"keep_share": 0.25, "kept_samples": 2, "kept_response_tokens": 80}
+    assert budget.metrics == {"keep_share": 0.25, "kept_samples": 2, "kept_response_tokens": 80}
     budget.steer(0.005)
     budget.steer(0.005)
     assert kept(budget) == [2, 4, 7]  # 0.25 * 1.25 ** 2 of eight
@@ -71,7 +71,7 @@ def test_a_budget_of_nothing_keeps_nothing_and_none_keeps_all() -> None:
         budget.steer(0.0)
     assert kept(strict) == []
     assert kept(open_ended) == [s.sample_id for s in IN_FLIGHT]
-    assert open_ended.figures == {}
+    assert open_ended.metrics == {}
 
 
 def test_a_step_without_such_tokens_changes_nothing_and_a_restart_goes_on() -> None:
@@ -82,7 +82,7 @@ def test_a_step_without_such_tokens_changes_nothing_and_a_restart_goes_on() -> N
     budget.steer(0.002)
     again = KeepBudget(config(0.01), notes)  # type: ignore[arg-type]
     again.choose(IN_FLIGHT)
-    assert again.figures["keep_share"] == pytest.approx(0.3125)
+    assert again.metrics["keep_share"] == pytest.approx(0.3125)
 
 
 def test_it_is_for_engines_that_keep_samples_in_place() -> None:

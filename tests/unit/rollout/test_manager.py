@@ -17,12 +17,12 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.seeds import sample_seed
 from rlsys.core.spans import RouteSpan
 from rlsys.core.types import Prompt, Sample, SampleGroup, Segment, Status
-from rlsys.ledger.ledger import Ledger, check
+from rlsys.ledger.ledger import Ledger, check_ledger
 from rlsys.ledger.reader import RunReader
-from rlsys.rollout.figures import quantile
+from rlsys.rollout.run_metrics import quantile
 from rlsys.rollout.schedule import admission_capacity
 from rlsys.segments.records import SegmentReader
-from rlsys.segments.route_records import in_hand, read_pointer
+from rlsys.segments.route_records import load_with_routes, read_pointer
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import (
     APRIL,
@@ -172,7 +172,7 @@ async def test_others_are_heard_while_many_samples_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a start of many samples shows to the rest of the loop: a few more each time."""
-    monkeypatch.setattr("rlsys.rollout.runner.AT_ONCE", 3)
+    monkeypatch.setattr("rlsys.rollout.runner.MAX_STARTS_PER_ITERATION", 3)
     async with rig(make_config(tmp_path, **APRIL)) as r:
         await r.start()
         taking, seen = asyncio.create_task(r.take(1)), [0]
@@ -299,7 +299,7 @@ async def test_a_reward_that_raises_hangs_or_is_nan_censors_its_group(tmp_path: 
         assert samples[1].censor_reason == "reward gave nan, expected a finite number"
         assert samples[2].censor_reason is not None
         assert "reward_timeout = 0.01" in samples[2].censor_reason
-        assert r.scorer.hung == 2
+        assert r.scorer.timeouts == 2
 
 
 async def test_a_run_of_nothing_but_censored_groups_stops(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ async def test_commands_out_of_order_are_refused(tmp_path: Path) -> None:
             await r.manager.take(2)
         ticket = await r.manager.begin_push()
         ticket.weight_version = 1
-        with pytest.raises(RunError, match="end_push of weight version 1, begun was 2"):
+        with pytest.raises(RunError, match="end_push of weight version 1, but version 2 was begun"):
             await r.manager.end_push(ticket, [])
 
 
@@ -409,7 +409,7 @@ async def test_a_token_that_reaches_no_sample_stops_the_run(tmp_path: Path) -> N
     made = Rig(make_config(tmp_path), lambda s: 3, length_reward)
     await made.start()
     made.router.received = 1
-    with pytest.raises(RunError, match="13 tokens came for samples, 12 are in the ledger"):
+    with pytest.raises(RunError, match="received 13 tokens for samples, but 12 are in the ledger"):
         await made.take(1)
     made.router.received -= 1
     await made.manager.close()
@@ -568,7 +568,7 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
         except Killed:
             pass
         finally:
-            check(r.buffer.ledger())
+            check_ledger(r.buffer.ledger())
             abandon(r.buffer)
         return saved if len(told) < 40 else 40
 
@@ -578,7 +578,7 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
     assert sessions > 5
     trained = [g for groups in told.values() for g in groups]
     assert len(trained) == len(set(trained)) == 80
-    check(RunReader(tmp_path).ledger())
+    check_ledger(RunReader(tmp_path).ledger())
 
 
 async def test_data_that_changed_under_the_run_is_the_users_mistake(tmp_path: Path) -> None:
@@ -632,9 +632,9 @@ async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> Non
             made.append(chosen(1), 0)
         await r.manager.commit(1)
         r.buffer.save([running])
-        (saved,) = (s for s in loaded(tmp_path, r.buffer.unloaded([0]))[0].samples if s.index == 0)
+        (saved,) = (s for s in loaded(tmp_path, r.buffer.read_groups([0]))[0].samples if s.index == 0)
         with SegmentReader(tmp_path) as reader:
-            assert [s.end for s in in_hand(reader, saved).routes] == [positions]
+            assert [s.end for s in load_with_routes(reader, saved).routes] == [positions]
 
 
 async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(

@@ -17,7 +17,7 @@ from random import Random
 import pytest
 from aiohttp import web
 
-from rlsys.core.identity import NOBODY
+from rlsys.core.identity import ANONYMOUS
 from rlsys.core.owner import Owner, claim
 from rlsys.core.seeds import sample_seed
 from rlsys.core.spans import VersionSpan
@@ -26,9 +26,9 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.ledger.writer import StoreWriter
 from rlsys.rollout.service import Access
-from rlsys.router import failures
+from rlsys.router import failure_policy
 from rlsys.router.attest import Agreement
-from rlsys.router.failures import DEATHS_CENSORED
+from rlsys.router.failure_policy import DEATHS_CENSORED
 from rlsys.router.push import WeightPush
 from tests.helpers import nemesis_launch
 from tests.helpers.history import History, judge
@@ -138,7 +138,7 @@ def test_it_sees_two_writers_of_one_ledger(folder: Path, monkeypatch: pytest.Mon
 
 def test_it_sees_another_runs_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 4: engines without an owner."""
-    monkeypatch.setattr(nemesis_launch, "engine_identity", lambda *_: NOBODY)
+    monkeypatch.setattr(nemesis_launch, "engine_identity", lambda *_: ANONYMOUS)
     assert seen(folder, STRANGERS, "wrong")
 
 
@@ -161,7 +161,7 @@ def test_it_sees_a_trainer_that_comes_back(folder: Path, monkeypatch: pytest.Mon
 
 def test_it_sees_a_sample_that_kills_engines_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 8."""
-    monkeypatch.setattr(failures, "DEATHS_CENSORED", 10**6)
+    monkeypatch.setattr(failure_policy, "DEATHS_CENSORED", 10**6)
     assert seen(folder, [], "poison", poison=POISON)
 
 

@@ -15,7 +15,7 @@ from rlsys.core.messages import encode
 from rlsys.core.owner import KEY_HEADER, START_HEADER
 from rlsys.rollout import client as client_module
 from rlsys.rollout.client import RolloutClient
-from rlsys.rollout.once import Once
+from rlsys.rollout.command_dedup import CommandDedup
 from rlsys.rollout.protocol import RECONNECT_SECONDS, REQUEST_HEADER, StepRequest
 from tests.helpers.proxy import Proxy
 from tests.helpers.rollout_rig import ids, make_config, rig, settle
@@ -67,8 +67,8 @@ async def test_a_take_goes_on_over_a_broken_connection(
         taken = await asked
         assert taken is not None and ids(taken.groups) == [0, 1]
         assert takes == [1]
-    told = [m for m in caplog.messages if "asking again" in m]
-    assert told and "in take; asking again" in told[0]
+    told = [m for m in caplog.messages if "retrying" in m]
+    assert told and "in take; retrying" in told[0]
 
 
 async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxies: list[Proxy]) -> None:
@@ -83,7 +83,7 @@ async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxie
             answer = plain(*args, **kwargs)  # type: ignore[arg-type]
             if not broken:
                 broken.append(answer)
-                raise client_module.Broken("IncompleteRead")
+                raise client_module.ConnectionBroken("IncompleteRead")
             return answer
 
         client._http = breaks  # type: ignore[method-assign,assignment]
@@ -93,7 +93,7 @@ async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxie
 
 
 async def test_an_error_is_told_again_as_it_was_raised(tmp_path: Path) -> None:
-    once, raised = Once(), []
+    once, raised = CommandDedup(), []
 
     async def fail() -> None:
         raised.append(1)
@@ -101,7 +101,7 @@ async def test_an_error_is_told_again_as_it_was_raised(tmp_path: Path) -> None:
 
     for _ in range(2):
         with pytest.raises(RunError, match="no"):
-            await once.result("a", fail)
+            await once.run_once("a", fail)
     assert len(raised) == 1
 
 
@@ -112,9 +112,9 @@ async def endless(ended: list[str]) -> None:
         ended.append("ended")
 
 
-async def gone(once: Once, name: str, ended: list[str]) -> None:
+async def gone(once: CommandDedup, name: str, ended: list[str]) -> None:
     """A command whose connection breaks while it is carried out."""
-    asked = asyncio.ensure_future(once.result(name, lambda: endless(ended)))
+    asked = asyncio.ensure_future(once.run_once(name, lambda: endless(ended)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     asked.cancel()
@@ -123,16 +123,16 @@ async def gone(once: Once, name: str, ended: list[str]) -> None:
 
 async def test_another_command_ends_the_one_of_a_trainer_that_was_replaced() -> None:
     """A take that waits for samples would keep the restore of the next trainer waiting."""
-    once, ended = Once(), list[str]()
+    once, ended = CommandDedup(), list[str]()
     await gone(once, "take of the old one", ended)
     assert not ended
-    await once.result("restore of the new one", lambda: asyncio.sleep(0))
+    await once.run_once("restore of the new one", lambda: asyncio.sleep(0))
     assert ended
 
 
 async def test_two_connections_with_one_name_wait_for_one_work() -> None:
     """Both come while the command before is still being ended, which takes a moment."""
-    once, ended, carried_out = Once(), asyncio.Event(), []
+    once, ended, carried_out = CommandDedup(), asyncio.Event(), []
 
     async def ends_slowly() -> None:
         try:
@@ -144,9 +144,9 @@ async def test_two_connections_with_one_name_wait_for_one_work() -> None:
         carried_out.append(1)
         return {}
 
-    before = asyncio.ensure_future(once.result("take", ends_slowly))
+    before = asyncio.ensure_future(once.run_once("take", ends_slowly))
     await settle()
-    both = [asyncio.ensure_future(once.result("push", push)) for _ in range(2)]
+    both = [asyncio.ensure_future(once.run_once("push", push)) for _ in range(2)]
     await settle()
     ended.set()
     assert await asyncio.gather(*both) == [{}, {}]
@@ -156,7 +156,7 @@ async def test_two_connections_with_one_name_wait_for_one_work() -> None:
 
 @pytest.mark.virtual_clock
 async def test_a_command_that_nobody_comes_back_for_is_ended() -> None:
-    once, ended = Once(), list[str]()
+    once, ended = CommandDedup(), list[str]()
     await gone(once, "take", ended)
     await asyncio.sleep(RECONNECT_SECONDS - 1)
     assert not ended
@@ -169,10 +169,10 @@ async def test_a_command_that_nobody_comes_back_for_is_ended() -> None:
 
 @pytest.mark.virtual_clock
 async def test_who_comes_back_too_late_has_it_carried_out_anew() -> None:
-    once, ended = Once(), list[str]()
+    once, ended = CommandDedup(), list[str]()
     await gone(once, "take", ended)
     await asyncio.sleep(RECONNECT_SECONDS + 1)
-    assert await once.result("take", lambda: asyncio.sleep(0, {"a": 1.0})) == {"a": 1.0}
+    assert await once.run_once("take", lambda: asyncio.sleep(0, {"a": 1.0})) == {"a": 1.0}
 
 
 async def test_a_trainer_that_is_replaced_in_a_take_blocks_nobody(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp
         writer.write(body)
         answer = await reader.read()
         writer.close()
-        assert b"start 2 has taken its place" in answer
+        assert b"trainer start 2 has replaced" in answer
         assert r.buffer.versions.newest == 0
 
 

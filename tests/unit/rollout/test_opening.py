@@ -15,7 +15,7 @@ from rlsys.core.errors import RunError
 from rlsys.core.owner import claim
 from rlsys.rollout import client
 from rlsys.rollout.client import RolloutClient
-from rlsys.rollout.opening import open_while_telling
+from rlsys.rollout.startup_progress import open_with_progress
 from tests.helpers.clocks import FalseClock
 
 TIMEOUT = 240.0
@@ -59,7 +59,7 @@ async def test_who_asks_while_it_is_opened_hears_how_far_it_is(tmp_path: Path) -
         go_on.wait()
         return len(path.read_bytes())
 
-    task = asyncio.create_task(open_while_telling(path, open_it, owner))
+    task = asyncio.create_task(open_with_progress(path, open_it, owner))
     url = "http://localhost"
     while not owner.rollout_socket.exists():
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.generators.generator import build_generator
 from rlsys.rewards import make_score
-from rlsys.worker.scoring import asked_about
+from rlsys.worker.scoring import with_turn_rewards
 from tests.helpers.responses import response_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +38,7 @@ class Model:
         self.said, self.at_once, self.turn = said, at_once, 0
 
     async def __call__(
-        self, sample: Sample, *, most: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         start = sample.observed[-1].end if sample.observed else 0
         turn = TOKENIZER.encode(self.said[self.turn] + "<eos>")
@@ -46,7 +46,7 @@ class Model:
             if self.at_once == 0:
                 raise asyncio.CancelledError
             self.at_once = None if self.at_once is None else self.at_once - 1
-            if most is not None and sample.tokens >= most:
+            if max_tokens is not None and sample.tokens >= max_tokens:
                 sample.status = Status.TRUNCATED
                 return
             sample.append(Segment([token], [-0.5], [VersionSpan(1, 0, 1)]))
@@ -55,7 +55,7 @@ class Model:
 
 
 def prompt(steps: object = STEPS) -> Prompt:
-    return Prompt(0, "go", TOKENIZER.encode("go"), {"steps": steps}, "go", where="rows.jsonl:1")
+    return Prompt(0, "go", TOKENIZER.encode("go"), {"steps": steps}, "go", location="rows.jsonl:1")
 
 
 def fresh() -> Sample:
@@ -99,10 +99,13 @@ async def test_patches_give_the_authors_lengths_of_episodes(
     """UI-S1's generator goes on after a wrong action as long as fewer than `patches` were wrong before it."""
     s = await made(config(patches=patches))
     assert told(s) == sequences and s.status is Status.FINISHED
-    assert s.turn_marks is not None and sum(len(q.turns()) for q in s.sequences) == len(s.turn_marks) == turns
+    assert (
+        s.turn_rewards is not None
+        and sum(len(q.turns()) for q in s.sequences) == len(s.turn_rewards) == turns
+    )
     right = [i % 2 == 0 and i < 4 for i in range(turns)]
-    assert [(m.reward, m.matched) for m in s.turn_marks] == [(r / 5, r) for r in right]
-    score = make_score(config())(asked_about(prompt(), s), response_of(""))
+    assert [(m.reward, m.matched) for m in s.turn_rewards] == [(r / 5, r) for r in right]
+    score = make_score(config())(with_turn_rewards(prompt(), s), response_of(""))
     assert score == pytest.approx(sum(right) / 5)
 
 
@@ -115,20 +118,24 @@ async def test_after_a_restart_at_any_token_the_same_trajectory_is_walked() -> N
         assert sum(q.sampled_tokens for q in s.sequences) == tokens
         model.at_once = None
         again = await made(config(patches=-1), model, s)
-        assert (told(again), again.turn_marks, again.status) == (told(whole), whole.turn_marks, whole.status)
+        assert (told(again), again.turn_rewards, again.status) == (
+            told(whole),
+            whole.turn_rewards,
+            whole.status,
+        )
 
 
 async def test_a_response_that_is_full_is_truncated_and_keeps_what_it_got() -> None:
     s = await made(config(budget=4))
-    assert s.status is Status.TRUNCATED and s.turn_marks is not None
-    assert len(s.turn_marks) == sum(len(q.turns()) for q in s.sequences)
+    assert s.status is Status.TRUNCATED and s.turn_rewards is not None
+    assert len(s.turn_rewards) == sum(len(q.turns()) for q in s.sequences)
 
 
 async def test_what_matches_may_be_said_by_a_function(tmp_path: Path) -> None:
     file = tmp_path / "match.py"
     file.write_text("def match(said, action):\n    return 1.0 if said == action else 0.5\n")
     s = await made(config(patches=-1, match=f"{file}:match"))
-    assert [m.reward for m in s.turn_marks or ()] == [0.2, 0.1, 0.2, 0.1, 0.1]
+    assert [m.reward for m in s.turn_rewards or ()] == [0.2, 0.1, 0.2, 0.1, 0.1]
     broken = tmp_path / "broken.py"
     broken.write_text("def broken(said, action):\n    return action['x']\n")
     with pytest.raises(TypeError, match="string indices"):  # the sample's boundary censors it

@@ -22,15 +22,15 @@ import numpy as np
 import pytest
 
 from rlsys.config import Config
-from rlsys.core.membership import forget, tell
+from rlsys.core.membership import remove_member, write_member
 from rlsys.core.owner import claim
-from rlsys.core.types import Prompt, Sample, Status, Taken
+from rlsys.core.types import Prompt, Sample, Status, TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.generators.generator import single_turn
 from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planner.virtual_time import run_virtual
@@ -41,7 +41,7 @@ from rlsys.rollout.members import Members
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.segments.records import FOLDER, SegmentReader
-from rlsys.segments.route_records import in_hand
+from rlsys.segments.route_records import load_with_routes
 from rlsys.worker.scoring import Scorer
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, abandon, make_config
@@ -117,7 +117,7 @@ class World:
         launched = [e.url for e in self.engines if e not in self.joined]
         own = [self.client(url, 1, i) for i, url in enumerate(launched)]
         router = Router(
-            own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), patience=100,
+            own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), push_timeout_s=100,
             routes=True, peers=self.joins, kinds=self.config.engine,
         )  # fmt: skip
         scorer = Scorer(
@@ -149,7 +149,7 @@ class World:
         network: Any = Network(*self.engines, *self.gone)
         return EngineClient(url, network, index=index)
 
-    async def take(self, step: int) -> Taken:
+    async def take(self, step: int) -> TrainBatch:
         """Some answers get lost on their way: then the trainer asks again."""
         while True:
             if self.rng.random() < 0.05:
@@ -212,7 +212,7 @@ class World:
             made = ScriptedEngine(f"http://j{number}:1", ends_at=lambda s: 3 + s % 40, passed=self.passed)
             self.joined.append(made)
             self.engines.append(self.joined[-1])
-            tell(self.owner, self.joined[-1].url, 1, wanted=True)
+            write_member(self.owner, self.joined[-1].url, 1, active=True)
 
     def send_away(self) -> None:
         """The one that came first; one that died earlier than that has gone without a word."""
@@ -221,9 +221,9 @@ class World:
             self.engines.remove(engine)
             self.gone.append(engine)
             if engine.dead:
-                forget(self.owner, engine.url)
+                remove_member(self.owner, engine.url)
             else:
-                tell(self.owner, engine.url, 1, wanted=False)
+                write_member(self.owner, engine.url, 1, active=False)
                 self.happened["left in order"] += 1
 
     async def reward(self, prompt: Prompt, text: str) -> float:
@@ -239,7 +239,7 @@ class World:
                 await asyncio.Event().wait()
         return float(len(text) % 2)
 
-    def check(self, taken: Taken) -> None:
+    def check(self, taken: TrainBatch) -> None:
         groups = loaded(self.config.run.dir, taken.groups)
         told = [(g.group_id, *(q.response_ids for s in g.samples for q in s.sequences)) for g in groups]
         assert self.told.setdefault(taken.train_step, told) == told
@@ -252,9 +252,9 @@ class World:
     def check_routes(self, s: Sample) -> None:
         """They are the engine's at every position that has any; without them are only those that died with one."""
         with SegmentReader(self.config.run.dir) as segments:
-            read = in_hand(segments, s)
+            read = load_with_routes(segments, s)
         for told, span in zip(s.routes, read.routes, strict=True):
-            self.happened["routes in hand" if told.place is None else "routes in files"] += 1
+            self.happened["routes in hand" if told.location is None else "routes in files"] += 1
             chosen = [e for p in range(span.start, span.end) for e in experts(p)]
             assert np.frombuffer(span.experts, "<u2").tolist() == chosen
         covered = sum(span.end - span.start for span in s.routes)
@@ -310,10 +310,10 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, 
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == STEPS * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
-    check(ledger)
+    check_ledger(ledger)
     assert ledger.groups["trained"] == len(trained)
     assert ledger.groups["censored"] > 0
-    assert ledger.lost == 0
+    assert ledger.lost_tokens == 0
     with sqlite3.connect(folder / FILE_NAME) as db:
         journal = {
             step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
@@ -354,8 +354,8 @@ def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: d
     assert len({group[0] for group in trained}) == len(trained) == 120 * config.rollout.groups_per_step
     assert all(len(group) == 1 + 3 * config.rollout.group_size for group in trained)
     ledger = RunReader(folder).ledger()
-    check(ledger)
-    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    check_ledger(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     assert world.happened["killed"] >= 3 and world.happened["die"] >= 3, world.happened
 
 
@@ -372,7 +372,7 @@ class Scouted(World):
         explorer = Explorer(generate, scorer, self.config.run.seed)
         return Planning(self.config, Numbers(), None, explorer=explorer)
 
-    def check(self, taken: Taken) -> None:
+    def check(self, taken: TrainBatch) -> None:
         super().check(taken)
         for group in taken.groups:
             self.happened[f"groups of {len(group.samples)}"] += 1
@@ -383,7 +383,7 @@ class Scouted(World):
 class Forest(World):
     """Its samples are branches: only the roots' own tokens are what the engine would have made undisturbed."""
 
-    def check(self, taken: Taken) -> None:
+    def check(self, taken: TrainBatch) -> None:
         groups = loaded(self.config.run.dir, taken.groups)
         told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
         assert self.told.setdefault(taken.train_step, told) == told
@@ -397,7 +397,7 @@ class Forest(World):
                     expected = [token(s.seed, first + i, v) for i, v in enumerate(versions)]
                     assert list(s.response_ids)[:-1] == expected[:-1]
                     continue
-                stem, at = group.samples[s.fork.place], s.fork.at
+                stem, at = group.samples[s.fork.source], s.fork.at
                 shared = min(at, 5)  # the root is cut off there, after the first forks
                 assert list(s.response_ids[:shared]) == list(stem.response_ids[:shared])
                 assert s.versions()[:shared] == stem.versions()[:shared] and s.response_ids[at] in (
@@ -420,9 +420,9 @@ def test_a_hundred_steps_of_trees(folder: Path) -> None:
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == 200
     ledger = RunReader(folder).ledger()
-    check(ledger)
-    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
-    assert ledger.given > 100 and ledger.discarded > 100 and world.happened["forked"] > 100
+    check_ledger(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
+    assert ledger.inherited_tokens > 100 and ledger.discarded_tokens > 100 and world.happened["forked"] > 100
     assert world.happened["killed"] >= 5 and world.happened["die"] >= 3, world.happened
 
 
@@ -445,8 +445,8 @@ def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sectio
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == 200 * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
-    check(ledger)
-    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    check_ledger(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     copied = sum(e.calls.count("update_weights_from_tensor") for e in [*world.joined, *world.gone])
     assert copied >= 3, "from one another, without the trainer"
     served = [engine for engine in [*world.joined, *world.gone] if engine.started]
@@ -477,8 +477,8 @@ def test_sixty_steps_with_engines_that_explore_and_die(folder: Path) -> None:
     trained = [group[0] for told in world.told.values() for group in told]
     assert len(trained) == len(set(trained)) == 60 * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
-    check(ledger)
-    assert ledger.groups["trained"] == len(trained) and ledger.lost == 0
+    check_ledger(ledger)
+    assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     explorer, writers = world.engines[2], world.engines[:2]
     tried = {request.seed for request in explorer.history}
     written = {request.seed for engine in writers for request in engine.history}

@@ -134,4 +134,4 @@ async def test_auto_moves_the_slots_and_goes_on_where_it_was(tmp_path: Path) -> 
         assert factors[-1] < 1.8
         assert r.manager._runner.slots == r.manager._over_provision._slots != taken.metrics["slots"]
     async with rig(config) as r:
-        assert r.manager._over_provision.figures["over_provision"] <= factors[-1]
+        assert r.manager._over_provision.metrics["over_provision"] <= factors[-1]

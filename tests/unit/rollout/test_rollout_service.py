@@ -20,7 +20,7 @@ import pytest
 from rlsys.config import Config, dump_config, load_config
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.identity import engine_identity
-from rlsys.core.owner import KEY_HEADER, START_HEADER, claim, current
+from rlsys.core.owner import KEY_HEADER, START_HEADER, claim, current_owner
 from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.core.weight_updates import Canary
 from rlsys.data.quickstart_model import write_model
@@ -55,7 +55,7 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         await ticking(r, client.commit, 1)
         r.router.stale_engines = ["http://engine:2"]
         if (again := await ticking(r, client.take, 2)) is not None:
-            assert ids(again.groups) == ids(r.buffer.taken(2)[1])
+            assert ids(again.groups) == ids(r.buffer.read_step(2)[1])
         status = await ticking(r, client.status)
         assert status["engines_ready"] is True
         assert status["weight_version"] == r.buffer.versions.newest
@@ -84,7 +84,7 @@ async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
 
 
 def test_a_service_that_does_not_come_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not answer"):
+    with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not respond"):
         RolloutClient(tmp_path / "rollout", "").wait_ready(0.01)
 
 
@@ -178,7 +178,7 @@ def service(config: Path, engine: str) -> Iterator[subprocess.Popen[str]]:
 
 def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> None:
     with healthy_engine() as engine, service(run_config, engine) as process:
-        owner = current(load_config(run_config).run.dir)
+        owner = current_owner(load_config(run_config).run.dir)
         assert owner is not None
         client = RolloutClient(owner.rollout_socket, owner.key)
         client.wait_ready(120)

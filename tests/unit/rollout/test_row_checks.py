@@ -81,9 +81,9 @@ async def test_all_rows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = config_of(tmp_path, rows)
     checks = RowChecks(config, build_source(config, Tokenizer(MODEL)))
     for _ in range(2):  # the second one reads the cache
-        checks.figures = {}
+        checks.metrics = {}
         await checks.run()
-        assert checks.figures == {
+        assert checks.metrics == {
             "rows_checked": 43,
             "rows_too_long": 1,
             "rows_unreadable": 1,

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.types import GroupState
-from rlsys.rollout import waiting
+from rlsys.rollout import progress_watch
 
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
 
@@ -19,8 +19,8 @@ async def test_groups_that_are_filtered_meanwhile_are_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step of minutes in which each group's rewards are equal is not silent."""
-    monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(waiting, "TOLD_SECONDS", 0.0, raising=False)
+    monkeypatch.setattr(progress_watch, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(progress_watch, "LOG_SECONDS", 0.0, raising=False)
     config = Config.model_validate({"model": {"path": MODEL}})
     counts = {GroupState.FILTERED: 3}
     buffer = mock.Mock(counts=counts, active=list, ready=list)
@@ -35,8 +35,10 @@ async def test_groups_that_are_filtered_meanwhile_are_told(
         return len(looks) > 5
 
     selection = mock.Mock(groups=lambda _: None)
-    wait = waiting.Waiting(config, buffer, router, runner, selection, called_away, mock.AsyncMock())
+    wait = progress_watch.ProgressWatch(
+        config, buffer, router, runner, selection, called_away, mock.AsyncMock()
+    )
     with caplog.at_level(logging.WARNING):
-        await wait.for_groups(0)
+        await wait.wait_for_groups(0)
     assert "640 filtered" in wait.missing()
     assert "640 groups were filtered" in caplog.text

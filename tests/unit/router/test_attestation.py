@@ -25,7 +25,13 @@ from rlsys.convert.table import entries
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import Canary
 from rlsys.router.attest import CHANCE, DEFAULT_BOUNDS, Bounds, nearness
-from rlsys.router.checksums import MOVED, OTHER, STUCK, Checksums, Match
+from rlsys.router.engine_checksums import (
+    MISSING_CHANGE,
+    OTHER_VALUES,
+    UNEXPECTED_CHANGE,
+    ChecksumVerifier,
+    Match,
+)
 from rlsys.trainer.checkpoints.conversion import to_hf, to_megatron
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.held_weights import HeldWeights
@@ -76,7 +82,7 @@ def faults(old: Tensors, new: Tensors) -> Iterator[tuple[str, Tensors]]:
 
 def refused(match: Match, bounds: Bounds) -> bool:
     """As the router decides where canaries have nothing to say."""
-    return bool(match.wrong) or match.share_unknown > bounds.uncompared
+    return bool(match.wrong) or match.share_unknown > bounds.max_unknown_share
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["later push", "first push"])
@@ -93,7 +99,7 @@ def test_no_faulty_push_of_the_shipped_model_is_attested(dtype: str, tp: int, fi
     bounds = Bounds.of(Config.model_validate({"model": {"path": MODEL, "dtype": dtype}}))
     passed, cases = [], 0
     for fault, got in [("none", new), *faults(old, new)]:
-        checksums, held = Checksums(), base.copy()
+        checksums, held = ChecksumVerifier(), base.copy()
         if not first:
             assert not refused(checksums.compare("engine", before, held.report()), bounds)
             checksums.attest("engine")
@@ -110,7 +116,7 @@ def test_a_tensor_that_the_trainer_itself_forgets_is_missed() -> None:
     old, new = (weights(v, torch.float32) for v in (1, 2))
     before, bounds = expected(old, 1), Bounds(1e-6, 1e-4)
     for name in {re.sub(r"\d+", "#", name): name for name in new}.values():
-        checksums, held = Checksums(), HeldWeights(old)
+        checksums, held = ChecksumVerifier(), HeldWeights(old)
         checksums.compare("engine", before, held.report())
         rest = {n: t for n, t in new.items() if n != name}
         held.load(rest)
@@ -143,26 +149,28 @@ def test_what_cannot_be_compared_must_change_with_the_trainers_and_only_then(ran
     """Before: a push that changed nothing was attested, with 60 of 60 tensors unknown."""
 
     def after(values: Mapping[str, int]) -> dict[str, str]:
-        checksums = Checksums()
+        checksums = ChecksumVerifier()
         first = checksums.compare("e", foretold(OLD), own_order(OLD, ranks))
         assert (first.equal, first.wrong, first.share_unknown) == (0, {}, 1.0)
         checksums.attest("e")
         return checksums.compare("e", foretold(NEW), own_order(values, ranks)).wrong
 
     assert after(NEW) == {}
-    assert after(OLD) == {f"layers.{i}.w": STUCK for i in range(59)}
-    assert after({**NEW, "7": 0}) == {"layers.7.w": STUCK}
-    assert after({**NEW, "59": 5}) == {"layers.59.w": MOVED}
+    assert after(OLD) == {f"layers.{i}.w": MISSING_CHANGE for i in range(59)}
+    assert after({**NEW, "7": 0}) == {"layers.7.w": MISSING_CHANGE}
+    assert after({**NEW, "59": 5}) == {"layers.59.w": UNEXPECTED_CHANGE}
 
 
 def test_a_push_that_was_refused_is_not_what_the_next_one_is_held_against() -> None:
-    checksums = Checksums()
+    checksums = ChecksumVerifier()
     checksums.compare("e", foretold(OLD), own_order(OLD))
     checksums.attest("e")
-    assert set(checksums.compare("e", foretold(NEW), own_order(OLD)).wrong.values()) == {STUCK}
+    assert set(checksums.compare("e", foretold(NEW), own_order(OLD)).wrong.values()) == {MISSING_CHANGE}
     assert checksums.compare("e", foretold(NEW), own_order(NEW)).wrong == {}
     restarted = checksums.compare("e", foretold(OLD), own_order(NEW))
-    assert set(restarted.wrong.values()) == {MOVED}, "an engine that came back holds what it should not"
+    assert set(restarted.wrong.values()) == {UNEXPECTED_CHANGE}, (
+        "an engine that came back holds what it should not"
+    )
     assert checksums.compare("joined", foretold(NEW), own_order(OLD)).wrong == {}, (
         "nothing is known of this one"
     )
@@ -183,7 +191,7 @@ def test_how_many_tensors_may_be_unknown_follows_from_the_kernels(
     sections: dict[str, Any], share: float
 ) -> None:
     config = Config.model_validate({"model": {"path": MODEL}, "weights": {"uncompared": None}, **sections})
-    assert Bounds.of(config).uncompared == share
+    assert Bounds.of(config).max_unknown_share == share
     with pytest.raises(ValidationError):
         Config.model_validate({"model": {"path": MODEL}, "weights": {"uncompared": 0.9}})
 
@@ -193,7 +201,7 @@ def test_how_many_tensors_may_be_unknown_follows_from_the_kernels(
 async def test_more_unknown_tensors_than_stated_are_refused(uncompared: float) -> None:
     """Of the scripted engine's three tensors one is of no known kind: a share of a third."""
     sums = {"layers.0.norm": "01", "layers.1.norm": "11", "packed": "trainer's"}
-    bounds = Bounds(1e-6, 1e-4, uncompared=uncompared)
+    bounds = Bounds(1e-6, 1e-4, max_unknown_share=uncompared)
     async with routing(bounds=bounds) as rig:
         if uncompared:
             metrics = await rig.push(sums=sums)
@@ -211,7 +219,7 @@ async def test_more_unknown_tensors_than_stated_are_refused(uncompared: float) -
 @pytest.mark.virtual_clock
 async def test_a_push_that_did_nothing_is_refused_where_nothing_can_be_compared() -> None:
     """Through the router: an engine says yes to every call and keeps what it has."""
-    bounds = Bounds(*DEFAULT_BOUNDS["bfloat16"], exact=False, uncompared=1.0)
+    bounds = Bounds(*DEFAULT_BOUNDS["bfloat16"], exact=False, max_unknown_share=1.0)
 
     class Deaf(ScriptedEngine):
         holds = OLD
@@ -227,11 +235,11 @@ async def test_a_push_that_did_nothing_is_refused_where_nothing_can_be_compared(
 
 
 def test_a_known_kind_is_judged_by_its_values() -> None:
-    checksums = Checksums()
+    checksums = ChecksumVerifier()
     assert checksums.compare("a", foretold(OLD), foretold(OLD)).equal == 60
     match = checksums.compare("b", foretold(NEW), foretold({**NEW, "3": 0}))
-    assert match.wrong == {"layers.3.w": OTHER}
-    assert match.complaint() == "holds other values in 1 tensor(s), first: layers.3.w"
+    assert match.wrong == {"layers.3.w": OTHER_VALUES}
+    assert match.mismatch_message() == "holds other values in 1 tensor(s), first: layers.3.w"
 
 
 # -- canaries ------------------------------------------------------------------------------------------------
@@ -259,7 +267,7 @@ def test_canaries_tell_an_engine_that_stood_still_beside_any_rounding(rounding: 
 @pytest.mark.virtual_clock
 async def test_an_engine_that_stood_still_is_refused_by_its_canaries() -> None:
     """Nothing is known of its tensors, and it is within bfloat16's bounds."""
-    bounds = Bounds(3.0, 6.0, exact=False, uncompared=1.0)
+    bounds = Bounds(3.0, 6.0, exact=False, max_unknown_share=1.0)
 
     class Deaf(ScriptedEngine):
         def load(self, weights: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlsys.config.rollout import Truncation
-from rlsys.core.spans import Tops
+from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Sample
 from tests.helpers.router_rig import routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -54,7 +54,11 @@ def versions(*spans: tuple[int, int]) -> Change:
 
 
 async def answer(
-    monkeypatch: pytest.MonkeyPatch, change: Change, *, truncated: bool = False, ask: Tops | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    change: Change,
+    *,
+    truncated: bool = False,
+    ask: TopLogprobs | None = None,
 ) -> tuple[Sample, dict[str, float]]:
     """A sample of an engine whose events are changed, and the router's figures."""
     honest = ScriptedEngine._chunk
@@ -98,7 +102,7 @@ BAD = {
 async def test_a_bad_answer_is_the_engines_fault(
     monkeypatch: pytest.MonkeyPatch, change: Change, truncated: bool, reason: str
 ) -> None:
-    made, _ = await answer(monkeypatch, change, truncated=truncated, ask=Tops(1))
+    made, _ = await answer(monkeypatch, change, truncated=truncated, ask=TopLogprobs(1))
     assert made.censor_reason is not None, "stored without a look"
     assert reason in made.censor_reason
     assert made.status.name != "FINISHED"
@@ -117,7 +121,7 @@ GOOD = {
 async def test_control_a_good_answer_is_stored(
     monkeypatch: pytest.MonkeyPatch, change: Change, truncated: bool
 ) -> None:
-    made, _ = await answer(monkeypatch, change, truncated=truncated, ask=Tops(2))
+    made, _ = await answer(monkeypatch, change, truncated=truncated, ask=TopLogprobs(2))
     assert made.censor_reason is None
     assert made.tokens == 8
 

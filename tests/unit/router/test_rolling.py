@@ -13,9 +13,9 @@ import torch
 
 from rlsys.config import Config
 from rlsys.core.types import Sample, Status
-from rlsys.core.weight_updates import Canary, EngineAddress, PushTicket
+from rlsys.core.weight_updates import Canary, EngineAddress, WeightUpdate
 from rlsys.router.dispatch import Interruption
-from rlsys.weights import sync
+from rlsys.weights import gathered_push
 from rlsys.weights.receivers import Receivers
 from tests.helpers.rollout_rig import make_config, settle
 from tests.helpers.rollout_rig import rig as manager_rig
@@ -280,19 +280,21 @@ def test_the_rounds_of_a_push_read_one_folder(
         folder.mkdir(parents=True, exist_ok=True)
         written.append((folder.name, [name for name, _ in tensors]))
 
-    monkeypatch.setattr(sync, "write_hf", write)
-    monkeypatch.setattr(Receivers, "ask", lambda receivers, _: {e.url: done() for e in receivers.present})
+    monkeypatch.setattr(gathered_push, "write_hf", write)
+    monkeypatch.setattr(
+        Receivers, "post_all", lambda receivers, _: {e.url: done() for e in receivers.present}
+    )
     config = Config.model_validate(
         {"model": {"path": "x"}, "run": {"dir": tmp_path}, "weights": {"method": method}}
     )
-    folders = sync.DiskFolders(config)
+    folders = gathered_push.DiskFolders(config)
 
     def push(version: int, **holds: int) -> None:
         tensors = [("frozen", torch.zeros(2)), ("trained", torch.full((2,), float(version)))]
         engines = [EngineAddress(f"http://{name}:1", 1, has) for name, has in holds.items()]
         with Receivers(engines, 60) as receivers:
-            folders.push(tensors, PushTicket(version, engines, []), receivers)
-        assert receivers.left_out == {}
+            folders.push(tensors, WeightUpdate(version, engines, []), receivers)
+        assert receivers.excluded == {}
 
     push(1, a=-1, b=-1, c=-1)
     push(2, a=1)

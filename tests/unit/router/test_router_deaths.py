@@ -159,7 +159,7 @@ async def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
 
 
 async def test_a_push_goes_on_without_an_engine_that_hangs() -> None:
-    async with routing(ScriptedEngine(A), ScriptedEngine(B), patience=100) as rig:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B), push_timeout_s=100) as rig:
         await rig.push()
         rig.engines[0].hung = True
         rig.engines[1].die()
@@ -195,7 +195,7 @@ async def test_an_engine_on_trial_works_for_all_again_after_its_first_tokens() -
         await rig.push()
         tasks = [rig.start(sample(i), budget=175) for i in range(8)]
         await asyncio.sleep(0.1)
-        rig.router._pool.engines[0].died()  # a connection broke
+        rig.router._pool.engines[0].mark_dead()  # a connection broke
         await asyncio.sleep(1.4)
         assert rig.router.stats()["in_flight"] == 8
         for task in tasks:
@@ -243,7 +243,7 @@ async def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
 
     async with routing(ScriptedEngine(A, chunk=4)) as rig:
         (s,), (task,) = await rig.at_work()
-        rig.router._pool.engines[0].died()  # as after a failed request of somebody else
+        rig.router._pool.engines[0].mark_dead()  # as after a failed request of somebody else
         await asyncio.sleep(3)
         check(await task, versions={1})
         assert s.resumes == 1

@@ -95,7 +95,7 @@ async def test_an_update_that_was_left_open_is_ended_first() -> None:
 
 
 async def test_a_tensor_with_another_checksum_is_found_where_its_kind_is_known() -> None:
-    bounds = Bounds(1e-6, 1e-4, uncompared=0.5)
+    bounds = Bounds(1e-6, 1e-4, max_unknown_share=0.5)
     async with routing(ScriptedEngine(A), ScriptedEngine(B), bounds=bounds) as rig:
         metrics = await rig.push(sums=checksums(1) | {"packed": "trainer's"})
         assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (2, 1)
@@ -167,11 +167,11 @@ async def test_a_push_does_not_wait_for_ever_and_rests_between_its_looks(
         await probe(self)
 
     monkeypatch.setattr(Pool, "probe", counted)
-    async with routing(patience=40.0) as rig:
+    async with routing(push_timeout_s=40.0) as rig:
         rig.engine.die()
         before = len(looks)
         with pytest.raises(
-            RunError, match=r"no engine was there for weight version 1 within 40 s: http://a:1 dead"
+            RunError, match=r"no engine was ready for weight version 1 within 40 s: http://a:1 dead"
         ):
             await rig.push()
         assert 1 < len(looks) - before <= 2 * (40.0 / PROBE_SECONDS + 1)  # its own, and the watch's

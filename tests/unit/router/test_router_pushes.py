@@ -144,8 +144,8 @@ async def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> N
         _, (task,) = await rig.at_work()
         await rig.router.interrupt()
         rig.engine.calls.clear()
-        await rig.router.rest_engines()
-        await rig.router.rest_engines()  # a step that is taken again
+        await rig.router.release_memory()
+        await rig.router.release_memory()  # a step that is taken again
         assert rig.engine.released == {"weights", "kv_cache", "cuda_graph"}
         await asyncio.sleep(3)  # probes find a live engine that must not serve
         assert rig.engine.calls == ["flush_cache", "update_weight_version", "release_memory_occupation"]
@@ -165,7 +165,7 @@ async def test_a_new_rollout_process_wakes_engines_that_rest(after: str) -> None
     async with routing() as rig:
         await rig.push()
         await rig.router.interrupt()
-        await rig.router.rest_engines()
+        await rig.router.release_memory()
         if after == "begin_push":
             await rig.router.begin_push(2)
         again = Rig(rig.engine)
@@ -179,7 +179,7 @@ async def test_a_restarted_engine_has_its_memory() -> None:
     async with routing() as rig:
         await rig.push()
         await rig.router.interrupt()
-        await rig.router.rest_engines()
+        await rig.router.release_memory()
         rig.engine.restart()
         await rig.push()
         check(await rig.start(sample()), versions={2})
@@ -202,5 +202,5 @@ def test_canary_gaps_are_quantiles() -> None:
     assert near_tie.within(Bounds(1e-6, 1e-4))
     assert not Agreement.of([-1.0] * 100, [-1.0] * 99 + [float("nan")]).within(Bounds(1e-6, 1e-4))
     assert Agreement.of([-20.0], [-20.002]).mean == pytest.approx(1e-4)
-    with pytest.raises(ValueError, match="2 canary log-probs expected, 1 seen"):
+    with pytest.raises(ValueError, match="2 canary log-probs expected, got 1"):
         Agreement.of([0.0, 0.0], [0.0])

@@ -13,7 +13,7 @@ from rlsys.router.strategy import (
     IMBALANCE,
     SLACK,
     STRATEGIES,
-    Wish,
+    RoutingRequest,
     hardware_affinity,
     is_hot,
     least_tokens,
@@ -51,7 +51,7 @@ POOLS = st.lists(
     max_size=8,
 ).map(lambda rows: [Engine(f"http://e{i}:1", *row) for i, row in enumerate(rows)])
 WISHES = st.builds(
-    Wish,
+    RoutingRequest,
     st.none() | st.integers(0, 9).map(lambda i: f"http://e{i}:1"),
     st.none() | st.integers(0, 3),
     st.integers(0, 2**31),
@@ -67,7 +67,7 @@ def candidates(loads: list[int]) -> list[Engine]:
 @pytest.mark.parametrize("name", STRATEGIES)
 @given(pool=POOLS, wish=WISHES)
 def test_every_strategy_chooses_a_candidate_and_always_the_same(
-    name: str, pool: list[Engine], wish: Wish
+    name: str, pool: list[Engine], wish: RoutingRequest
 ) -> None:
     chosen = STRATEGIES[name](pool, wish)
     assert chosen in pool
@@ -76,7 +76,7 @@ def test_every_strategy_chooses_a_candidate_and_always_the_same(
 
 @given(LOADS, st.integers(0, 9))
 def test_affinity_holds_up_to_the_bound_and_gives_way_beyond(loads: list[int], prefer: int) -> None:
-    chosen = prefix_affinity(candidates(loads), Wish(f"http://e{prefer}:1"))
+    chosen = prefix_affinity(candidates(loads), RoutingRequest(f"http://e{prefer}:1"))
     bound = IMBALANCE * min(loads) + SLACK
     if prefer < len(loads) and loads[prefer] <= bound:
         assert chosen.url == f"http://e{prefer}:1"
@@ -89,18 +89,18 @@ def test_no_engine_becomes_a_hot_spot(name: str, engines: int, requests: int) ->
     """Every request prefers the same engine; the loads stay within the bound of each other."""
     loads = [0] * engines
     for _ in range(requests):
-        url = STRATEGIES[name](candidates(loads), Wish("http://e1:1", 0)).url
+        url = STRATEGIES[name](candidates(loads), RoutingRequest("http://e1:1", 0)).url
         loads[int(url[8])] += 1
     assert max(loads) <= IMBALANCE * min(loads) + SLACK + 1
 
 
 @given(POOLS, WISHES)
-def test_least_tokens(pool: list[Engine], wish: Wish) -> None:
+def test_least_tokens(pool: list[Engine], wish: RoutingRequest) -> None:
     assert least_tokens(pool, wish).tokens == min(c.tokens for c in pool)
 
 
 @given(POOLS, WISHES)
-def test_the_better_of_two_is_never_the_worst_of_all(pool: list[Engine], wish: Wish) -> None:
+def test_the_better_of_two_is_never_the_worst_of_all(pool: list[Engine], wish: RoutingRequest) -> None:
     if len({c.load for c in pool}) == len(pool) > 1:
         assert power_of_two(pool, wish) != max(pool, key=lambda c: c.load)
 
@@ -109,12 +109,14 @@ def test_the_better_of_two_is_never_the_worst_of_all(pool: list[Engine], wish: W
 def test_the_key_reaches_every_pair(engines: int, start: int) -> None:
     """Equally loaded, so the first of the pair is taken: each engine comes first for some keys."""
     pool = candidates([5] * engines)
-    chosen = {power_of_two(pool, Wish(key=start + k)).url for k in range(engines)}
+    chosen = {power_of_two(pool, RoutingRequest(key=start + k)).url for k in range(engines)}
     assert len(chosen) == engines
 
 
 @given(POOLS, WISHES)
-def test_a_sample_keeps_its_weights_unless_that_is_a_hot_spot(pool: list[Engine], wish: Wish) -> None:
+def test_a_sample_keeps_its_weights_unless_that_is_a_hot_spot(
+    pool: list[Engine], wish: RoutingRequest
+) -> None:
     wanted = max(c.version for c in pool) if wish.version is None else wish.version
     chosen = version_aware(pool, wish)
     own = [c for c in pool if c.version == wanted]
@@ -146,19 +148,19 @@ def unlike(*loads: int, **more: object) -> list[Engine]:
 def test_long_prompts_go_to_who_reads_fast_and_long_responses_to_who_writes_fast(
     read: int, write: int, chosen: str
 ) -> None:
-    assert hardware_affinity(unlike(0, 0), Wish(read=read, write=write)).url == chosen
+    assert hardware_affinity(unlike(0, 0), RoutingRequest(read=read, write=write)).url == chosen
 
 
 def test_a_prompt_goes_where_it_stops_fewer_responses() -> None:
     """Equally fast engines: 100 ms for each response that waits, or 200 ms more to write at the other one."""
     fast = {"seconds_to_read": 0.001, "seconds_to_write": (0.01, 0.0)}
     pool = unlike(3, 0, **fast)
-    assert hardware_affinity(pool, Wish("http://e0:1", read=100, write=10)).url == "http://e0:1", (
+    assert hardware_affinity(pool, RoutingRequest("http://e0:1", read=100, write=10)).url == "http://e0:1", (
         "it is in its cache"
     )
-    assert hardware_affinity(pool, Wish(read=100, write=10)).url == "http://e1:1"
+    assert hardware_affinity(pool, RoutingRequest(read=100, write=10)).url == "http://e1:1"
     behind = [pool[0], replace(pool[1], unread=400)]
-    assert hardware_affinity(behind, Wish(read=100, write=10)).url == "http://e0:1", (
+    assert hardware_affinity(behind, RoutingRequest(read=100, write=10)).url == "http://e0:1", (
         "there it waits for 400 tokens"
     )
 
@@ -167,12 +169,12 @@ def test_a_full_engine_takes_as_many_times_longer_to_write() -> None:
     """0.1 s a token alone and 8 slots: with 15 in it a sixteenth takes 0.2 s, as long as at the slower engine."""
     fast = Engine("http://e0:1", 15, slots=8, seconds_to_write=(0.1, 0.0))
     slow = Engine("http://e1:1", 0, slots=8, seconds_to_write=(0.2, 0.0))
-    assert hardware_affinity([fast, slow], Wish(write=100)) is fast
-    assert hardware_affinity([replace(fast, load=16), slow], Wish(write=100)) is slow
+    assert hardware_affinity([fast, slow], RoutingRequest(write=100)) is fast
+    assert hardware_affinity([replace(fast, load=16), slow], RoutingRequest(write=100)) is slow
 
 
 @given(POOLS, WISHES, st.integers(0, 7))
-def test_an_unknown_engine_counts_as_the_average(pool: list[Engine], wish: Wish, i: int) -> None:
+def test_an_unknown_engine_counts_as_the_average(pool: list[Engine], wish: RoutingRequest, i: int) -> None:
     """Where all others are alike, it is taken for one of them."""
     rates = {"seconds_to_read": 0.25, "seconds_to_write": (0.5, 0.125)}
     known = [replace(c, **rates) for c in pool]
@@ -185,7 +187,7 @@ def test_an_unknown_engine_counts_as_the_average(pool: list[Engine], wish: Wish,
 def test_equal_engines_share_equally_before_anything_is_known() -> None:
     loads = [0, 0, 0]
     for i in range(60):
-        chosen = hardware_affinity(candidates(loads), Wish(key=i, read=20, write=50.0))
+        chosen = hardware_affinity(candidates(loads), RoutingRequest(key=i, read=20, write=50.0))
         loads[int(chosen.url[8])] += 1
     assert loads == [20, 20, 20]
 
@@ -195,16 +197,16 @@ def test_a_breaker_backs_off_longer_each_time_and_forgets_with_a_success(gaps: l
     breaker, now, last = Breaker(), 0.0, 0.0
     assert not breaker.open(now) and not breaker.on_trial(now)
     for gap in gaps:
-        breaker.failed(now)
+        breaker.record_failure(now)
         assert breaker.open(now)
         wait = breaker.retry_at - now
         assert min(last, LONGEST_BACK_OFF) <= wait <= LONGEST_BACK_OFF
-        breaker.failed(now)
+        breaker.record_failure(now)
         assert breaker.retry_at - now == wait, "failures of one outage count once"
         last, now = wait, breaker.retry_at + gap
         assert breaker.on_trial(now) and not breaker.open(now)
     assert last == min(30.0, 0.5 * 2 ** (len(gaps) - 1)), (
         "seconds: half of one, twice that, up to half a minute"
     )
-    breaker.succeeded()
+    breaker.record_success()
     assert not breaker.open(now) and not breaker.on_trial(now)

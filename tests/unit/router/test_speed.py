@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.router.speed import ENOUGH_READ, Speed
+from rlsys.router.speed import MIN_READ_TOKENS, Speed
 from tests.helpers.router_rig import A, B, routing, sample
 from tests.helpers.scripted_engine import TOKEN_SECONDS, ScriptedEngine
 
@@ -16,20 +16,20 @@ from tests.helpers.scripted_engine import TOKEN_SECONDS, ScriptedEngine
 def test_prompts_that_are_read_one_after_the_other_share_the_time() -> None:
     """Sent together at 1 s; the first comes after 0.5 s, the second 0.3 s later: 400 tokens in 0.8 s."""
     speed = Speed()
-    speed.began(250, 1.0, 1.5)
-    speed.began(150, 1.0, 1.8)
-    speed.settle(fade=False)
+    speed.record_prefill(250, 1.0, 1.5)
+    speed.record_prefill(150, 1.0, 1.8)
+    speed.update(fade=False)
     assert speed.read == pytest.approx(0.002)
-    assert speed.told(0)["prefill_tokens_per_s"] == pytest.approx(500)
+    assert speed.metrics(0)["prefill_tokens_per_s"] == pytest.approx(500)
 
 
 def test_what_was_in_the_cache_and_what_came_after_a_rest_says_nothing() -> None:
     speed = Speed()
     for i in range(100):
-        speed.began(3, float(i), i + 0.5)
-    speed.began(1000, None, 200.0)
-    speed.went_on(1000, 3, None, 300.0)
-    speed.settle(fade=False)
+        speed.record_prefill(3, float(i), i + 0.5)
+    speed.record_prefill(1000, None, 200.0)
+    speed.record_decode(1000, 3, None, 300.0)
+    speed.update(fade=False)
     assert speed.read is None and speed.write is None
 
 
@@ -37,16 +37,16 @@ def test_the_line_is_found_where_loads_differ() -> None:
     """10 ms a pass and 1 ms for each response in it, at loads of 1 and 40."""
     speed = Speed()
     for load in (1, 40):
-        speed.went_on(1000, load, 0.0, 1000 * (0.010 + 0.001 * load))
-    speed.settle(fade=False)
+        speed.record_decode(1000, load, 0.0, 1000 * (0.010 + 0.001 * load))
+    speed.update(fade=False)
     assert speed.write == pytest.approx((0.010, 0.001), rel=0.02)
 
 
 @given(load=st.integers(1, 1000), pace=st.floats(1e-4, 10), tokens=st.integers(16, 10**6))
 def test_where_loads_do_not_differ_half_of_a_pass_is_its_own(load: int, pace: float, tokens: int) -> None:
     speed = Speed()
-    speed.went_on(tokens, load, 5.0, 5.0 + tokens * pace)
-    speed.settle(fade=False)
+    speed.record_decode(tokens, load, 5.0, 5.0 + tokens * pace)
+    speed.update(fade=False)
     assert speed.write is not None
     alone, further = speed.write
     assert alone + further * load == pytest.approx(pace)
@@ -59,33 +59,33 @@ def test_where_loads_do_not_differ_half_of_a_pass_is_its_own(load: int, pace: fl
 def test_no_engine_gets_faster_by_load(seen: list[tuple[int, int, float]]) -> None:
     speed = Speed()
     for tokens, load, seconds in seen:
-        speed.went_on(tokens, load, 0.0, seconds)
-    speed.settle(fade=False)
+        speed.record_decode(tokens, load, 0.0, seconds)
+    speed.update(fade=False)
     assert speed.write is not None and min(speed.write) >= -1e-9
 
 
 def test_work_makes_the_old_fade_and_rest_does_not() -> None:
     speed = Speed()
-    speed.began(10 * int(ENOUGH_READ), 0.0, 64.0)
+    speed.record_prefill(10 * int(MIN_READ_TOKENS), 0.0, 64.0)
     for _ in range(1000):
-        speed.settle(fade=False)
+        speed.update(fade=False)
     assert speed.read == pytest.approx(0.1)
     for _ in range(113):  # 0.98^113 = 0.102
-        speed.settle(fade=True)
+        speed.update(fade=True)
     assert speed.read == pytest.approx(0.1)
     for _ in range(2):
-        speed.settle(fade=True)
+        speed.update(fade=True)
     assert speed.read is None, "less than ENOUGH_READ is left"
 
 
 def test_the_recent_weighs_more() -> None:
     """As much work as before, half of which is forgotten by then: (0.5 * 1 + 1 * 4) / 1.5."""
     speed = Speed()
-    speed.went_on(10_000, 8, 0.0, 10_000.0)
+    speed.record_decode(10_000, 8, 0.0, 10_000.0)
     for _ in range(34):
-        speed.settle(fade=True)
-    speed.went_on(10_000, 8, 0.0, 40_000.0)
-    speed.settle(fade=False)
+        speed.update(fade=True)
+    speed.record_decode(10_000, 8, 0.0, 40_000.0)
+    speed.update(fade=False)
     assert speed.write is not None
     assert speed.write[0] + 8 * speed.write[1] == pytest.approx(3.0, rel=0.01)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlsys.core.spans import RouteSpan, VersionSpan
 from rlsys.core.types import Segment, Status
-from rlsys.router.turn_ends import TurnEnds, shortened
+from rlsys.router.turn_ends import TurnEnds, truncate_segment
 from tests.helpers.router_rig import A, Rig, routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine, token
 
@@ -43,16 +43,16 @@ def test_a_text_is_found_at_its_token_however_it_arrives(ids: list[int], cut: in
 
 
 def test_ends_by_hand() -> None:
-    assert ENDS.ended([1, 9])
-    assert ENDS.ended([4, 5, 6])
-    assert ENDS.ended([4, 7]), "the last token may go on behind the text"
-    assert not ENDS.ended([4, 5])
-    assert not ENDS.ended([])
+    assert ENDS.is_ended([1, 9])
+    assert ENDS.is_ended([4, 5, 6])
+    assert ENDS.is_ended([4, 7]), "the last token may go on behind the text"
+    assert not ENDS.is_ended([4, 5])
+    assert not ENDS.is_ended([])
     assert ENDS.first_end([1, 4, 5, 6, 9]) == 4
     assert ENDS.first_end([1, 9, 4, 5, 6]) == 2
     assert ENDS.first_end([1, 2]) is None
-    assert TurnEnds({9}).also(["."]).text_ends_after([], [9]) is None, "nothing decodes there"
-    assert ENDS.also(["?"]).first_end([1, 44]) == 2
+    assert TurnEnds({9}).with_texts(["."]).text_ends_after([], [9]) is None, "nothing decodes there"
+    assert ENDS.with_texts(["?"]).first_end([1, 44]) == 2
 
 
 def test_a_segment_is_shortened_with_all_that_belongs_to_its_tokens() -> None:
@@ -61,12 +61,12 @@ def test_a_segment_is_shortened_with_all_that_belongs_to_its_tokens() -> None:
         routes=RouteSpan(10, 14, bytes(range(8))), call_spans=[VersionSpan(1, 0, 9), VersionSpan(2, 9, 12)],
         support=b"\1\0\0\2\2\0\0",
     )  # fmt: skip
-    cut = shortened(whole, 2, 2)
+    cut = truncate_segment(whole, 2, 2)
     assert (cut.ids, cut.mu, cut.spans, cut.finish) == ([5, 6], [-1.0, -2.0], [VersionSpan(1, 0, 2)], "stop")
     assert cut.routes == RouteSpan(10, 12, bytes(range(4)))
     assert cut.call_spans == [VersionSpan(1, 0, 9), VersionSpan(2, 9, 10)]
     assert cut.support == b"\1\0\0"
-    at_the_seam = shortened(whole, 3, 3)
+    at_the_seam = truncate_segment(whole, 3, 3)
     assert (at_the_seam.spans, at_the_seam.call_spans) == ([VersionSpan(1, 0, 3)], [VersionSpan(1, 0, 9)])
 
 

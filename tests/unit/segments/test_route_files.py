@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.owner import claim
-from rlsys.core.spans import RoutePlace, RouteSpan, VersionSpan
+from rlsys.core.spans import RouteLocation, RouteSpan, VersionSpan
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status
 from rlsys.engine.chunks import Made, Meta
 from rlsys.engine.chunks import read_routes as from_answer
 from rlsys.engine.hooks.route_writer import RouteWriter, route_writer
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.ledger.ledger import check
+from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.route_files import RouteFiles
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments.records import FOLDER, SegmentReader
@@ -33,7 +33,7 @@ from rlsys.segments.route_records import (
     ROUTES_VARIABLE,
     RouteFile,
     encode,
-    in_hand,
+    load_with_routes,
     pointer,
     read_pointer,
     read_routes,
@@ -80,7 +80,7 @@ def trained(buffer: RolloutBuffer, group: SampleGroup, step: int) -> list[Sample
         s.status = Status.FINISHED
     buffer.finish(group, GroupState.READY)
     buffer.take(step, [group])
-    (back,) = buffer.taken(step)[1]
+    (back,) = buffer.read_step(step)[1]
     buffer.flush()
     return back.samples
 
@@ -211,8 +211,8 @@ def test_what_was_put_off_needs_no_file_any_more(tmp_path: Path) -> None:
         answered(writer(tmp_path, start=s.index + 1), s, 4, buffer.versions.new(0))
     samples = trained(buffer, group, 1)
     with SegmentReader(tmp_path) as reader:
-        held = [in_hand(reader, s) for s in samples]
-        assert all(s.routes[0].place is not None for s in map(reader.loaded, samples))
+        held = [load_with_routes(reader, s) for s in samples]
+        assert all(s.routes[0].location is not None for s in map(reader.load, samples))
     assert [s.routes for s in held] == [[RouteSpan(0, 5, chosen(5).astype("<u2").tobytes())]] * 2
     buffer.close()
 
@@ -226,7 +226,7 @@ def test_a_restart_finds_them_and_reads_none(tmp_path: Path) -> None:
     buffer.close()
     back = opened(tmp_path)
     assert [s.routes for s in back.active()[0].samples] == [s.routes for s in group.samples]
-    assert isinstance(back.active()[0].samples[0].routes[0].place, RoutePlace)
+    assert isinstance(back.active()[0].samples[0].routes[0].location, RouteLocation)
     back.close()
     file = tmp_path / FOLDER / names(tmp_path)[1]
     file.write_bytes(file.read_bytes()[:-1])
@@ -273,7 +273,7 @@ def test_a_file_goes_when_nobody_wants_it_and_its_writer_is_done(tmp_path: Path)
     buffer.flush()
     assert names(tmp_path) == [before[0], *before[-2:]], "the late sample's, and what may still be written"
     assert buffer.ledger().torn_bytes == len(encode(chosen(3), 0))
-    check(buffer.ledger())
+    check_ledger(buffer.ledger())
     answered(writer(tmp_path, start=2), late.samples[1], 4, version)
     buffer.save(late.samples)
     group = issue(buffer)
@@ -317,15 +317,15 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
     group.samples[1].append(Segment([3], [-1.0], [VersionSpan(version, 0, 1)], "abort"))
     samples = trained(buffer, group, 1)
     with SegmentReader(tmp_path) as reader:
-        held = in_hand(reader, samples[0])
+        held = load_with_routes(reader, samples[0])
     assert np.frombuffer(held.routes[0].experts, "<u2").tolist() == chosen(5).flatten().tolist()
     writer(tmp_path, start=2).append(chosen(1), 0)  # it has been started again
     buffer.prune(1)
     buffer.flush()
     assert names(tmp_path) == ["000000-engine-0-2/0-000001.seg"]
     ledger = buffer.ledger()
-    check(ledger)
-    assert (ledger.torn_bytes, ledger.lost) == (len(encode(chosen(9), 0)) + 25, 0)
+    check_ledger(ledger)
+    assert (ledger.torn_bytes, ledger.lost_tokens) == (len(encode(chosen(9), 0)) + 25, 0)
     buffer.close()
 
 
@@ -375,7 +375,7 @@ def test_a_kill_before_files_are_removed_counts_nothing_twice(
         for s in group.samples:
             answered(made, s, 4, version)
         trained(buffer, group, step)
-    monkeypatch.setattr(RouteFiles, "remove", lambda _: None)  # the kill
+    monkeypatch.setattr(RouteFiles, "remove_unused", lambda _: None)  # the kill
     buffer.prune(2)
     buffer.flush()
     torn = buffer.ledger().torn_bytes
@@ -393,7 +393,7 @@ def test_a_kill_before_files_are_removed_counts_nothing_twice(
 
 def test_more_than_a_record_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 GiB; a kernel reads 2 GiB at once."""
-    monkeypatch.setattr("rlsys.segments.route_records.LARGEST", 50)
+    monkeypatch.setattr("rlsys.segments.route_records.MAX_PAYLOAD_BYTES", 50)
     with pytest.raises(ValueError, match="a record at most 50"):
         encode(chosen(3), 0)
 

@@ -116,7 +116,7 @@ def test_it_is_kept_on_the_disk_in_pieces(tmp_path: Path) -> None:
     assert [s.support for s in back.samples] == [s.support for s in group.samples]
     back.samples[0].append(segment([4], [[4, 5]]))
     buffer.save(back.samples)
-    (again,) = buffer.unloaded([0])
+    (again,) = buffer.read_groups([0])
     assert not again.samples[0].support
     assert [s.support for s in buffer.load(again.samples)] == [s.support for s in back.samples]
     buffer.close()

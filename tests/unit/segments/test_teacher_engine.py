@@ -19,7 +19,7 @@ from rlsys.config import Config, identity, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_vocabulary, read_vocabulary
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.forks import cut
+from rlsys.core.forks import truncate_sample
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Segment
 from rlsys.engine.wire import EngineError
@@ -31,7 +31,7 @@ from rlsys.planning import teacher as teacher_module
 from rlsys.planning.teacher import AWAY, EngineTeacher
 from rlsys.rollout.preflight import check_names
 from rlsys.segments import teacher_logprobs
-from rlsys.segments.records import FOLDER, Kind, SegmentReader, Whose, encode
+from rlsys.segments.records import FOLDER, Kind, SegmentReader, SequenceKey, encode
 from rlsys.trainer.pack import TrainSample, pack
 from tests.helpers.rollout_rig import Rig, make_config, rig, settle
 
@@ -82,9 +82,9 @@ def grow(group: SampleGroup, tokens: int = 4) -> None:
 
 
 def teach(sample: Sample) -> bytes:
-    sample.opinions = teacher_logprobs.encode(*said(sample.prompt_ids, sample.response_ids))
+    sample.teacher_logprobs = teacher_logprobs.encode(*said(sample.prompt_ids, sample.response_ids))
     sample.taught = True
-    return sample.opinions
+    return sample.teacher_logprobs
 
 
 def opened(folder: Path) -> RolloutBuffer:
@@ -122,7 +122,7 @@ def test_what_is_no_opinion_is_refused(ids: Any, logp: Any, told: str) -> None:
 def test_opinions_of_another_number_of_tokens_are_refused() -> None:
     made = teacher_logprobs.encode(*said([1], [5, 6, 7, 8, 9]))
     for tokens, data in ((4, made), (5, made[:-1]), (5, b"")):
-        with pytest.raises(ValueError, match="bytes of a teacher's opinions"):
+        with pytest.raises(ValueError, match="bytes of teacher log-probs"):
             teacher_logprobs.decode(data, tokens)
 
 
@@ -142,14 +142,16 @@ def test_they_are_kept_with_the_tokens(tmp_path: Path) -> None:
     buffer.close()
     buffer = opened(tmp_path)
     again = buffer.groups[group.group_id].samples
-    assert [(s.taught, s.opinions) for s in again] == [(True, b""), (False, b"")], "held on disk alone"
+    assert [(s.taught, s.teacher_logprobs) for s in again] == [(True, b""), (False, b"")], (
+        "held on disk alone"
+    )
     size = sum(f.stat().st_size for f in (tmp_path / FOLDER).iterdir())
     buffer.save(again)
     buffer.flush()
     assert sum(f.stat().st_size for f in (tmp_path / FOLDER).iterdir()) == size
-    (seen,) = buffer.unloaded([group.group_id])
+    (seen,) = buffer.read_groups([group.group_id])
     with SegmentReader(tmp_path) as segments:
-        assert [bytes(segments.arrays(s).opinions) for s in seen.samples] == [made, b""]
+        assert [bytes(segments.arrays(s).teacher_logprobs) for s in seen.samples] == [made, b""]
     buffer.close()
 
 
@@ -160,7 +162,7 @@ def test_a_response_that_is_cut_loses_them(tmp_path: Path) -> None:
     for sample in group.samples:
         teach(sample)
     buffer.save(group.samples)
-    cut(group.samples[0], 2)
+    truncate_sample(group.samples[0], 2)
     assert not group.samples[0].taught
     buffer.save(group.samples)
     group.samples[0].append(Segment([8], [-0.5], [VersionSpan(1, 0, 1)], None))
@@ -172,9 +174,9 @@ def test_a_response_that_is_cut_loses_them(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     first = buffer.groups[group.group_id].samples[0]
     assert first.tokens == 3 and first.taught
-    (seen,) = buffer.unloaded([group.group_id])
+    (seen,) = buffer.read_groups([group.group_id])
     with SegmentReader(tmp_path) as segments:
-        assert bytes(segments.arrays(seen.samples[0]).opinions) == made
+        assert bytes(segments.arrays(seen.samples[0]).teacher_logprobs) == made
     buffer.close()
 
 
@@ -186,7 +188,7 @@ def test_a_changed_byte_of_them_is_told(tmp_path: Path) -> None:
     made = teach(group.samples[0])
     buffer.save(group.samples)
     buffer.flush()
-    (seen,) = buffer.unloaded([group.group_id])
+    (seen,) = buffer.read_groups([group.group_id])
     (file,) = (tmp_path / FOLDER).iterdir()
     data = bytearray(file.read_bytes())
     data[data.index(made) + 5] ^= 1
@@ -203,9 +205,11 @@ def test_a_record_of_part_of_a_response_is_told(tmp_path: Path) -> None:
     grow(group)
     buffer.save(group.samples)
     buffer.flush()
-    (seen,) = buffer.unloaded([group.group_id])
+    (seen,) = buffer.read_groups([group.group_id])
     sample = seen.samples[0]
-    record = encode(Kind.OPINIONS, Whose.of(sample), 0, 3, teacher_logprobs.encode(*said([1, 2], [0, 1, 2])))
+    record = encode(
+        Kind.TEACHER_LOGPROBS, SequenceKey.of(sample), 0, 3, teacher_logprobs.encode(*said([1, 2], [0, 1, 2]))
+    )
     (file,) = (tmp_path / FOLDER).iterdir()
     at = file.stat().st_size
     with file.open("ab") as f:
@@ -213,7 +217,7 @@ def test_a_record_of_part_of_a_response_is_told(tmp_path: Path) -> None:
     sample.pieces.append(type(sample.pieces[0])(file.name, at, len(record)))
     with (
         SegmentReader(tmp_path) as segments,
-        pytest.raises(RunError, match="opinions of 3 tokens, but it has 4"),
+        pytest.raises(RunError, match="teacher log-probs of 3 tokens, but it has 4"),
     ):
         segments.arrays(sample)
     buffer.close()
@@ -233,7 +237,7 @@ async def test_each_response_is_asked_about_once_and_trained_with_the_answer(tmp
         await r.start()
         taken = await r.take(1)
         for sample in (s for g in taken.groups for s in g.samples):
-            ids, logp = teacher_logprobs.decode(sample.opinions, sample.tokens)
+            ids, logp = teacher_logprobs.decode(sample.teacher_logprobs, sample.tokens)
             expected = said(sample.prompt_ids, sample.response_ids)
             assert np.array_equal(ids, expected[0]) and np.array_equal(logp, expected[1])
         assert len(client.asked) == 4
@@ -243,7 +247,7 @@ async def test_each_response_is_asked_about_once_and_trained_with_the_answer(tmp
         await r.manager.commit(2)
         r.buffer.prune(2)
         r.buffer.flush()
-        gone = r.buffer.unloaded([g.group_id for g in taken.groups])
+        gone = r.buffer.read_groups([g.group_id for g in taken.groups])
         assert not any(s.pieces for g in gone for s in g.samples), "pruned with the tokens"
 
 
@@ -268,7 +272,9 @@ async def test_a_restarted_run_does_not_ask_again(tmp_path: Path) -> None:
         taken = await r.take(1)
         assert again.asked == []
         for sample in (s for g in taken.groups for s in g.samples):
-            assert sample.opinions == teacher_logprobs.encode(*said(sample.prompt_ids, sample.response_ids))
+            assert sample.teacher_logprobs == teacher_logprobs.encode(
+                *said(sample.prompt_ids, sample.response_ids)
+            )
 
 
 async def test_a_dead_teacher_censors_and_the_run_goes_on(

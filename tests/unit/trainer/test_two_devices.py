@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlsys.weights.buckets import Areas
-from rlsys.weights.checksums import _Joined
+from rlsys.weights.buckets import StagingBuffers
+from rlsys.weights.checksums import _EngineTensor
 from rlsys.weights.hashes import PartDigests, TilePart
 from tests.helpers.two_devices import GPU, HOST, TwoDevices, on_gpu
 
@@ -81,19 +81,22 @@ def test_a_tensor_of_the_gpu_is_hashed_and_laid_out_as_there() -> None:
     whole = torch.randn(6, 4096)
     with TwoDevices() as devices:
         tensor = whole.to(GPU)
-        areas = Areas(shared=True)
+        areas = StagingBuffers(shared=True)
         parts = [t.view(torch.uint8) for t in (tensor[0], tensor[1])]
-        assert areas.lay_bytes(parts).is_cuda and not areas.lay_bytes([whole[0].view(torch.uint8)]).is_cuda
+        assert (
+            areas.flatten_bytes(parts).is_cuda
+            and not areas.flatten_bytes([whole[0].view(torch.uint8)]).is_cuda
+        )
         digests = PartDigests()
-        joined = _Joined(digests, 6, experts=True)
+        joined = _EngineTensor(digests, 6, experts=True)
         for place in (3, 4, 5, 0, 1, 2):
             joined.add(place, [tensor[place]])
-        digest = joined.found(0, digests.results())
-        on_host = _Joined(PartDigests(), 1)
+        digest = joined.digest(0, digests.results())
+        on_host = _EngineTensor(PartDigests(), 1)
         on_host.add(0, [whole])
     assert not devices.refused
     assert isinstance(digest, TilePart), "a GPU's digest is a sum, so experts may come in any order"
-    assert isinstance(on_host.found(0, []), str), "a host's digest is of the bytes in order"
+    assert isinstance(on_host.digest(0, []), str), "a host's digest is of the bytes in order"
 
 
 def test_a_record_ends_with_its_context() -> None:

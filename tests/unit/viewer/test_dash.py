@@ -159,7 +159,7 @@ async def test_a_live_run_shows_its_engines_and_what_is_parked(
     config = make_config(tmp_path, model={"path": str(MODEL)}, rollout=april)
     (tmp_path / "config.yaml").write_text(dump_config(config))
     async with rig(config, lambda s: 3 if s.group_id < 2 else 15) as r, served(r):
-        coordinator.publish(owner)
+        coordinator.publish_address(owner)
         await r.start()
         await r.take(1)  # the other two groups are interrupted
         async with TestClient(TestServer(Dashboard([tmp_path], TOKEN).app(), host="127.0.0.1")) as client:

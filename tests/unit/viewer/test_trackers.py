@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlsys.cli import main
-from rlsys.cli.view import followed_by_trackers
+from rlsys.cli.view import feed_trackers
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
 from rlsys.obs.metrics import run_id
@@ -130,7 +130,7 @@ def test_a_tracker_that_fails_ends_no_run(run: Path) -> None:
     config = load_config(run / "config.yaml", ["run.trackers=[wandb]", f"run.dir={run}"])
     (run / "config.yaml").unlink()  # its process ends at once
     told: list[str] = []
-    with followed_by_trackers(config, told.append):
+    with feed_trackers(config, told.append):
         pass
     assert len(told) == 1 and "rlsys track" in told[0]
 
@@ -192,7 +192,7 @@ def test_a_run_that_ends_has_given_everything(run: Path, monkeypatch: pytest.Mon
     text = (run / "config.yaml").read_text().replace("trackers: []", "trackers: [mlflow]")
     (run / "config.yaml").write_text(text)
     told: list[str] = []
-    with followed_by_trackers(load_config(run / "config.yaml"), told.append):
+    with feed_trackers(load_config(run / "config.yaml"), told.append):
         add_lines(run, {"kind": "step", "step": 3, "time": 112.0, "reward": 0.75})
     assert told == []
     assert sorted(held_by_mlflow(run)) == [("eval", 0), ("step", 1), ("step", 2), ("step", 3)]

@@ -17,11 +17,11 @@ from rlsys.config import load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hash_shares import hash_shares
 from rlsys.convert.table import entries
-from rlsys.core.weight_updates import PushTicket
+from rlsys.core.weight_updates import WeightUpdate
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.delivery import Delivery
-from rlsys.weights.plan import PushPlan
+from rlsys.weights.push_plan import PushPlan
+from rlsys.weights.weight_push import WeightPush
 from tests.helpers.python_path import python_path
 from tests.helpers.servers import ROOT
 from tests.unit.weights.test_weights import TINY
@@ -87,8 +87,8 @@ def _delivered(rank: int) -> dict[str, str]:
     control = SimpleNamespace(gather=lambda value: [value], to_main=lambda value: [value])
     trainer: Any = SimpleNamespace(config=config, served=TINY, rank=rank, is_main=rank == 0, control=control)
     trainer.served_tensors = lambda: iter(tensors())
-    ticket = PushTicket(weight_version=1, engines=[], canaries=[])
-    return Delivery(cast(Trainer, trainer), PushPlan({}, group=False)).push(ticket).digests[0]
+    ticket = WeightUpdate(weight_version=1, engines=[], canaries=[])
+    return WeightPush(cast(Trainer, trainer), PushPlan({}, group=False)).push(ticket).digests[0]
 
 
 def test_shares_of_ranks_are_even_and_neighbours_go_to_different_ranks() -> None:

@@ -16,12 +16,12 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError
-from rlsys.core.weight_updates import EngineAddress, PushTicket
+from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.weight_calls import Call
 from rlsys.engine.wire import Limits
-from rlsys.weights import sync, transports
-from rlsys.weights.receivers import Gone, Receivers
+from rlsys.weights import gathered_push, transports
+from rlsys.weights.receivers import EngineUnreachable, Receivers
 from tests.helpers.router_rig import routing
 from tests.helpers.scripted_engine import Network, ScriptedEngine
 
@@ -71,7 +71,7 @@ def test_limits_on_answers_follow_from_size_and_config(tmp_path: Path) -> None:
     assert (config.work_seconds, config.answer_seconds) == (240.0 + 2400.0, 528.0)
     short = config.model_copy(update={"engine": config.engine.model_copy(update={"start_timeout": 20.0})})
     assert (short.work_seconds, short.answer_seconds) == (60.0, 60.0)
-    assert sync.WeightSync(config)._seconds == config.work_seconds
+    assert gathered_push.GatheredPush(config)._seconds == config.work_seconds
 
 
 @pytest.mark.virtual_clock
@@ -118,23 +118,23 @@ def test_a_folder_that_an_engine_may_still_read_is_not_deleted(
     silent = {"http://e1:1"}
 
     def ask(receivers: Receivers, _calls: Sequence[Call]) -> dict[str, Future[None]]:
-        late = {e.url: Gone("timed out") if e.url in silent else None for e in receivers.present}
+        late = {e.url: EngineUnreachable("timed out") if e.url in silent else None for e in receivers.present}
         return {url: answered(error) for url, error in late.items()}
 
     def write(folder: Path, _source: Path, _tensors: Any) -> None:
         folder.mkdir(parents=True)
 
-    monkeypatch.setattr(Receivers, "ask", ask)
-    monkeypatch.setattr(sync, "write_hf", write)
+    monkeypatch.setattr(Receivers, "post_all", ask)
+    monkeypatch.setattr(gathered_push, "write_hf", write)
     config = Config.model_validate(
         {"model": {"path": "x"}, "run": {"dir": tmp_path}, "weights": {"method": "disk"}}
     )
-    folders = sync.DiskFolders(config)
+    folders = gathered_push.DiskFolders(config)
 
     def push(version: int, *urls: str) -> list[str]:
         engines = [EngineAddress(url, 1, -1) for url in urls]
         with Receivers(engines, 60) as receivers:
-            folders.push([], PushTicket(version, engines, []), receivers)
+            folders.push([], WeightUpdate(version, engines, []), receivers)
         return sorted(p.name for p in (tmp_path / "weights").iterdir())
 
     assert push(1, "http://e0:1", "http://e1:1") == ["version-000001"]
@@ -199,13 +199,13 @@ def test_an_http_error_leaves_the_engine_out_of_the_push() -> None:
         url = f"http://127.0.0.1:{server.server_port}"
         with Receivers([EngineAddress(url, 1, -1)], 60) as receivers:
             for left in ([url], []):
-                receivers.settle(
-                    receivers.ask([Call("/update_weights_from_tensor", {})] * len(receivers.present))
+                receivers.wait_all(
+                    receivers.post_all([Call("/update_weights_from_tensor", {})] * len(receivers.present))
                 )
                 assert [e.url for e in receivers.present] == left
         server.shutdown()
-    assert list(receivers.left_out) == [url]
-    assert receivers.left_out[url].startswith(f"{url}/update_weights_from_tensor: 500")
+    assert list(receivers.excluded) == [url]
+    assert receivers.excluded[url].startswith(f"{url}/update_weights_from_tensor: 500")
 
 
 # -- a join that fails (review 10) ---------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """World sizes of the groups that rank 0 tried to join; engine e1 is gone, and with it a join fails."""
     worlds: list[int] = []
 
-    def join(meeting: transports.Meeting, _rank: int, _seconds: float) -> Any:
+    def join(meeting: transports.GroupRendezvous, _rank: int, _seconds: float) -> Any:
         worlds.append(meeting.world)
         if meeting.world == 3:
             raise RuntimeError("a peer is missing")
@@ -239,13 +239,13 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         missing = any("e1" in e.url for e in receivers.present)
         refusal = RunError("400: timed out in the join") if missing else None
         return {
-            e.url: answered(Gone("connection refused") if "e1" in e.url else refusal)
+            e.url: answered(EngineUnreachable("connection refused") if "e1" in e.url else refusal)
             for e in receivers.present
         }
 
-    monkeypatch.setattr(transports.Meeting, "join", join)
-    monkeypatch.setattr(transports, "address_towards", lambda _: "127.0.0.1")
-    monkeypatch.setattr(Receivers, "ask", ask)
+    monkeypatch.setattr(transports.GroupRendezvous, "join", join)
+    monkeypatch.setattr(transports, "local_address_for", lambda _: "127.0.0.1")
+    monkeypatch.setattr(Receivers, "post_all", ask)
     return worlds
 
 
@@ -263,13 +263,13 @@ def test_who_refuses_a_join_with_everybody_there_is_left_out(
 ) -> None:
     """With the reason, which the run tells when it gives such an engine up. Before: the end of the launch."""
     refused = {f"http://e{i}:1": answered(RunError("400: no NCCL here")) for i in range(2)}
-    monkeypatch.setattr(Receivers, "ask", lambda *_: refused)
+    monkeypatch.setattr(Receivers, "post_all", lambda *_: refused)
     group = transports.GroupTransport(60, 60)
     engines = [EngineAddress(url, 1, -1) for url in refused]
     with Receivers(engines, 60) as receivers:
         group.begin(receivers)
         assert receivers.present == []
-        assert receivers.left_out == dict.fromkeys(refused, "400: no NCCL here")
+        assert receivers.excluded == dict.fromkeys(refused, "400: no NCCL here")
 
 
 def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,9 +282,9 @@ def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: 
         known.update(names)
         return {e.url: answered(refusal) for e in receivers.present}
 
-    monkeypatch.setattr(transports.Meeting, "join", lambda *_: Group())
-    monkeypatch.setattr(transports, "address_towards", lambda _: "127.0.0.1")
-    monkeypatch.setattr(Receivers, "ask", ask)
+    monkeypatch.setattr(transports.GroupRendezvous, "join", lambda *_: Group())
+    monkeypatch.setattr(transports, "local_address_for", lambda _: "127.0.0.1")
+    monkeypatch.setattr(Receivers, "post_all", ask)
     for _ in range(3):  # trainers: what a class counts begins anew with each
         monkeypatch.setattr(transports.GroupTransport, "_numbers", itertools.count(), raising=False)
         with Receivers([EngineAddress("http://e0:1", 1, -1)], 60) as receivers:

@@ -12,8 +12,8 @@ from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import EngineAddress
 from rlsys.engine.weight_calls import Call
 from rlsys.weights import transports
-from rlsys.weights.groups import Groups
-from rlsys.weights.receivers import Gone, Receivers
+from rlsys.weights.group_cache import GroupCache
+from rlsys.weights.receivers import EngineUnreachable, Receivers
 from rlsys.weights.transports import GroupTransport
 
 ENGINES = [EngineAddress("http://a", 1, 0), EngineAddress("http://b", 1, 0)]
@@ -31,7 +31,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             answer.set_result(None)
         return answers
 
-    monkeypatch.setattr(Receivers, "ask", ask)
+    monkeypatch.setattr(Receivers, "post_all", ask)
     monkeypatch.setattr(
         transports.dist, "destroy_process_group", lambda group: seen.append(f"destroy {group}")
     )
@@ -64,9 +64,9 @@ def test_who_refuses_first_is_to_blame(events: list[str]) -> None:
         Timer(
             0.1, lambda: answers["http://a"].set_exception(RunError("400: connection closed by peer"))
         ).start()
-        transport._give_up(receivers, answers)
+        transport._abandon(receivers, answers)
     assert [engine.url for engine in receivers.present] == ["http://a"]
-    assert receivers.left_out == {"http://b": "400: size mismatch"}
+    assert receivers.excluded == {"http://b": "400: size mismatch"}
 
 
 def test_a_broadcast_that_fails_with_everybody_there_is_tried_again_by_the_next_push(
@@ -77,8 +77,8 @@ def test_a_broadcast_that_fails_with_everybody_there_is_tried_again_by_the_next_
         transport = joined("gloo")
         for answer in answers.values():
             Timer(0.05, lambda a=answer: a.set_result(None)).start()
-        transport._give_up(receivers, answers)
-    assert receivers.left_out == dict.fromkeys(("http://a", "http://b"), "the broadcast of weights failed")
+        transport._abandon(receivers, answers)
+    assert receivers.excluded == dict.fromkeys(("http://a", "http://b"), "the broadcast of weights failed")
 
 
 @pytest.mark.parametrize(("backend", "end"), [("nccl", "abort nccl"), ("gloo", "destroy gloo")])
@@ -89,9 +89,9 @@ def test_a_broadcast_that_hangs_on_a_dead_engine_is_given_up(
     with Receivers(ENGINES, 60) as receivers:
         answers = {engine.url: Future[None]() for engine in ENGINES}
         answers["http://a"].set_result(None)
-        answers["http://b"].set_exception(Gone("connection reset"))
+        answers["http://b"].set_exception(EngineUnreachable("connection reset"))
         transport = joined(backend)
-        transport._give_up(receivers, answers)
+        transport._abandon(receivers, answers)
         assert events == [end]
         assert [engine.url for engine in receivers.present] == ["http://a"]
         transport.close()  # there is nothing left to leave
@@ -107,14 +107,14 @@ def test_each_round_of_a_rolling_push_keeps_its_group(
         self._group = f"group {names}"  # type: ignore[assignment]
         return True
 
-    monkeypatch.setattr(GroupTransport, "_joined", join)
-    groups = Groups(60, 60)
+    monkeypatch.setattr(GroupTransport, "_join", join)
+    groups = GroupCache(60, 60)
 
     def push(names: str, holds: int = 0) -> list[str]:
         events.clear()
         engines = [EngineAddress(f"http://{name}", 1, holds) for name in names]
         with Receivers(engines, 60) as receivers:
-            assert groups.of(receivers).urls == {e.url for e in engines}
+            assert groups.get(receivers).urls == {e.url for e in engines}
         return [e for e in events if e.startswith(("join", "destroy"))]
 
     assert [push("ab"), push("cd")] == [["join ab"], ["join cd"]]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rlsys.convert.table import entries
-from rlsys.weights.checksums import EngineChecksums, put_together
-from rlsys.weights.hashes import TILE, ByteHash, TileHash, join
+from rlsys.weights.checksums import EngineChecksums, merge_checksums
+from rlsys.weights.hashes import TILE, ByteHash, TileHash, final_hash
 from tests.unit.weights.test_weights import LAYER, TINY
 
 # What SGLang 0.5.23's own kernel gives in Triton's interpreter for `sample(n, dtype)`;
@@ -80,8 +80,8 @@ def test_ranks_that_have_parts_find_the_hash_of_the_whole_together(n: int, dtype
         state.update(whole[start:middle])
         state.update(whole[middle:end])
         parts.append(state.part(n))
-    assert join(parts) == join(parts[::-1]) == GOLDEN[n, dtype]
-    assert ranks == 1 or join([part for part in parts if part.words][1:]) is None, "one is missing"
+    assert final_hash(parts) == final_hash(parts[::-1]) == GOLDEN[n, dtype]
+    assert ranks == 1 or final_hash([part for part in parts if part.word_count][1:]) is None, "one is missing"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -100,11 +100,11 @@ def test_experts_of_a_layer_may_be_spread_over_trainer_ranks(
         of_rank[sender].append((name, tensor))
     for rank, mine in zip(ranks, of_rank, strict=True):
         assert len(list(rank.watch(mine))) == len(mine)
-    found = [rank.found() for rank in ranks]
-    assert put_together(found) == alone.digests()
+    found = [rank.partial_digests() for rank in ranks]
+    assert merge_checksums(found) == alone.digests()
     w13 = LAYER + "mlp.experts.w13_weight"
     one = next(i for i, each in enumerate(found) if w13 in each[0])
-    assert w13 not in put_together(found[:one] + found[one + 1 :])[0]
+    assert w13 not in merge_checksums(found[:one] + found[one + 1 :])[0]
 
 
 @pytest.mark.parametrize("cuda", [False, True])

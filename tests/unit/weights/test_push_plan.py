@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
 from rlsys.planner.layout import lay_out, push_plan
-from rlsys.weights.plan import Place, PushPlan, check_group, plan_push
+from rlsys.weights.push_plan import DeviceLocation, PushPlan, check_group, plan_push
 
 EXPERIMENTS = sorted(
     p for p in (Path(__file__).parents[3] / "configs/experiments").glob("*.yaml") if p.stem != "base"
 )
 
 
-def places(*numbers: int, per_node: int = 8) -> list[Place]:
-    return [Place(*divmod(n, per_node)) for n in numbers]
+def places(*numbers: int, per_node: int = 8) -> list[DeviceLocation]:
+    return [DeviceLocation(*divmod(n, per_node)) for n in numbers]
 
 
 def test_each_engine_rank_gets_its_weights_from_the_trainer_rank_on_its_gpu() -> None:
@@ -43,31 +43,35 @@ def test_an_engine_beside_the_trainer_is_reached_by_a_group_of_other_gpus() -> N
 
 
 def test_what_nccl_would_refuse_is_refused_before_the_start() -> None:
-    with pytest.raises(UserError, match=r"every trainer rank shares a GPU .* first on GPU 0 of node 0"):
+    with pytest.raises(UserError, match=r"each trainer rank, first on GPU 0 of node 0, shares its GPU"):
         plan_push(places(0), [places(0, 1)], "broadcast", gpus=True)
     with pytest.raises(UserError, match=r"two ranks of one NCCL group on GPU 3 of node 1"):
-        check_group([Place(1, 3), Place(0, 3), Place(1, 3)])
+        check_group([DeviceLocation(1, 3), DeviceLocation(0, 3), DeviceLocation(1, 3)])
     with pytest.raises(
-        UserError, match=r"tensor passes through the memory .* engine-1 is on GPU 1 of node 0"
+        UserError, match=r"tensor needs a GPU that trainer and engine share.* engine-1 is on GPU 1 of node 0"
     ):
         plan_push(places(0), [places(0), places(1)], "tensor", gpus=True)
     with pytest.raises(
-        UserError, match=r"tensor passes through one machine's memory.* engine-0 is on node 1"
+        UserError, match=r"tensor needs a machine that trainer and engine share.* engine-0 is on node 1"
     ):
-        plan_push([Place(0, 0)], [[Place(1, 0)]], "tensor", gpus=False)
+        plan_push([DeviceLocation(0, 0)], [[DeviceLocation(1, 0)]], "tensor", gpus=False)
 
 
 def test_a_sharded_push_goes_by_groups_and_shares_no_gpu() -> None:
     trainer = places(0, 1)
     assert plan_push(trainer, [places(2, 3)], "sharded", gpus=True) == PushPlan({}, group=True)
-    with pytest.raises(UserError, match=r"sharded .* GPU 1 of node 0 is used by both \(by engine-1\)"):
+    with pytest.raises(UserError, match=r"sharded: the trainer and engine-1 both use GPU 1 of node 0"):
         plan_push(trainer, [places(2, 3), places(4, 1)], "sharded", gpus=True)
     assert plan_push(trainer, [places(0, 1)], "sharded", gpus=False) == PushPlan({}, group=True)
 
 
 def test_without_gpus_the_ranks_of_a_host_take_turns() -> None:
-    trainer = [Place(0, 0), Place(0, 1), Place(1, 0)]
-    engines = [[Place(0, 0), Place(0, 1)], [Place(1, 0), Place(1, 1)], [Place(0, 2)]]
+    trainer = [DeviceLocation(0, 0), DeviceLocation(0, 1), DeviceLocation(1, 0)]
+    engines = [
+        [DeviceLocation(0, 0), DeviceLocation(0, 1)],
+        [DeviceLocation(1, 0), DeviceLocation(1, 1)],
+        [DeviceLocation(0, 2)],
+    ]
     assert plan_push(trainer, engines, "tensor", gpus=False).memory == {0: (0, 1), 1: (2, 2), 2: (0,)}
     assert plan_push(trainer, engines, "broadcast", gpus=False) == PushPlan({}, group=True)
     assert plan_push(trainer, engines, "disk", gpus=False) == PushPlan({}, group=False)

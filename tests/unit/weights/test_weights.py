@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.convert.config import HFConfig
 from rlsys.convert.stack import part_of, stacked
 from rlsys.convert.table import entries, stacked_names
-from rlsys.weights.buckets import Areas, Bucket, Flat, buckets, stream
+from rlsys.weights.buckets import Bucket, FlatBucket, StagingBuffers, send_in_buckets, split_into_buckets
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers import tiny
 
@@ -28,7 +28,7 @@ def test_buckets_hold_every_tensor_in_order_within_their_size(
         (f"t{i}", torch.full((n,), i, dtype=torch.bfloat16 if half else torch.float32))
         for i, (n, half) in enumerate(shapes)
     ]
-    made = list(buckets(iter(tensors), max_bytes))
+    made = list(split_into_buckets(iter(tensors), max_bytes))
     assert [name for bucket in made for name, _ in bucket] == [name for name, _ in tensors]
     for bucket in made:
         size = sum(t.numel() * t.element_size() for _, t in bucket)
@@ -38,18 +38,22 @@ def test_buckets_hold_every_tensor_in_order_within_their_size(
 
 def test_neighbours_share_a_bucket() -> None:
     tensors = [(name, torch.zeros(10)) for name in "abcde"]
-    assert [[name for name, _ in b] for b in buckets(tensors, 80)] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [[name for name, _ in b] for b in split_into_buckets(tensors, 80)] == [
+        ["a", "b"],
+        ["c", "d"],
+        ["e"],
+    ]
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_bucket_stays_as_it_is_until_the_next_but_one(shared: bool) -> None:
-    areas = Areas(shared=shared)
-    first = areas.lay([("a", torch.arange(6.0)), ("b", torch.ones(2, 3, dtype=torch.float32).T)])
-    second = areas.lay([("c", torch.zeros(9, dtype=torch.bfloat16))])
+    areas = StagingBuffers(shared=shared)
+    first = areas.flatten([("a", torch.arange(6.0)), ("b", torch.ones(2, 3, dtype=torch.float32).T)])
+    second = areas.flatten([("c", torch.zeros(9, dtype=torch.bfloat16))])
     assert first.parts[1] == ("b", torch.float32, torch.Size([3, 2]))
     assert first.memory.view(torch.float32).tolist() == [0, 1, 2, 3, 4, 5, 1, 1, 1, 1, 1, 1]
     assert (second.memory.is_shared(), len(second.memory)) == (shared, 18)
-    third = areas.lay([("d", torch.full((4,), 7.0))])
+    third = areas.flatten([("d", torch.full((4,), 7.0))])
     assert third.memory.data_ptr() == first.memory.data_ptr(), "no fresh memory"
     assert not second.memory.any()
 
@@ -57,18 +61,18 @@ def test_a_bucket_stays_as_it_is_until_the_next_but_one(shared: bool) -> None:
 def test_a_stream_lays_the_next_bucket_out_while_one_is_on_its_way() -> None:
     laid, seen = Event(), []
 
-    class Watched(Areas):
-        def lay(self, bucket: Bucket) -> Flat:
+    class Watched(StagingBuffers):
+        def flatten(self, bucket: Bucket) -> FlatBucket:
             if bucket[0][0] == "t1":
                 laid.set()
-            return super().lay(bucket)
+            return super().flatten(bucket)
 
-    def send(flat: Flat) -> None:
+    def send(flat: FlatBucket) -> None:
         assert laid.wait(60), "the second bucket waited for the first"
         seen.append((flat.parts[0][0], flat.memory.view(torch.float32).tolist()))
 
     tensors = [(f"t{i}", torch.full((2,), float(i))) for i in range(5)]
-    assert stream(tensors, 8, Watched(shared=False), send) == 40
+    assert send_in_buckets(tensors, 8, Watched(shared=False), send) == 40
     assert seen == [(f"t{i}", [float(i)] * 2) for i in range(5)]
 
 
@@ -140,7 +144,7 @@ def test_latent_attentions_two_first_projections_share_a_bucket() -> None:
     ]
     tensors = [(f"{n}.weight", torch.zeros(10)) for n in names]
     scales = [(f"{n}.weight_scale_inv", torch.zeros(2)) for n in names]
-    made = [[name for name, _ in b] for b in buckets([*tensors, *scales], 40)]
+    made = [[name for name, _ in b] for b in split_into_buckets([*tensors, *scales], 40)]
     assert sorted(name for b in made for name in b) == sorted(name for name, _ in tensors + scales)
     for name in (n for b in made for n in b if ".q_a_proj." in n):
         (bucket,) = (b for b in made if name in b)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rlsys.core.weight_updates import EngineAddress
-from rlsys.weights.buckets import Areas, stream
-from rlsys.weights.relayed import RelayPush
+from rlsys.weights.buckets import StagingBuffers, send_in_buckets
+from rlsys.weights.relay_push import RelayPush
 from rlsys.weights_relay.feeder import PIECE, PIECE_HEADER, TOKEN_HEADER
 from rlsys.weights_relay.pieces import (
     PIECE_BYTES,
@@ -77,9 +77,9 @@ class Sender:
 
     def push(self, tensors: Tensors, version: int, only: Sequence[int] | None = None) -> dict[str, str]:
         self.relays.begin(self.addresses(only), version)
-        stream(tensors.items(), BUCKET, Areas(shared=False), self.relays.send)
+        send_in_buckets(tensors.items(), BUCKET, StagingBuffers(shared=False), self.relays.send)
         self.relays.end()
-        return self.relays.left_out
+        return self.relays.excluded
 
     def close(self) -> None:
         self.relays.close()
@@ -153,13 +153,13 @@ def test_damaged_or_foreign_pieces_are_refused() -> None:
 def test_all_hosts_get_all_tensors_and_the_link_carries_them_once(three: list[Host]) -> None:
     sender, first, second = Sender(three), model(0), model(0, steps=1, only="layer1")
     assert sender.push(first, 1) == {}
-    whole = sender.relays.sent
+    whole = sender.relays.sent_bytes
     assert [host.said()["tensors"] for host in three] == [expected(first)] * 3
     assert 0.5 < whole / sum(t.nbytes for t in first.values()) < 1.01
     assert sender.push(second, 2) == {}
     assert [host.said()["tensors"] for host in three] == [expected(second)] * 3
-    assert sender.relays.sent < 0.3 * whole, "one tensor of five, as what has changed in it"
-    assert sender.push(second, 3) == {} and sender.relays.sent == 0
+    assert sender.relays.sent_bytes < 0.3 * whole, "one tensor of five, as what has changed in it"
+    assert sender.push(second, 3) == {} and sender.relays.sent_bytes == 0
     assert [host.said()["loads"] for host in three] == [3] * 3
     sender.close()
 
@@ -174,11 +174,11 @@ def test_who_joined_is_the_end_of_the_chain(three: list[Host]) -> None:
         places[2] = replace(places[2], index=None, chain=0)
         sender.relays.begin(places[::-1], version)
         assert [m.engine.url for m in sender.relays._members.values()] == sender.urls
-        stream(tensors.items(), BUCKET, Areas(shared=False), sender.relays.send)
+        send_in_buckets(tensors.items(), BUCKET, StagingBuffers(shared=False), sender.relays.send)
         sender.relays.end()
-        assert sender.relays.left_out == {}
+        assert sender.relays.excluded == {}
         assert [host.said()["tensors"] for host in three] == [expected(tensors)] * 3
-        assert sender.relays.sent < 1.01 * sum(t.nbytes for t in tensors.values())
+        assert sender.relays.sent_bytes < 1.01 * sum(t.nbytes for t in tensors.values())
     sender.close()
 
 
@@ -188,13 +188,13 @@ def test_a_host_that_comes_back_is_fed_by_its_neighbours(three: list[Host]) -> N
     with hosts(1) as (fresh,):
         sender, first = Sender(three), model(0, torch.bfloat16)
         assert sender.push(first, 1) == {}
-        whole = sender.relays.sent
+        whole = sender.relays.sent_bytes
         three[1].process.kill()
         three[1].process.wait()
         sender.hosts = [three[0], fresh, three[2]]
         sender.urls[1] = fresh.url
         assert sender.push(first, 1, only=[1]) == {}
-        assert sender.relays.sent == whole, "the same version: others of its chain have it"
+        assert sender.relays.sent_bytes == whole, "the same version: others of its chain have it"
         assert fresh.said()["tensors"] == expected(first)
         sender.close()
 
@@ -206,7 +206,7 @@ def test_a_host_without_the_version_before_costs_the_link_nothing(three: list[Ho
     second = model(0, torch.bfloat16, steps=1)
     assert sender.push(second, 2) == {}
     assert [host.said()["tensors"] for host in three] == [expected(second)] * 3
-    assert sender.relays.sent < 0.2 * sum(t.nbytes for t in first.values())
+    assert sender.relays.sent_bytes < 0.2 * sum(t.nbytes for t in first.values())
     sender.close()
 
 
@@ -260,13 +260,13 @@ def test_a_host_that_dies_or_hangs_amid_a_push_is_passed_by(
 
         striking = threading.Thread(target=strike)
         striking.start()
-        stream(tensors.items(), BUCKET, Areas(shared=False), sender.relays.send)
+        send_in_buckets(tensors.items(), BUCKET, StagingBuffers(shared=False), sender.relays.send)
         striking.join()
         sender.relays.end()
-        assert list(sender.relays.left_out) == [there[place].url]
+        assert list(sender.relays.excluded) == [there[place].url]
         living = [host for i, host in enumerate(there) if i != place]
         assert [host.said()["tensors"] for host in living] == [expected(tensors)] * 2
-        assert sender.relays.sent < 1.7 * sum(t.nbytes for t in tensors.values())
+        assert sender.relays.sent_bytes < 1.7 * sum(t.nbytes for t in tensors.values())
         if how == signal.SIGSTOP:  # it goes on with what it had of the push before, amid the next one
             (tmp_path / "go").touch()
             after = model(5, megabytes=24, steps=1)
@@ -284,10 +284,10 @@ def test_the_sender_of_an_earlier_push_is_fenced_off(three: list[Host]) -> None:
     stale.relays.begin(stale.addresses(), 1)
     sender.epoch = 10
     assert sender.push(new, 2) == {}
-    stream(old.items(), BUCKET, Areas(shared=False), stale.relays.send)
+    send_in_buckets(old.items(), BUCKET, StagingBuffers(shared=False), stale.relays.send)
     stale.relays.end()
-    assert len(stale.relays.left_out) == 3
-    assert all("is over" in why for why in stale.relays.left_out.values())
+    assert len(stale.relays.excluded) == 3
+    assert all("is over" in why for why in stale.relays.excluded.values())
     assert [host.said() for host in three] == [{"loads": 1, "tensors": expected(new), "damaged": 0}] * 3
     stale.close()
     sender.close()

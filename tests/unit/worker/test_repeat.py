@@ -16,9 +16,9 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.types import Sample, Taken
+from rlsys.core.types import Sample, TrainBatch
 from rlsys.ledger.store import FILE_NAME
-from rlsys.worker.repeat import Record
+from rlsys.worker.run_replay import RunRecord
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Rig, length_reward, make_config, settle
 
@@ -42,7 +42,9 @@ def random_clock(seed: int) -> Clock:
     return tick
 
 
-async def trained(config: Config, clock: Clock, steps: int = STEPS) -> tuple[list[Taken], dict[str, Any]]:
+async def trained(
+    config: Config, clock: Clock, steps: int = STEPS
+) -> tuple[list[TrainBatch], dict[str, Any]]:
     """What every step took, and the ledger's groups at the end."""
     r = Rig(config, length, length_reward)
     try:
@@ -71,7 +73,7 @@ async def done(r: Rig, work: Any, clock: Clock) -> Any:
     raise AssertionError(r.manager.status())
 
 
-def what(taken: list[Taken]) -> list[Any]:
+def what(taken: list[TrainBatch]) -> list[Any]:
     return [
         [
             (q.sample_id, q.sequence, q.response_ids, q.mu, q.versions(), s.status, s.reward)
@@ -88,7 +90,7 @@ def what(taken: list[Taken]) -> list[Any]:
 async def test_another_clock_repeats_every_token(
     placement: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)
 
     def config(name: str, **rollout: Any) -> Config:
         april = {"over_provision": 3, "max_staleness": 2, "staleness_policy": policy}
@@ -106,7 +108,7 @@ async def test_another_clock_repeats_every_token(
 
 
 async def test_another_clock_repeats_every_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)
 
     def config(name: str, **more: Any) -> Config:
         (tmp_path / name).mkdir()
@@ -122,7 +124,7 @@ async def test_another_clock_repeats_every_sequence(tmp_path: Path, monkeypatch:
 
 
 async def test_a_record_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)
     first, again = tmp_path / "first", tmp_path / "again"
     first.mkdir()
     again.mkdir()
@@ -136,16 +138,16 @@ def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
     Rig(make_config(tmp_path, run={"dir": first}), length, length_reward).buffer.close()
-    with pytest.raises(UserError, match=r"rollout.repeat = .*first: a run of another config"):
-        Record(first, make_config(tmp_path, rollout={"group_size": 3}))
+    with pytest.raises(UserError, match=r"rollout.repeat = .*first: the run has another config"):
+        RunRecord(first, make_config(tmp_path, rollout={"group_size": 3}))
     with pytest.raises(UserError, match="no such file"):
-        Record(tmp_path / "none", make_config(tmp_path))
+        RunRecord(tmp_path / "none", make_config(tmp_path))
 
 
 async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.rollout.waiting.LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)
     first = tmp_path / "first"
     first.mkdir()
     config = make_config(tmp_path, run={"dir": first})
@@ -161,11 +163,11 @@ async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back
         spans([old, 0, 2], [new, 2, 3])
         with db:
             db.execute("INSERT INTO interrupts VALUES (NULL, ?, 0, 1, ?)", (sample, old))
-        stops = Record(first, config).stops[sample, 0]
+        stops = RunRecord(first, config).stops[sample, 0]
         assert [(stop.end, stop.last) for stop in stops] == [(1, False), (2, False), (3, True)]
         assert stops[0].trained_steps == stops[1].trained_steps < stops[2].trained_steps
         spans([new, 0, 2], [old, 2, 3])
         with pytest.raises(
-            UserError, match=f"its trainer went back to a step before tokens of sample {sample}$"
+            UserError, match=f"its trainer was restored to a step before tokens of sample {sample}$"
         ):
-            Record(first, config)
+            RunRecord(first, config)

@@ -38,7 +38,10 @@ async def test_each_token_is_in_the_ledger_once(tmp_path: Path, workers: int) ->
 
 @pytest.mark.parametrize(
     ("workers", "seed"),
-    [(2, 0), *(pytest.param(k, seed, marks=pytest.mark.full) for k, seed in ((2, 1), (4, 2), (4, 3)))],
+    [
+        (2, 0),
+        *(pytest.param(k, seed, marks=pytest.mark.full) for k, seed in ((2, 1), (4, 2), (4, 3))),
+    ],
 )
 async def test_a_worker_that_is_killed_at_any_moment_costs_nothing_twice(
     tmp_path: Path, workers: int, seed: int
@@ -52,7 +55,7 @@ async def test_a_worker_that_is_killed_at_any_moment_costs_nothing_twice(
         async def kill() -> None:
             for _ in range(6):
                 await asyncio.sleep(rng.expovariate(2.0))
-                while not (able := [w for w in r.workers.processes if w.told and w.serving]):
+                while not (able := [w for w in r.workers.processes if w.reported_tokens and w.serving]):
                     await asyncio.sleep(0.01)
                 rng.choice(able).kill()
 

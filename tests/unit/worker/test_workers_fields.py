@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlsys.core.membership import tell
+from rlsys.core.membership import write_member
 from rlsys.core.owner import claim
-from rlsys.core.types import Sample, SampleGroup, Taken
+from rlsys.core.types import Sample, SampleGroup, TrainBatch
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.rollout.members import Members
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gate  # each starts processes
 DISAGGREGATED = {"launch": {"placement": "disaggregated"}}
 
 
-async def trained(r: Run, steps: int) -> list[Taken]:
+async def trained(r: Run, steps: int) -> list[TrainBatch]:
     await r.manager.restore(0)
     await r.push()
     seen: set[int] = set()
@@ -63,7 +63,7 @@ async def test_another_number_of_workers_repeats_a_run(tmp_path: Path) -> None:
         assert what(tmp_path / "again", await trained(r, 5)) == first
 
 
-def what(folder: Path, steps: list[Taken]) -> list[Any]:
+def what(folder: Path, steps: list[TrainBatch]) -> list[Any]:
     return [
         [
             (s.sample_id, list(s.response_ids), list(s.mu), s.versions(), s.status, s.reward)
@@ -109,16 +109,16 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
         async def until(step: int, serving: set[str]) -> int:
             """Steps are trained until these engines serve. The next step."""
             while {u for u, told in r.workers.engines.engine_figures().items() if told["serving"]} != serving:
-                members.look()
+                members.update()
                 check_step(tmp_path, await r.take(step), seen)
                 await r.push()
                 step += 1
             return step
 
         for url in urls[2:]:
-            tell(owner, url, 1, wanted=True)
+            write_member(owner, url, 1, active=True)
         step = await until(1, set(urls))
-        homes = [set(w.figures.states) for w in r.workers.processes]
+        homes = [set(w.status.states) for w in r.workers.processes]
         assert [len(home) for home in homes] == [2, 2], "each worker has got one"
 
         before = r.pids()
@@ -126,14 +126,14 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
         while before == r.pids():
             await asyncio.sleep(0.01)
         step = await until(step, set(urls))
-        assert homes == [set(w.figures.states) for w in r.workers.processes], "and keeps it"
+        assert homes == [set(w.status.states) for w in r.workers.processes], "and keeps it"
 
         for url in (urls[0], urls[3]):
-            tell(owner, url, 1, wanted=False)
+            write_member(owner, url, 1, active=False)
         step = await until(step, {urls[1], urls[2]})
-        tell(owner, urls[0], 1, wanted=True)
+        write_member(owner, urls[0], 1, active=True)
         await until(step, {urls[0], urls[1], urls[2]})
-        assert urls[0] in r.workers.processes[0].figures.states, (
+        assert urls[0] in r.workers.processes[0].status.states, (
             "an engine of the launch comes back where it was"
         )
 
@@ -149,10 +149,10 @@ async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> 
             for sample in (s for g in loaded(tmp_path, taken.groups) for s in g.samples):
                 assert [q.parent for q in sample.sequences] == [None, 0, 1]
                 assert [q.aside for q in sample.sequences] == [False, True, False]
-                assert [q.spoke for q in sample.sequences] == [1, 2, 3]
+                assert [q.last_turn for q in sample.sequences] == [1, 2, 3]
                 for sequence in sample.sequences:
                     expected(sequence)
-                assert sample.turn_marks == MARKS
+                assert sample.turn_rewards == MARKS
                 judged = sum(q.tokens for q in sample.sequences if not q.aside)
                 assert sample.reward == float(judged % 2)
             assert taken.metrics["lost"] == 0
@@ -182,7 +182,7 @@ async def test_trees_and_repairs_outlive_a_worker(planners: list[str], tmp_path:
                 r.workers.processes[step % 2].kill()
             await r.push()
         ledger = r.buffer.ledger()
-        assert forked > 20 and ledger.given > 20 and ledger.discarded > 20
+        assert forked > 20 and ledger.inherited_tokens > 20 and ledger.discarded_tokens > 20
 
 
 def check_branch(group: SampleGroup, sample: Sample) -> None:
@@ -192,7 +192,7 @@ def check_branch(group: SampleGroup, sample: Sample) -> None:
     assert sample.reward == float(sample.tokens % 2)
     own = [i for i, trained in enumerate(sample.trained()) if trained]
     if sample.fork is not None:
-        stem, at = group.samples[sample.fork.place], sample.fork.at
+        stem, at = group.samples[sample.fork.source], sample.fork.at
         shared = min(at, 5)  # the root is cut off there, after the first forks
         assert list(sample.response_ids[:shared]) == list(stem.response_ids[:shared])
         assert (

@@ -1,0 +1,59 @@
+"""pass@k of several responses to each prompt, with confidence intervals. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Z = 1.959964
+"""Two-sided 95 % of a normal distribution."""
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Return the probability that at least one of k responses, drawn from n with `correct` correct ones, is correct.
+
+    It is 1 - C(n - correct, k) / C(n, k), unbiased for any k <= n (Chen et al. 2021, "Evaluating Large
+    Language Models Trained on Code", section 2.1).
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+    if not (0 < k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} of {correct} correct responses among {n}")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of a mean of `count` independent values in [0, 1] (Wilson 1927).
+
+    The form is exact for values that are 0 or 1; for other values, which vary less, it is wider than needed.
+    """
+    z2 = Z * Z / count
+    middle = (mean + z2 / 2) / (1 + z2)
+    half = Z / (1 + z2) * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def reported_ks(samples: int) -> list[int]:
+    """Return the k to report for this number of responses: the powers of two, and all."""
+    powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+    return powers if powers[-1] == samples else [*powers, samples]
+
+
+def pass_at_k_metrics(correct: Sequence[Sequence[bool]], samples: int) -> dict[str, float]:
+    """Return `pass_k`, `pass_k_low` and `pass_k_high` for each k.
+
+    A prompt with fewer than k judged responses does not count for that k; a k without prompts is left out.
+
+    Args:
+        correct: for each prompt, whether each judged response is correct.
+        samples: number of responses per prompt.
+    """
+    out: dict[str, float] = {}
+    for k in reported_ks(samples):
+        values = [pass_at_k(len(r), sum(r), k) for r in correct if len(r) >= k]
+        if values:
+            mean = sum(values) / len(values)
+            low, high = wilson(min(1.0, mean), len(values))
+            out |= {f"pass_{k}": mean, f"pass_{k}_low": low, f"pass_{k}_high": high}
+    return out

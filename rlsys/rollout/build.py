@@ -1,0 +1,115 @@
+"""RolloutComponents: creates the components of the rollout process from a config."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from aiohttp import ClientSession
+
+from rlsys.config import Config
+from rlsys.core.identity import ANONYMOUS, Identity, engine_identity
+from rlsys.core.owner import Owner
+from rlsys.data import Tokenizer, build_source
+from rlsys.data.mixture import check_teachers
+from rlsys.engine.client import EngineClient
+from rlsys.generators.generator import build_generator
+from rlsys.generators.turns import sampling_turns
+from rlsys.planning.exploring import Explorer
+from rlsys.planning.planning import Planning
+from rlsys.planning.prompt_scores import ReferenceScores
+from rlsys.planning.repairs import Repairs
+from rlsys.planning.teacher import build_teacher
+from rlsys.rewards import Rewards
+from rlsys.rewards.judges import build_judge
+from rlsys.rewards.repairs import build_process_judge
+from rlsys.router.engines import Engines
+from rlsys.router.router import Router
+from rlsys.worker.assembly import ask_engines, build_router, build_scorer, client_maker
+from rlsys.worker.workers import Workers, worker_commands
+
+
+class RolloutComponents:
+    """The components that RolloutManager needs. The caller closes `rewards`.
+
+    Raises:
+        UserError: a plug-in does not exist, or the data section is invalid.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        urls: list[str],
+        reference: str | None,
+        teacher: str | None,
+        owner: Owner,
+        session: ClientSession,
+    ) -> None:
+        """Create all components.
+
+        Args:
+            urls: the engines.
+            reference: URL of the server with reference weights, for prompt scores.
+            teacher: URL of the server with the teacher's weights.
+        """
+        client = client_maker(config, session)
+
+        def launch_client(url: str, index: int) -> EngineClient:
+            return client(url, engine_identity(owner, url), tp=config.engine.tp_of(index), index=index)
+
+        def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
+            return client(url, engine_identity(owner, url), tp=tp, pool=pool)
+
+        self.joiner = joiner
+        """Creates the client of an engine that joins later."""
+        self.tokenizer = Tokenizer.of(config)
+        self.source = build_source(config, self.tokenizer)
+        check_teachers(config, self.source)
+        self.rewards = Rewards(config)
+        self.rewards.begin()  # beside the engines' start
+        self.scorer = build_scorer(config, self.rewards, self.tokenizer)
+        self.engines = [launch_client(url, i) for i, url in enumerate(urls)]
+        self.router: Router | Workers
+        """Runs samples."""
+        self.engine_service: Engines
+        """Serves all other requests."""
+        if config.rollout.workers > 1:
+            self.router = workers = Workers(config, worker_commands(config, urls))
+            self.engine_service = workers.engines
+        else:
+            self.router = self.engine_service = build_router(config, self.engines, self.tokenizer)
+        self.references: list[EngineClient] = []
+        prompt_scores = None
+        if reference is not None:
+            engine_key: Identity = (
+                engine_identity(owner, reference) if config.engine.reference == "own" else ANONYMOUS
+            )
+            self.references = [client(reference, engine_key, adapter=None)]
+            protected = self.tokenizer.special_ids
+            prompt_scores = ReferenceScores(
+                self.engine_service, self.references[0], protected, config.start_seconds
+            )
+        engine_teacher = None if teacher is None else build_teacher(config, teacher, owner, session)
+        if engine_teacher is not None:
+            self.references.append(engine_teacher.client)
+        ask_model = partial(
+            ask_engines, self.engine_service, self.tokenizer, config.rollout.max_response_tokens
+        )
+        judge = build_judge(config, ask_model, lambda: self.engine_service.open)
+        repairs = None
+        if (process_judge := build_process_judge(config)) is not None:
+            seconds, budget = config.data.judge_timeout, config.rollout.max_response_tokens
+            repairs = Repairs(process_judge, self.tokenizer, seconds, budget)
+        explorer = None
+        if config.engine.explorers:
+            assert isinstance(self.router, Router), "the config refuses it with several workers"
+            generate_turn = sampling_turns(config, self.router, explorers=True)
+            generate = build_generator(config, self.tokenizer, generate_turn)
+            explorer = Explorer(generate, self.scorer, config.run.seed)
+        self.planning = Planning(
+            config, self.source, self.tokenizer, judge, prompt_scores, repairs, explorer, engine_teacher
+        )
+
+    @property
+    def reward_hung(self) -> bool:
+        """Whether a reward function may still be running that did not stop when cancelled."""
+        return bool(self.scorer.timeouts or self.planning.hung)

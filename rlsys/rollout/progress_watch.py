@@ -1,0 +1,167 @@
+"""ProgressWatch: commands that wait for samples, and the error when nothing progresses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from typing import TypeVar
+
+from rlsys.config import Config
+from rlsys.core.errors import RunError
+from rlsys.core.types import GroupState, SampleGroup
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.rollout.runner import SampleRunner, is_settled
+from rlsys.rollout.selection import Selection
+from rlsys.router.engines import Engines
+
+POLL_SECONDS = 0.5
+"""Interval at which a waiting command checks for stale engines, failures and progress."""
+LOG_SECONDS = 30.0
+"""Interval of log lines while groups are filtered."""
+T = TypeVar("T")
+
+log = logging.getLogger("rlsys.rollout")
+
+
+class ProgressWatch:
+    """Waits for samples, and stops a wait without progress."""
+
+    def __init__(
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        router: Engines,
+        runner: SampleRunner,
+        selection: Selection,
+        is_preempted: Callable[[], bool],
+        give_up: Callable[[Collection[SampleGroup], int], Awaitable[None]],
+    ) -> None:
+        """Create a watch.
+
+        Args:
+            is_preempted: whether something else comes first.
+            give_up: called with overdue groups and the train steps contained in the weights.
+        """
+        self._config = config
+        self._buffer = buffer
+        self._router = router
+        self._runner = runner
+        self._selection = selection
+        self._is_preempted = is_preempted
+        self._give_up = give_up
+        self._filtered = 0
+        """Number of filtered groups when the wait for a step's groups started."""
+        self._budget = config.trainer.token_budget * config.parallel.data_parallel
+        """Tokens of a full micro-batch on every trainer rank."""
+
+    async def wait_for_groups(self, trained_steps: int) -> None:
+        """Wait until there are enough groups for a step, or something else comes first."""
+        count = self._config.rollout.groups_per_step
+        self._filtered = self._buffer.counts[GroupState.FILTERED]
+        await self.watch(self._poll_groups(trained_steps), f"{count} groups of a train step")
+
+    async def _poll_groups(self, trained_steps: int) -> None:
+        loop = asyncio.get_running_loop()
+        logged, next_line = 0, loop.time() + LOG_SECONDS
+        while self._selection.groups(trained_steps) is None and not self._is_preempted():
+            await self._poll_overdue(trained_steps)
+            filtered = self._buffer.counts[GroupState.FILTERED] - self._filtered
+            if filtered > logged and loop.time() >= next_line:
+                logged, next_line = filtered, loop.time() + LOG_SECONDS
+                log.warning(
+                    "step %d waits for its groups: %d groups were filtered meanwhile (algo.planners keep none whose "
+                    "rewards are all equal): prompts are too hard or too easy, or the reward ignores the answer",
+                    trained_steps,
+                    filtered,
+                )
+
+    async def wait_for_part(self, trained_steps: int, excluded: Collection[int]) -> list[int]:
+        """Return ids of groups for the trainer to start with, without `excluded`; empty if a take would not wait."""
+        return await self.watch(self._poll_part(trained_steps, excluded), "groups of a train step")
+
+    async def _poll_part(self, trained_steps: int, excluded: Collection[int]) -> list[int]:
+        while self._selection.groups(trained_steps) is None and not self._is_preempted():
+            fresh = [g for g in self._selection.certain() if g.group_id not in excluded]
+            sequences = (q for g in fresh for s in g.samples for q in s.trained_sequences)
+            if sum(len(q.prompt_ids) + q.tokens for q in sequences) >= self._budget:
+                return [g.group_id for g in fresh]
+            await self._poll_overdue(trained_steps)
+        return []
+
+    async def wait_until_interruptible(self, trained_steps: int, members: Collection[str] | None) -> None:
+        """Wait until no sample is protected from interruption, or something else comes first.
+
+        Args:
+            members: URLs of the engines to check; None: all.
+        """
+        await self.watch(self._poll_protected(trained_steps, members), "samples that must go on")
+
+    async def _poll_protected(self, trained_steps: int, members: Collection[str] | None) -> None:
+        while self._selection.has_protected_samples(trained_steps, members) and not self._is_preempted():
+            await self._poll()
+
+    async def _poll_overdue(self, trained_steps: int) -> None:
+        if late := self._runner.overdue():
+            await self._give_up(late, trained_steps)
+        await self._poll()
+
+    async def _poll(self) -> None:
+        """Wait for a decided group, at most POLL_SECONDS: time, samples and stale engines set no event."""
+        self._runner.raise_failure()
+        self._runner.wake.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._runner.wake.wait(), POLL_SECONDS)
+
+    async def watch(self, work: Awaitable[T], description: str) -> T:
+        """Return the result of `work`, unless the run stalls meanwhile.
+
+        The time limit is longer while no engine serves.
+
+        Raises:
+            RunError: no token or reward arrived for rollout.stall_timeout; or a sample failed.
+        """
+        task = asyncio.ensure_future(work)
+        loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout
+        start_seconds = self._config.start_seconds
+        progress, last_progress = self._progress(), loop.time()
+        try:
+            while not task.done():
+                self._runner.raise_failure()
+                await asyncio.wait({task}, timeout=min(POLL_SECONDS, stall / 4))
+                no_engine = not self._router.stats()["engines_serving"]
+                limit = stall + (start_seconds if no_engine else 0.0)
+                if (current := self._progress()) != progress:
+                    progress, last_progress = current, loop.time()
+                elif not task.done() and loop.time() - last_progress > limit:
+                    raise RunError(
+                        f"no token and no reward for rollout.stall_timeout = {stall:g} s"
+                        f"{f' and engine.start_timeout = {limit - stall:g} s' * no_engine}; "
+                        f"waiting for {description}: "
+                        f"{self.missing()}; engines: {self._engines()}"
+                    )
+            self._runner.raise_failure()
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _progress(self) -> tuple[float, int]:
+        """Return a value that changes with any progress."""
+        return self._router.stats()["received_tokens"], self._runner.settled_samples
+
+    def missing(self) -> str:
+        """Describe the oldest unfinished groups."""
+        waiting = [(g, [s for s in g.samples if not is_settled(s)]) for g in self._buffer.active()]
+        examples = "; ".join(
+            f"group {g.group_id}: "
+            + ", ".join(f"sample {s.sample_id} {s.status} with {s.all_tokens} tokens" for s in unfinished[:3])
+            for g, unfinished in waiting[:3]
+        )
+        unfinished = f"{len(waiting)} unfinished ({examples})" if examples else "none unfinished"
+        filtered = self._buffer.counts[GroupState.FILTERED] - self._filtered
+        filtered_note = f", {filtered} filtered since the last step" if filtered > 0 else ""
+        return f"{len(self._buffer.ready())} groups are ready{filtered_note}, {unfinished}"
+
+    def _engines(self) -> str:
+        return ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())

@@ -1,0 +1,146 @@
+"""RunMetrics: metrics of train steps, and the status in the live display. Read-only."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from rlsys.config import Config
+from rlsys.core.types import GroupState, SampleGroup, Status
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.planning.planning import Planning
+from rlsys.rollout.bias import BiasMonitor
+from rlsys.router.engines import Engines
+from rlsys.worker.scoring import Scorer
+
+_BUSIEST = sorted(Status, key=lambda status: (status is not Status.IN_FLIGHT, status.terminal))
+"""The status of a sample with several sequences is that of its busiest one."""
+
+
+class RunMetrics:
+    """Reads from all components and changes none."""
+
+    def __init__(
+        self,
+        config: Config,
+        buffer: RolloutBuffer,
+        router: Engines,
+        scorer: Scorer,
+        planning: Planning,
+        counts: Callable[[], Mapping[str, int]],
+    ) -> None:
+        """Create the metrics.
+
+        Args:
+            counts: returns the counts of the generator and of censored samples.
+        """
+        self._counts = counts
+        self._buffer = buffer
+        self._router = router
+        self._scorer = scorer
+        self._planning = planning
+        self._bias = BiasMonitor(config, buffer)
+
+    def step_metrics(self, train_step: int, version: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
+        """Return the metrics of a step that took these groups and starts from the weights of `version`."""
+        at = self._buffer.versions.trained_steps(version)
+        metrics = step_metrics(groups, lambda v: at - self._buffer.versions.trained_steps(v))
+        return {**metrics, **self._bias.metrics(train_step, groups)}
+
+    def counts(self) -> dict[str, float]:
+        """Return the numbers by state: samples for `in_flight` and `parked`, otherwise groups."""
+        samples = [s for g in self._buffer.active() for s in g.samples]
+        statuses = Counter(s.status for s in samples if not s.extra_sequences)
+        statuses.update(
+            min((q.status for q in s.sequences), key=_BUSIEST.index) for s in samples if s.extra_sequences
+        )
+        return {
+            "in_flight": statuses[Status.IN_FLIGHT],
+            "parked": statuses[Status.PARKED],
+            "issued": self._buffer.next_group_id,
+            **{state.value: self._buffer.counts[state] for state in GroupState},
+        }
+
+    def status(self) -> dict[str, object]:
+        """Return the status for the live display."""
+        return {
+            **self.counts(),
+            **self.totals(),
+            "weight_version": self._buffer.versions.newest,
+            "engines": self._router.engine_states(),
+            "engine_figures": self._router.engine_figures(),
+        }
+
+    def totals(self) -> dict[str, float]:
+        """Return totals since this process started; `lost` since the start of the run."""
+        stats = self._router.stats()
+        exported = (
+            "received_tokens", "engine_tokens", "engines_serving", "engine_deaths", "engine_rank_seconds"
+        )  # fmt: skip
+        return {
+            "lost": self._buffer.lost_tokens,
+            **(
+                {"tokens_per_check": stats["checked_tokens"] / checks}
+                if (checks := stats["draft_checks"])
+                else {}
+            ),
+            **({"rounded_log_probs": rounded} if (rounded := stats.get("rounded_log_probs", 0)) else {}),
+            "cache_share": stats["cached_tokens"] / max(1, stats["prefilled_tokens"]),
+            "resumes_total": stats["resumes"],
+            "reward_hung": self._scorer.timeouts + stats.get("reward_hung", 0),
+            "reward_failed": self._scorer.failures + stats.get("reward_failed", 0),
+            **self._planning.counts,
+            **self._counts(),
+            **{k: v for k, v in stats.items() if k in exported or k.startswith(("cache_share_", "pool_"))},
+        }
+
+
+def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> dict[str, float]:
+    """Return the metrics of taken groups.
+
+    Lengths are those of whole samples, in tokens. `staleness_*`: age of a group's oldest token, in train steps.
+    `off_policy_share`: share of trained tokens sampled by other than the current weights. `sampled_entropy`:
+    mean of -mu over sampled tokens, in nats, an unbiased estimate of the mean entropy of their distributions.
+    `sequences`: trained sequences, if samples have several.
+
+    Args:
+        age: train steps between the weights of a version and the current ones.
+    """
+    samples = [s for g in groups for s in g.samples]
+    sequences = [q for s in samples for q in s.trained_sequences]
+    lengths = sorted(s.all_tokens for s in samples)
+    tokens = sum(q.tokens for q in sequences)
+    sampled = sum(q.sampled_tokens for q in sequences)
+    spans = [span for q in sequences for span in q.spans]
+    off_policy = sum(span.end - span.start for span in spans if age(span.version))
+    named_rewards = [s.named_rewards for s in samples if s.named_rewards]
+    parts = {
+        f"reward_part_{n}": sum(r[n] for r in named_rewards) / len(named_rewards)
+        for n in (named_rewards[0] if named_rewards else ())
+    }
+    staleness = [
+        max((age(x.version) for s in g.samples for q in s.trained_sequences for x in q.spans), default=0)
+        for g in groups
+    ]
+    return {
+        "reward": sum(s.reward or 0.0 for s in samples) / len(samples),
+        **parts,
+        "response_len_mean": sum(lengths) / len(samples),
+        "response_len_p50": quantile(lengths, 0.5),
+        "response_len_p99": quantile(lengths, 0.99),
+        "response_len_max": lengths[-1],
+        "tokens": tokens,
+        "sampled_entropy": -math.fsum(q.mu_sum for q in sequences) / sampled if sampled else 0.0,
+        "off_policy_share": off_policy / tokens if tokens else 0.0,
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": max(staleness),
+        "resumed_samples": sum(any(q.resumes for q in s.sequences) for s in samples),
+        **({"sequences": len(sequences)} if len(sequences) > len(samples) else {}),
+        "truncated_share": sum(s.status is Status.TRUNCATED for s in samples) / len(samples),
+    }
+
+
+def quantile(values: Sequence[int], q: float) -> int:
+    """Return the smallest value that at least a share `q` of the sorted `values` does not exceed (nearest rank)."""
+    return values[max(0, math.ceil(q * len(values)) - 1)]

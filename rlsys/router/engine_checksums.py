@@ -1,0 +1,118 @@
+"""Comparison of the tensors in engines with those that the trainer sent, by checksums. Pure functions.
+
+equal     the trainer predicted the engine's checksum wrong     it did not, though it can predict this kind of
+tensor; or the negative control contradicts: even if an
+          engine stores values in an order of its own, its checksum depends on the values only, so it must change
+          exactly when the trainer's does
+unknown   neither: only canaries verify it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Sums = Sequence[dict[str, str]]
+"""For each tensor-parallel rank: the engine's name of a tensor -> its checksum."""
+
+OTHER_VALUES, MISSING_CHANGE, UNEXPECTED_CHANGE = (
+    "holds other values",
+    "did not change where the trainer's did",
+    "changed where the trainer's did not",
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Result of a comparison. Counts are tensors of all ranks of one engine."""
+
+    equal: int
+    unknown: tuple[str, ...]
+    wrong: dict[str, str]
+    """Name -> reason."""
+
+    @property
+    def share_unknown(self) -> float:
+        return len(self.unknown) / max(1, self.equal + len(self.unknown) + len(self.wrong))
+
+    def mismatch_message(self) -> str:
+        """Describe the wrong tensors; there must be some."""
+        first, reason = next(iter(self.wrong.items()))
+        return f"{reason} in {len(self.wrong)} tensor(s), first: {first}"
+
+
+class ChecksumVerifier:
+    """Compares checksums, and learns which tensors are comparable.
+
+    If a tensor of a kind ever matched (the same name in another layer, another engine, an earlier push), the
+    trainer can predict this kind, and a difference means other values. Kinds that never matched are stored by
+    the engine's kernels in another order or precision.
+    """
+
+    def __init__(self) -> None:
+        self._comparable_kinds: set[str] = set()
+        self._last_comparison: dict[str, tuple[Sums, Sums]] = {}
+        """Engine -> expected and reported checksums of its last comparison."""
+        self._attested: dict[str, tuple[Sums, Sums]] = {}
+        """Engine -> its last correct comparison. Kept across restarts: the order of values stays."""
+
+    def compare(self, engine: str, expected: Sums, reported: Sums) -> Match:
+        """Compare after a push. `engine` is any stable name of the engine."""
+        self._last_comparison[engine] = expected, reported
+        same_ranks = len(expected) == len(reported)
+        expected_cells, reported_cells = _cells(expected, same_ranks), _cells(reported, same_ranks)
+        previous = [_cells(sums, same_ranks) for sums in self._attested.get(engine, ((), ()))]
+        cells = dict.fromkeys([*reported_cells, *expected_cells])
+        equal = {
+            cell for cell in cells if same_ranks and expected_cells.get(cell) == reported_cells.get(cell)
+        }
+        self._comparable_kinds |= {_kind(name) for _, name in equal}
+        unknown, wrong = [], {}
+        for cell in (c for c in cells if c not in equal):
+            name = cell[1]
+            if _kind(name) in self._comparable_kinds:
+                wrong[name] = OTHER_VALUES
+            elif contradiction := _contradiction(
+                *(sums.get(cell) for sums in (expected_cells, reported_cells, *previous))
+            ):
+                wrong[name] = contradiction
+            else:
+                unknown.append(name)
+        return Match(len(equal), tuple(unknown), wrong)
+
+    def attest(self, engine: str) -> None:
+        """Accept the engine's last comparison as the reference of the next push."""
+        if engine in self._last_comparison:
+            self._attested[engine] = self._last_comparison[engine]
+
+
+def _cells(sums: Sums, by_rank: bool) -> dict[tuple[int, str], str]:
+    """Return (rank, name) -> checksum.
+
+    If the engine reports another number of ranks than predicted (data-parallel attention), the checksums of all
+    ranks are joined by name; they can still be compared with those of the last push.
+    """
+    if by_rank:
+        return {
+            (rank, name): checksum
+            for rank, rank_sums in enumerate(sums)
+            for name, checksum in rank_sums.items()
+        }
+    names = dict.fromkeys(name for rank_sums in sums for name in rank_sums)
+    return {(0, name): " ".join(rank_sums.get(name, "") for rank_sums in sums) for name in names}
+
+
+def _contradiction(
+    expected: str | None, reported: str | None, previous_expected: str | None, previous_reported: str | None
+) -> str | None:
+    """Return the reason if exactly one of the two sides changed since the last correct push."""
+    if expected is None or reported is None or previous_expected is None or previous_reported is None:
+        return None
+    if expected != previous_expected and reported == previous_reported:
+        return MISSING_CHANGE
+    return UNEXPECTED_CHANGE if expected == previous_expected and reported != previous_reported else None
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name)

@@ -1,0 +1,169 @@
+"""Failure policy: the consequences of a failed request for the engine and the request. For samples and HTTP requests.
+
+    event                                     engine                            request
+    no response, or the stream breaks off     dead until it answers a probe     a death: continued on another engine
+    cancelled together with its engine        already dead                      a death: continued on another engine
+    cancelled because its client is slow      unaffected                        interrupted: continued later
+    5xx, or a malformed response              failed, see below                 a fault: continued on another engine
+    400, 413, 422                             unaffected                        refused: RefusedRequest
+    another 4xx                               unaffected                        RunError: a mistake of the caller
+
+The run's own requests are validated before they are sent, so a fault opens the engine's breaker at once. HTTP
+requests may be invalid in ways that validation misses: there, engines back off if another engine can process
+the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from rlsys.core.errors import RunError
+from rlsys.core.types import Sample
+from rlsys.engine.wire import DeadEngine, EngineError
+from rlsys.router.dispatch import EVALUATION, Dispatcher
+from rlsys.router.engine_state import EngineState, Flight
+
+SERVER_FAULT = 500
+REFUSAL_STATUSES = (400, 413, 422)
+"""HTTP statuses that reject the content of a request; others below 500 concern the caller."""
+DEATHS_SUSPECT = 2
+"""Engine deaths without a new token after which a sample is retried in isolation.
+
+Until it gets a token, no other suspect is in any engine: a further death is then caused by this sample and not
+by its neighbours.
+"""
+DEATHS_CENSORED = 4
+"""Engine deaths without a new token after which a sample is dropped: it probably causes them."""
+FAULTS_CENSORED = 8
+"""Server errors (5xx) without a new token after which a sample is dropped.
+
+More than deaths, because an error does not affect other samples, and a single engine that fails for a minute
+should not censor samples; the back-offs ensure this.
+"""
+HTTP_FAILURES = 1
+"""Engines that may answer an HTTP request with a server error; the response of the next one is forwarded."""
+
+log = logging.getLogger("rlsys.router")
+
+
+class PoisonRequest(RunError):
+    """Raised for a sample or request on which so many engines died or failed that it is not sent again."""
+
+
+class RefusedRequest(RunError):
+    """Raised for a request that an engine refuses (4xx) though it passed the run's own validation."""
+
+
+class RequestEnd(Enum):
+    """Outcome of a request."""
+
+    COMPLETED = "answered"
+    INTERRUPTED = "interrupted"
+    DEATH = "death"
+    FAULT = "fault"
+
+
+@dataclass
+class Attempt:
+    """A request that has ended. `reason` describes the death or fault."""
+
+    end: RequestEnd = RequestEnd.COMPLETED
+    reason: str = ""
+
+
+@asynccontextmanager
+async def attempt(
+    dispatcher: Dispatcher, engine: EngineState, flight: Flight, tokens: int, subject: str
+) -> AsyncIterator[Attempt]:
+    """Track one request; the yielded Attempt has the result afterwards.
+
+    Args:
+        tokens: number of its prompt tokens.
+        subject: names the request in errors.
+
+    Raises:
+        RefusedRequest: the engine rejects the content.
+        RunError: the engine rejects the caller.
+    """
+    result = Attempt()
+    try:
+        with dispatcher.track(engine, flight, tokens):
+            async with flight.scope:
+                yield result
+    except DeadEngine as e:
+        cut_off = flight.scope.expired()
+        result.end = RequestEnd.INTERRUPTED if cut_off and flight.blocked else RequestEnd.DEATH
+        result.reason = f"{engine.url}: a request broke off: {e or type(e).__name__}"
+        if not cut_off:  # otherwise it is already marked dead
+            log.warning("%s", result.reason)
+            engine.mark_dead()
+    except EngineError as e:
+        if e.status < SERVER_FAULT:
+            kind = RefusedRequest if e.status in REFUSAL_STATUSES else RunError
+            raise kind(f"{subject}: {e}") from None
+        result.end, result.reason = RequestEnd.FAULT, str(e)
+
+
+class PoisonDetector:
+    """Detects samples that engines may die of.
+
+    Owns the isolation of suspects, and the counts. `on_failure` is called with a sample of the ledger whose
+    engine died or answered with a server error.
+    """
+
+    def __init__(self, on_failure: Callable[[Sample], None]) -> None:
+        self._on_failure = on_failure
+        self._lock = asyncio.Lock()
+        self._isolated: Sample | None = None
+        self.counts = {"engine_faults": 0, "poisonous": 0}
+
+    def check(self, sample: Sample, fault: str) -> None:
+        """Raise PoisonRequest if the sample is to be dropped. `fault` is the last server error."""
+        if sample.deaths >= DEATHS_CENSORED:
+            self.counts["poisonous"] += 1
+            raise PoisonRequest(f"{sample.deaths} engines died while they worked on it")
+        if sample.faults >= FAULTS_CENSORED:
+            self.counts["poisonous"] += 1
+            last = f", the last one: {fault}" if fault else ""
+            raise PoisonRequest(f"{sample.faults} answers in a row were server errors{last}")
+
+    @asynccontextmanager
+    async def isolate(self, sample: Sample) -> AsyncIterator[None]:
+        """Run a suspect alone until it gets a token or its request ends. Other samples do not wait."""
+        if sample.deaths >= DEATHS_SUSPECT:
+            await self._lock.acquire()
+            self._isolated = sample
+        try:
+            yield
+        finally:
+            self._release(sample)
+
+    def clear(self, sample: Sample) -> None:
+        """Reset the counts of a sample that got a token."""
+        sample.deaths = sample.faults = 0
+        self._release(sample)
+
+    def _release(self, sample: Sample) -> None:
+        if self._isolated is sample:
+            self._isolated = None
+            self._lock.release()
+
+    def record_end(self, result: Attempt, engine: EngineState, sample: Sample) -> str:
+        """Count a failed request against engine and sample. Returns the message of a server error, if any."""
+        if result.end is RequestEnd.FAULT:  # continued on another engine, or here after a back-off
+            self.counts["engine_faults"] += 1
+            engine.counting = False  # its count includes tokens that it did not return
+            engine.record_failure()
+            sample.faults += 1
+        elif result.end is RequestEnd.DEATH:
+            sample.deaths += 1
+        else:
+            return ""
+        if sample.sample_id != EVALUATION:
+            self._on_failure(sample)
+        return result.reason if result.end is RequestEnd.FAULT else ""

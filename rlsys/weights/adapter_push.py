@@ -1,0 +1,85 @@
+"""Weight update of LoRA adapters (trainer.lora) only, through shared memory of one machine. Rank 0 sends."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.convert.peft import adapter_config
+from rlsys.core.errors import RunError
+from rlsys.core.weight_updates import WeightUpdate
+from rlsys.engine.weight_calls import forget_adapter, load_adapter
+from rlsys.weights.buckets import StagingBuffers
+from rlsys.weights.receivers import EngineUnreachable, Receivers
+from rlsys.weights.transports import flattened_payload, prepare_sglang, serializer
+
+
+class AdapterPush:
+    """Sends the adapter to engines, which unload the previous one and load the new one under the same name.
+
+    An engine compares checksums of the received tensors, and exits on a difference.
+    """
+
+    def __init__(self, config: Config, hf: HFConfig, rank: int) -> None:
+        assert config.trainer.lora is not None
+        self._rank = rank
+        self._adapter_config = adapter_config(config.model.path, config.trainer.lora, hf)
+        self._seconds = config.work_seconds
+        self.excluded: dict[str, str] = {}
+        """Engines without the adapter of the last push: URL -> reason."""
+
+    def prepare(self) -> None:
+        """Import what the first push needs."""
+        if self._rank == 0:
+            prepare_sglang()
+            # Also with a GPU: the tensors are sent from host memory, and each engine copies them to its device.
+            torch.multiprocessing.set_sharing_strategy("file_system")
+
+    def push(self, factors: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
+        """Consume `factors` (collective), load them into every engine of the update, and return their bytes."""
+        self.excluded = {}
+        if self._rank != 0 or not update.engines:
+            for _ in factors:
+                pass
+            return 0
+        self.prepare()
+        bucket = [(name, factor.detach().cpu()) for name, factor in factors]
+        sums = {name: _sha256(factor) for name, factor in bucket}
+        serialize, tensors = serializer(), flattened_payload(StagingBuffers(shared=True).flatten(bucket))
+        with Receivers(update.engines, self._seconds) as receivers:
+            self._unload(receivers)
+            # One handle for each engine rank: it can be opened once.
+            handles = [[serialize(tensors) for _ in range(engine.tp)] for engine in receivers.present]
+            receivers.wait_all(
+                receivers.post_all(
+                    [load_adapter(self._adapter_config, rank_handles, sums) for rank_handles in handles]
+                )
+            )
+        self.excluded = receivers.excluded
+        return sum(factor.nbytes for _, factor in bucket)
+
+    @staticmethod
+    def _unload(receivers: Receivers) -> None:
+        """Unload the previous adapter.
+
+        A newly started engine refuses, since it has none; one that failed halfway may have one.
+        """
+        answers = receivers.post_all([forget_adapter()] * len(receivers.present))
+        for engine in list(receivers.present):
+            try:
+                answers[engine.url].result()
+            except EngineUnreachable as e:
+                receivers.exclude(engine, e)
+            except RunError as e:
+                if engine.holds >= 0:
+                    receivers.exclude(engine, e)
+
+
+def _sha256(tensor: Tensor) -> str:
+    """Return the SHA-256 that SGLang compares."""
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,135 @@
+"""Sharded push: the trainer ranks that own tensors send them, concurrently (rlsys.weights.shard_plan). Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.core.weight_updates import WeightUpdate
+from rlsys.engine.hooks.bucket_order import Buckets, Described, aligned, description
+from rlsys.engine.weight_calls import load_from_senders
+from rlsys.trainer.control import Control
+from rlsys.weights.buckets import Bucket, FlatBucket, StagingBuffers, as_bytes, send_pipelined
+from rlsys.weights.fp8 import quantise_for_engines
+from rlsys.weights.receivers import Answers, Receivers
+from rlsys.weights.senders_group import SendersGroup, SendersGroupCache
+from rlsys.weights.shard_plan import Part, SendersPlan
+from rlsys.weights.shards import Shards
+from rlsys.weights.transports import prepare_sglang
+
+Prepare = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
+
+
+class ShardedPush:
+    """Sends weights from all trainer ranks; each rank has an instance.
+
+    Rank 0 sends one request to each engine; the engines then receive all buckets in order
+    (rlsys.engine.hooks.bucket_order). All ranks iterate over the buckets in rounds, sending or helping to
+    gather, so there is no circular wait between ranks and engines: a round is gathered before any rank starts
+    the next but one.
+    """
+
+    def __init__(
+        self, config: Config, plan: SendersPlan, shards: Shards, control: Control, rank: int
+    ) -> None:
+        """Agree on the bucket sizes (collective)."""
+        self._config, self._plan, self._shards, self._control = config, plan, shards, control
+        self._rank = rank
+        self._buffers = StagingBuffers(shared=False)
+        self._groups = SendersGroupCache(
+            control, rank, config.parallel.world_size, config.work_seconds, config.answer_seconds
+        )
+        own_schedules = [(index, s) for index, s in enumerate(plan.schedules) if s.sender == rank]
+        self._sender_index = own_schedules[0][0] if own_schedules else None
+        """Index of this rank among the senders; None if it only helps to gather."""
+        sizes = [self._size(parts) for _, schedule in own_schedules for parts in schedule.buckets]
+        all_sizes: list[list[int]] = control.gather(sizes)
+        self._sizes = tuple(tuple(all_sizes[schedule.sender]) for schedule in plan.schedules)
+        self.excluded: dict[str, str] = {}
+        """Engines that did not receive all of this rank's tensors: URL -> reason."""
+
+    def prepare(self) -> None:
+        """Import what the first push needs."""
+        prepare_sglang()
+
+    def push(self, update: WeightUpdate, prepare: Prepare) -> int:
+        """Load the trainer's weights into every engine of the update; return the bytes that this rank sent to each.
+
+        An engine that fails or refuses is `excluded` from this push, and its group closed.
+
+        Args:
+            update: the receivers.
+            prepare: transformation of a sender's tensors.
+        """
+        self.excluded = {}
+        if not update.engines:
+            return 0
+        with Receivers(update.engines, self._config.work_seconds) as receivers:
+            group = self._groups.get(receivers)
+            if not receivers.present:
+                self.excluded = receivers.excluded
+                self._groups.leave(group)
+                return 0
+            answers = self._request(group, receivers)
+            failed = group.connect()
+
+            def send(flat: FlatBucket) -> None:
+                assert self._sender_index is not None
+                group.send(flat.memory, self._sender_index, failed)
+
+            sent_bytes = send_pipelined(self._gather(prepare), self._flatten, send)
+            # An engine's own error explains a broken connection.
+            receivers.wait_all(answers)
+            self.excluded = failed | receivers.excluded
+        if failed_urls := set().union(*self._control.gather(set(self.excluded))):
+            self._groups.leave(group, failed_urls)
+        return sent_bytes
+
+    def close(self) -> None:
+        """Leave the engines' process groups."""
+        self._groups.close()
+
+    def _request(self, group: SendersGroup, receivers: Receivers) -> Answers:
+        """Send rank 0's request for all buckets to each engine."""
+        if self._rank != 0:
+            receivers.present = []
+            return {}
+        ranks, count = tuple(s.sender for s in self._plan.schedules), len(group.members)
+        descriptions = [Buckets(ranks, self._sizes, number, count) for number in range(count)]
+        return receivers.post_all([load_from_senders(group.name, buckets) for buckets in descriptions])
+
+    def _gather(self, prepare: Prepare) -> Iterator[Bucket]:
+        """Yield this rank's buckets; in between, help to gather those of others."""
+        for number in range(max(len(s.buckets) for s in self._plan.schedules)):
+            for schedule in self._plan.schedules:
+                if number >= len(schedule.buckets):
+                    continue
+                if schedule.sender == self._rank:
+                    yield list(prepare(self._shards.collect(schedule.buckets[number])))
+                else:
+                    self._shards.send_shards(schedule.buckets[number], schedule.sender)
+
+    def _flatten(self, bucket: Bucket) -> FlatBucket:
+        parts = [(name, tensor.dtype, tensor.shape) for name, tensor in bucket]
+        device = bucket[0][1].device
+        pieces = []
+        for _, tensor in bucket:
+            pieces.append(as_bytes(tensor))
+            if missing := aligned(tensor.nbytes) - tensor.nbytes:
+                pieces.append(torch.zeros(missing, dtype=torch.uint8, device=device))
+        header = bytearray(description([_describe(name, tensor) for name, tensor in bucket]))
+        pieces.append(torch.frombuffer(header, dtype=torch.uint8).to(device))
+        return FlatBucket(self._buffers.flatten_bytes(pieces), parts)
+
+    def _size(self, parts: Iterable[Part]) -> int:
+        """Return the bytes of a bucket, before it is gathered."""
+        tensors = list(quantise_for_engines(self._config, self._shards.meta_tensors(tuple(parts))))
+        data = sum(aligned(tensor.nbytes) for _, tensor in tensors)
+        return data + len(description([_describe(name, tensor) for name, tensor in tensors]))
+
+
+def _describe(name: str, tensor: Tensor) -> Described:
+    return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
