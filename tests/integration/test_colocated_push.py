@@ -61,4 +61,4 @@ def test_two_ranks_serve_one_engine_until_it_dies(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(2))
     assert first["seen"] == [[0.0] * 3, [1.0] * 3]
     assert first["sent"] == second["sent"] == 4 * 12
-    assert "left out of a push" in said
+    assert "excluded from a weight update" in said

@@ -133,7 +133,7 @@ def test_a_trainer_and_an_engine_rank_of_one_gpu_are_refused_before_anything_is_
         sync = sync_of(machines.config, 0, PushPlan({}, group=True, sender=0))
         push(sync, machines.engines, 0)
     why = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0"
-    told = [r.getMessage() for r in caplog.records if "left out of a push" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "excluded from a weight update" in r.getMessage()]
     assert len(told) == len(machines.engines) and all(why in line for line in told)
     assert not any("broadcast" in event or RECEIVE in event for event in machines.events)
 

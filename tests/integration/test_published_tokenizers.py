@@ -124,7 +124,7 @@ def test_a_tokenizer_that_no_tokenizer_json_equals_is_one_line(tmp_path: Path) -
     told = explain(folder, tmp_path / "run", "model.trust_remote_code=true")
     assert told.returncode == 2
     (line,) = told.stderr.strip().splitlines()
-    assert "no tokenizer.json can be made" in line and "AutoTokenizer gives the ids" in line
+    assert "cannot be converted to tokenizer.json" in line and "AutoTokenizer gives the ids" in line
 
 
 def test_a_damaged_vocabulary_is_one_line(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_damaged_vocabulary_is_one_line(tmp_path: Path) -> None:
     (folder / "vocab.json").write_text("{")
     with pytest.raises(UserError) as told:
         build_inputs(config_of(folder))
-    assert "no tokenizer.json can be made" in str(told.value) and "\n" not in str(told.value)
+    assert "cannot be converted to tokenizer.json" in str(told.value) and "\n" not in str(told.value)
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ def test_a_stranger_on_an_engines_port_is_found_and_another_port_tried(
 
         main.supervise(stage.config, plan)
     assert len(plans) == 2
-    assert any("trying other ports" in phase for phase in stage.display.phases)
+    assert any("retrying with other ports" in phase for phase in stage.display.phases)
     assert "engine-0 listens" in stage.notes
 
 

@@ -73,7 +73,7 @@ def test_a_run_goes_on_without_the_engines_of_a_lost_node(
     )
     phases = stage.display.phases
     without = [p for p in phases if p.startswith("continuing without engine-1, with 1 engines")]
-    assert len(without) == 1 and "node n1 is gone" in without[0], phases
+    assert len(without) == 1 and "node n1 is lost" in without[0], phases
     assert phases.count("restarting engine-1") == 1
     assert not any("restart 1" in p for p in phases)
     assert stage.notes.count("engine-0 ended") == 1, "only at the end"

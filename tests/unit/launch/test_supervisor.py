@@ -356,7 +356,7 @@ def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
     asks += "while not all(path.exists() for path in refused): time.sleep(0.01)"
     stage.run(stage.role("rollout", SERVE_FOREVER, serves=True), stage.role("trainer", asks))
     said = stage.display.phases
-    assert "the answer to rlsys ledger cannot be written: No space left on device" in said
+    assert "cannot write the response to rlsys ledger: No space left on device" in said
     assert "cannot write a diagnosis: No space left on device" in said
 
 

@@ -425,12 +425,12 @@ def test_three_thousand_gpus_at_a_reduced_size(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["configs/quickstart.yaml"], "give --gpus N, or --calibrate RUN"),
+        (["configs/quickstart.yaml"], "add --gpus N, or --calibrate RUN"),
         ([str(BIG), "--steps", "0"], "--steps 0: expected 1 or more"),
         ([str(BIG), "--gpus", "12"], "--gpus 12: expected at most 8, or whole nodes of 8"),
         ([str(BIG), "--gpus", "1"], "no setting can run; colocated, 0 engines"),
-        ([str(BIG), "--calibrate", "nowhere"], "nowhere: no metrics.jsonl in it"),
-        ([str(BIG), "--gpus", "8", "--calibrate", "runs/x"], "give one of them"),
+        ([str(BIG), "--calibrate", "nowhere"], "nowhere: contains no metrics.jsonl"),
+        ([str(BIG), "--gpus", "8", "--calibrate", "runs/x"], "use one of them"),
         ([str(BIG), "--trace", "nowhere.json"], "nowhere.json: No such file"),
         (
             ["configs/quickstart_pools.yaml", "--gpus", "8"],
