@@ -190,7 +190,7 @@ def test_steps_take_in_order(buffer: RolloutBuffer) -> None:
 
 
 def test_a_checkpoint_from_elsewhere_is_refused(buffer: RolloutBuffer) -> None:
-    with pytest.raises(UserError, match="knows 0 train steps, but the checkpoint has 7"):
+    with pytest.raises(UserError, match="has 0 train steps, but the checkpoint has 7"):
         buffer.restore(7)
 
 

@@ -66,7 +66,7 @@ async def test_errors_arrive_as_they_were_raised_and_stay_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
-        with pytest.raises(UserError, match="knows 0 train steps, but the checkpoint has 9"):
+        with pytest.raises(UserError, match="has 0 train steps, but the checkpoint has 9"):
             await ticking(r, client.restore, 9)
         with pytest.raises(RunError, match=r"take\(1\) after 0 steps"):
             await ticking(r, client.take, 1)
