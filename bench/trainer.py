@@ -154,7 +154,7 @@ class Bench:
         return losses, lambda output: (output.float().sum(), count, {"loss": output.detach().sum()})
 
 
-def groups_of(groups: int, prompt: int, response: int) -> Taken:
+def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
     """Groups of 8 samples of random tokens."""
     rng, out = random.Random(0), []
     for g in range(groups):
@@ -165,7 +165,7 @@ def groups_of(groups: int, prompt: int, response: int) -> Taken:
             sample.append(Segment(tokens, [-4.8] * response, [VersionSpan(1, 0, response)]))
             sample.status, sample.reward = Status.FINISHED, float(i % 2)
         out.append(SampleGroup(g, g, samples))
-    return Taken(1, 1, out, {})
+    return TrainBatch(1, 1, out, {})
 
 
 def allocated(work: Callable[[], object]) -> int:

@@ -179,9 +179,9 @@ def serve_metrics(exporter: Exporter, port: int, run: Path, engines: Iterable[st
         port = urlsplit(address).port or 0
         targets = [{"targets": [f"{HOST}:{port}"], "labels": {"job": "rlsys", "run": run.name}}]
         for url in engines:
-            address = urlsplit(url)
+            engine = urlsplit(url)
             labels = {"job": "sglang", "run": run.name}
-            targets.append({"targets": [f"{address.hostname}:{address.port}"], "labels": labels})
+            targets.append({"targets": [f"{engine.hostname}:{engine.port}"], "labels": labels})
         path.parent.mkdir(exist_ok=True)
         replace_file(path, json.dumps(targets, indent=1).encode())
         try:

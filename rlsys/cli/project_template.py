@@ -103,7 +103,9 @@ def write_config(folder: Path, sections: Sections, data: dict[str, Any]) -> Path
         UserError: The folder exists, or cannot be written.
     """
     config = folder / "config.yaml"
-    text = _MODEL_CONFIG.format(config=shlex.quote(config.as_posix()), run=_quoted(f"runs/{folder.name}"))
+    text = _MODEL_CONFIG.format(
+        config=shlex.quote(config.as_posix()), run=_yaml_string(f"runs/{folder.name}")
+    )
     text += f"data: {json.dumps(data, ensure_ascii=False)}\n{as_yaml(sections)}"
     with disk_errors(folder, UserError):
         try:

@@ -34,7 +34,6 @@ from rlsys.gateway.proxy import Job, Unavailable, error_body
 from rlsys.gateway.requests import engine_bodies, samples_of
 from rlsys.http_server.connections import ServerLimits
 from rlsys.http_server.server import LIMITER, Refusal, bearer_token, guarded_app, same_secret
-from rlsys.router.failure_policy import PoisonRequest
 
 FORWARDED = tuple(API_FIELDS)
 ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
@@ -91,7 +90,7 @@ class Front:
             web.delete("/engines", self._drain),
             web.post("/update_weights_from_disk", self._update),
         ]
-        statuses = {RefusedPrompt: 400, Poisonous: 422, Unavailable: 503}  # 422: clients send a 5xx again
+        statuses = {RefusedPrompt: 400, PoisonRequest: 422, Unavailable: 503}  # 422: clients send a 5xx again
         app = guarded_app(routes, limits, _error, statuses, self._check_token, self._observe)
         self._metrics.connections = app[LIMITER].counts
         return app

@@ -29,8 +29,8 @@ from pydantic import Field, model_validator
 
 from rlsys.config.section import Positive, Section
 from rlsys.core.errors import UserError
-from rlsys.core.sockets import role_folder
 from rlsys.core.process_pool import INHERITED_VARIABLES
+from rlsys.core.sockets import role_folder
 from rlsys.environments import client as environment_client
 from rlsys.environments import serve
 from rlsys.environments.client import EnvironmentFailed, RemoteEpisode

@@ -24,7 +24,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.machines import machines
 from rlsys.core.model_folder import read_fields
 from rlsys.planner.layout import lay_out, push_plan
-from rlsys.planner.memory import ModelSize, budget, does_not_fit, model_size, value_bytes
+from rlsys.planner.memory import ModelSize, budget, memory_problems, model_size, value_bytes
 from rlsys.planner.weight_update_cost import GB
 
 GPUS_PER_NODE = 8
@@ -135,7 +135,7 @@ def _first_fit(
             config = _config(sections, data)
         except UserError:
             continue
-        if gpus == 0 or not does_not_fit(config, hf, limit):
+        if gpus == 0 or not memory_problems(config, hf, limit):
             return Recommendation(sections, config)
     return None
 

@@ -123,7 +123,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
         error_text,
         admit=access.check_key,
     )
-    app.on_shutdown.append(lambda _: once.close())
+    app.on_shutdown.append(lambda _: dedup.close())
     return app
 
 

@@ -106,7 +106,7 @@ class Ledger:
     """Safe to call from several threads. Raises RunError when the disk refuses."""
 
     def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
-        """`check`: before each change; raises Deposed where another launch owns the folder by now."""
+        """`check`: before each change; raises FencedError where another launch owns the folder by now."""
         self.folder, self._check = folder, check
         with disk_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from rlsys.core.errors import RlsysError, RunError, UserError
-from rlsys.core.texts import shortened
+from rlsys.core.texts import shorten
 from rlsys.http_server.connections import ServerLimits
 from rlsys.http_server.server import Refusal, guarded_app, same_secret, serving
 from rlsys.ledger.samples import SampleQuery, check_query
@@ -213,7 +213,7 @@ def _pattern(text: str) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text else None
     except (re.error, RecursionError, OverflowError) as e:
-        raise UserError(f"{shortened(text, 100)}: not a regular expression: {e}") from None
+        raise UserError(f"{shorten(text, 100)}: not a regular expression: {e}") from None
 
 
 def _shortened(text: str | None) -> str | None:

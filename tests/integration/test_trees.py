@@ -42,7 +42,7 @@ async def grown(
             generate = build_generator(config, Tokenizer(tiny_moe), sampling_turns(config, s.router))
             assert isinstance(generate, TreeGenerator)
             family = Siblings([Sample(6 * number + i, number, i, prompt, seed=7 + i) for i in range(6)])
-            generate.attach(family, looking_turns(config, s.router))
+            generate.attach(family, top_logprob_turns(config, s.router))
             await asyncio.gather(*(generate(b, Prompt(number, "", prompt, {})) for b in family.samples))
             groups.append(SampleGroup(number, number, list(family.samples)))
     return groups
@@ -70,7 +70,7 @@ async def test_advantages_of_branches_are_those_of_a_count_of_tokens(
     found = method.per_token(method(table), table, parts, alone)
     expected = []
     for group in groups:
-        stems = [-1 if s.fork is None else s.fork.place for s in group.samples]
+        stems = [-1 if s.fork is None else s.fork.source for s in group.samples]
         forks = [0 if s.fork is None else s.fork.at for s in group.samples]
         texts = token_names(stems, forks, [s.tokens for s in group.samples])
         expected += depth_wise_advantages([float(s.reward or 0) for s in group.samples], texts)

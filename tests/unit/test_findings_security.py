@@ -31,7 +31,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from numpy.typing import NDArray
 
-from launch.exporter import Exporter, exported
+from launch.exporter import Exporter, serve_metrics
 from launch.rundir import open_run_dir
 from rlsys.agents.endpoint import Endpoint
 from rlsys.agents.multi_policy import REWARD_KEY, REWARD_URL, SAMPLE, Meeting
@@ -39,7 +39,7 @@ from rlsys.config import Config
 from rlsys.convert.torch_dist import DistReader
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.identity import ANONYMOUS
-from rlsys.core.owner import Deposed, claim
+from rlsys.core.owner import FencedError, claim
 from rlsys.core.types import Prompt, Response
 from rlsys.engine.wire import UNPLANNED, make_session
 from rlsys.http_server.server import guarded_app, serving, user_of_client
@@ -139,7 +139,7 @@ async def test_security_a05_the_exporter_serves_and_leaves_the_supervisor_its_de
     """Without them it could not read metrics.jsonl, and the run ended."""
     log = tmp_path / "metrics.jsonl"
     log.write_text("{}")
-    with exported(Exporter(cast(Any, None)), 0, tmp_path / "run", []) as port:
+    with serve_metrics(Exporter(cast(Any, None)), 0, tmp_path / "run", []) as port:
         flood = asyncio.create_task(flooded(port, "/metrics"))
         while not flood.done():
             assert log.read_text() == "{}"
@@ -188,7 +188,7 @@ def test_security_a07_a_tenants_server_that_was_replaced_accepts_nothing(tmp_pat
         "session": lambda: ledger.add_session("s"),
     }
     for change in changes.values():
-        with pytest.raises(Deposed, match="launch 1 no longer owns this run; launch 2 has taken it"):
+        with pytest.raises(FencedError, match="launch 1 no longer owns this run; launch 2 has taken it"):
             change()
     again = Ledger(tmp_path / "tenants" / "bob")
     assert [r.seq for r in again.unfinished()] == [0]

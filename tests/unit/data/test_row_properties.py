@@ -125,7 +125,7 @@ def test_a_row_is_a_prompt_or_one_line_that_names_its_place(rows: list[Any]) -> 
         assert len(table) == len(rows)
         for i in range(len(rows)):
             prompt = prompt_of_row(table, i, KEYS, TOKENIZER, i)
-            assert prompt.where == f"{file}:{i + 1}"
+            assert prompt.location == f"{file}:{i + 1}"
             if prompt.refusal:
                 assert f"{file}:{i + 1}" in prompt.refusal
                 assert prompt.refusal.splitlines() == [prompt.refusal]

@@ -16,7 +16,7 @@ from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer, build_source
 from rlsys.engine_requests import Limits
 from rlsys.rollout.canaries import CANARIES, Canaries
-from rlsys.rollout.trial import try_rollout
+from rlsys.rollout.dry_run import dry_run
 from rlsys.train import Loop
 
 
@@ -32,7 +32,7 @@ def config(tmp_path: Path, rows: int = 1, *more: str) -> Config:
 @pytest.mark.gate
 @pytest.mark.parametrize("rows", [1, 40])
 def test_a_run_without_evaluations_passes_every_check(tmp_path: Path, rows: int) -> None:
-    tried = try_rollout(config(tmp_path, rows))
+    tried = dry_run(config(tmp_path, rows))
     assert tried.rewards is not None
 
 
