@@ -34,6 +34,7 @@ from rlsys.gateway.proxy import Job, Unavailable, error_body
 from rlsys.gateway.requests import engine_bodies, samples_of
 from rlsys.http_server.connections import ServerLimits
 from rlsys.http_server.server import LIMITER, Refusal, bearer_token, guarded_app, same_secret
+from rlsys.router.failure_policy import PoisonRequest
 
 FORWARDED = tuple(API_FIELDS)
 ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
