@@ -1,4 +1,4 @@
-# Two commands matter: `make quickstart` and `make test`. Both set up what they need, without root.
+# The two main commands are `make quickstart` and `make test`. Both set up what they need, without root.
 PYTHON ?= python3
 VENV   := .venv/bin
 export OMP_NUM_THREADS := 1
@@ -6,17 +6,17 @@ export MKL_CBWR := AUTO
 export TORCH_COMPILE_DISABLE := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
-# Where it is set, every process of a test compiles our files anew.
+# If it is set, every process of a test recompiles our files.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST := $(VENV)/python -m pytest
-# Unit tests do not know of one another; a worker is some 600 MB.
+# Unit tests are independent; a worker takes some 600 MB.
 UNIT   := $(PYTEST) -q -n logical --maxprocesses 4 --dist worksteal tests/unit
 REAL   := $(PYTEST) tests/integration tests/gpu tests/cluster
 QUICK  := -m "not full and not slow"
 CHECK  := -m "not full and not slow and not gate"
 
-# Versions only: no index, no hashes of files that whoever ran it did not see.
+# Versions only: no index, and no hashes of files for other platforms.
 LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-annotate --quiet --upgrade \
           --custom-compile-command "make locks"
 
@@ -25,12 +25,12 @@ LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-a
 help:
 	@echo "make quickstart   set up and train the small MoE model with every part real (3 to 6 minutes)"
 	@echo "make check        ruff, mypy and the unit tests: up to 3 minutes on two cores"
-	@echo "make test         the same, the longer unit tests, and a slice of the real stack: up to 15 minutes on two cores"
-	@echo "make test-all     every test there is: hours"
-	@echo "make mutants      300 small changes to the code, which unit tests should notice: up to 90 minutes, nightly"
-	@echo "make locks        requirements/*.lock from pyproject.toml and what the registry has today (needs uv)"
+	@echo "make test         the same, the longer unit tests, and a part of the tests on the real stack: up to 15 minutes on two cores"
+	@echo "make test-all     every test: hours"
+	@echo "make mutants      300 small changes to the code, which unit tests should detect: up to 90 minutes, nightly"
+	@echo "make locks        requirements/*.lock from pyproject.toml and the registry's current versions (needs uv)"
 	@echo "make baseline     record the results and seconds of the tests that ran here (tests/baseline.json)"
-	@echo "Each sets up .venv first; that takes minutes once, and nothing when nothing changed."
+	@echo "Each sets up .venv first; that takes minutes once, and no time when nothing has changed."
 
 setup:
 	@$(PYTHON) launch/bootstrap.py
