@@ -57,7 +57,7 @@ def test_an_engine_joins_while_the_trainer_is_stopped(method: str, tmp_path: Pat
     assert check_ledger(run_dir)["trained"] == STEPS * GROUPS
     assert [s["step"] for s in read_metrics(run_dir).steps] == list(range(1, STEPS + 1))
     said = (run_dir / "logs" / "rollout.log").read_text()
-    assert f"from {first}" in said and "samples go on in other engines" in said
+    assert f"from {first}" in said and "samples continue on other engines" in said
     print([line for line in said.splitlines() if "joins" in line or "has weight" in line or "leaves" in line])
 
 
