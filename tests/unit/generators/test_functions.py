@@ -173,7 +173,7 @@ async def test_functions_run_where_they_can_be_killed(tmp_path: Path) -> None:
         assert (await call(Call("add", '{"a": 1}'))).startswith("error: TypeError: add() missing 1 required")
         assert (await call(Call("add", "{"))).startswith("error: JSONDecodeError")
         assert await call(Call("hangs", "{}")) == "error: no answer within 2 s"
-        assert await call(Call("dies", "{}")) == "error: ProcessEnded: with code 3"
+        assert await call(Call("dies", "{}")) == "error: ProcessEnded: exit code 3"
         assert (await call(Call("sub", "{}"))).startswith("error: there is no function sub; there are add, ")
         assert await call(Call("add", '{"a": 1, "b": 1}')) == "2"
     finally:

@@ -281,7 +281,7 @@ async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model:
         "reward hostile gave 'full marks', expected a finite number",
     ]
     assert (scorer.failures, scorer.timeouts) == (3, 0)
-    assert await told("die") == ["reward raised ProcessEnded: with code -9"]
+    assert await told("die") == ["reward raised ProcessEnded: exit code -9"]
     hung = await told("hang", "hang", "parts")
     assert hung == [*["reward took longer than rollout.reward_timeout = 1.5 s"] * 2, 1.0]
     assert scorer.timeouts == 2
