@@ -151,7 +151,7 @@ def describe_arithmetic(config: Config) -> list[Fact]:
 
 
 def describe_prompts(config: Config, hf: HFConfig, transformer_engine: bool) -> Fact:
-    """How often the trainer computes a prompt that several samples have."""
+    """Describe how often the trainer computes a prompt that several samples share."""
     reason = why_not_shared(config, hf, transformer_engine)
     often = "once in each micro-batch" if reason is None else f"for every sample: {reason}"
     return "prompts of a group", f"computed {often}"

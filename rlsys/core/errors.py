@@ -22,7 +22,7 @@ class RlsysError(Exception):
 
     def __str__(self) -> str:
         line = _BREAK.sub(" ", super().__str__())
-        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], line)
+        return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], line)
 
 
 class UserError(RlsysError):

@@ -55,10 +55,10 @@ def fetch_snapshot(
         at = f" at revision {revision}" if revision else ""
         copy = "only a part of it" if hasattr(e, "snapshot_path") else f"no copy{at}"
         if constants.HF_HUB_OFFLINE:
-            why = f"and the cache has {copy}; {_ADVICE[kind].format(name=name)}"
+            reason = f"and the cache has {copy}; {_ADVICE[kind].format(name=name)}"
         else:
-            why = f"and {constants.ENDPOINT} gives no {noun} of this name{at}: {_first_line(e)}"
-        raise UserError(f"{field} = {name!r}: no such folder, {why}") from None
+            reason = f"and {constants.ENDPOINT} gives no {noun} of this name{at}: {_first_line(e)}"
+        raise UserError(f"{field} = {name!r}: no such folder, {reason}") from None
 
 
 def snapshot_name(folder: Path) -> str | None:

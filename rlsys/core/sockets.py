@@ -55,9 +55,9 @@ def make_folder() -> Path:
     )
 
 
-def _lock(path: Path, more: int = 0) -> int:
+def _lock(path: Path, flags: int = 0) -> int:
     """A descriptor that holds the file's lock, as long as it is open. Raises OSError where another one holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | more, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -119,15 +119,15 @@ class AgentEnvironment:
             question = msgspec.json.decode(body, type=dict[str, Any])
             lease = f"{self._name}-{question['lease']}"
         except (msgspec.DecodeError, KeyError, RecursionError) as e:
-            return _refused(400, f"not a question to an environment: {type(e).__name__}: {e}")
+            return _refusal(400, f"not a question to an environment: {type(e).__name__}: {e}")
         if call == "open":
             if self._hangs:
-                return _refused(403, "a step of this agent hangs: it may open no other episode")
+                return _refusal(403, "a step of this agent hangs: it may open no other episode")
             if lease != self._lease:
                 await self.close()
             self._lease = lease
         elif lease != self._lease:
-            return _refused(404, f"there is no lease {question['lease']}")
+            return _refusal(404, f"there is no lease {question['lease']}")
         if call == "close":
             await self.close()
             return 200, b"{}"
@@ -154,7 +154,7 @@ class AgentEnvironment:
             raise ConnectionError(f"{type(e).__name__}: {e}") from None
 
 
-def _refused(status: int, reason: str) -> tuple[int, bytes]:
+def _refusal(status: int, reason: str) -> tuple[int, bytes]:
     return status, msgspec.json.encode({"error": reason})
 
 
@@ -247,7 +247,7 @@ class Service:
             exit_task.cancel()
 
     def session(self, seconds: float) -> aiohttp.ClientSession:
-        """To this service. `seconds`: for a question."""
+        """Create a session for this service; `seconds` bounds a request."""
         unix = self._listening is not None
         return direct_session(
             connector=aiohttp.UnixConnector(self.url.removeprefix("unix:")) if unix else None,

@@ -116,7 +116,7 @@ TABLE: list[tuple[str, str]] = [
     (rows_of("other.jsonl", keys={"prompt": "question", "answer": "solutoin"}), "did you mean solution?"),
     (
         rows_of("no_answer.jsonl"),
-        "has no answer; its keys: prompt, solution (data.keys.answer=KEY takes another",
+        "has no answer; its keys: prompt, solution (data.keys.answer=KEY selects another key)",
     ),
     (
         rows_of("sft.jsonl"),

@@ -75,7 +75,7 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
         ("rollout.over_provision=yes", "rollout.over_provision: expected a number, found true"),
         (
             "data.params={a: 1, a: 2}",
-            "override 'data.params={a: 1, a: 2}': not valid YAML: the key a",
+            "override 'data.params={a: 1, a: 2}': not valid YAML: duplicate key a",
         ),
         ("parallel.ep=1000", "rollout.groups_per_step * group_size = 128 samples do not divide"),
         ("run.seed=2147483648", "run.seed = 2147483648: expected less than"),

@@ -138,7 +138,7 @@ def test_a_stranger_in_the_place_of_the_coordinator_is_told(
     reader = RunReader(tmp_path)
     with coordinator_that_answers(tmp_path, 200, {}, body):
         for ask in (reader.status, reader.ledger):
-            with pytest.raises(coordinator.CoordinatorUnreachable, match="in the place of its coordinator"):
+            with pytest.raises(coordinator.CoordinatorUnreachable, match="is not a coordinator"):
                 ask()
 
 

@@ -109,7 +109,7 @@ def test_template_that_refuses_is_a_user_error(model: Path, tmp_path: Path) -> N
 
 
 def test_missing_tokenizer_names_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.path = '.*': no tokenizer\.json there"):
+    with pytest.raises(UserError, match=r"model\.path = '.*': contains no tokenizer\.json"):
         Tokenizer(tmp_path)
 
 

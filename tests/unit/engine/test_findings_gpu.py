@@ -274,7 +274,9 @@ def test_gpu_p9_senders_whose_engines_do_not_come_are_not_held_up(monkeypatch: p
     group = SendersGroup(SimpleNamespace(), 0, 1, 0.2, 0.2)  # type: ignore[arg-type]
     group._group = "nccl"  # type: ignore[assignment]
     group.members = [EngineAddress("http://a", 1, 0)]
-    assert ends_in_time(group.connect, nccl) == [{"http://a": "NCCL made no communicator within 0.2 s"}]
+    assert ends_in_time(group.connect, nccl) == [
+        {"http://a": "NCCL could not create a communicator within 0.2 s"}
+    ]
 
 
 # -- P10, P20: what doctor says ------------------------------------------------------------------------------
@@ -336,11 +338,12 @@ def test_gpu_p12_counting_tokens_does_not_wait_for_the_device() -> None:
     from rlsys.trainer.model.routing import LayerReplay
 
     router = SimpleNamespace(
-        router_replay=None, layer_number=1, num_experts=8, training=True, get_aux_loss_coeff=lambda _: 0.0
-    )
+        router_replay=None, layer_number=1, num_experts=8, training=True, get_aux_loss_coeff=lambda _: 0.0,
+        enable_expert_bias=False,
+    )  # fmt: skip
     replay = LayerReplay(router)  # type: ignore[arg-type]
     scores = torch.rand(16, 8, generator=torch.Generator().manual_seed(0))
-    replay.counted = torch.ones(16, dtype=torch.bool)
+    replay.counted = torch.ones(16, dtype=torch.int64)
     replay.target = torch.tensor([[0, 1]] * 16)
     with HostReads() as reads:
         replay.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))

@@ -169,6 +169,7 @@ async def test_an_episode_that_nobody_waits_for_frees_its_lease() -> None:
             work = asyncio.ensure_future(played(services, TASK))
             await asyncio.sleep(0)
             while not processes():
+                assert not work.done(), work.exception()
                 await asyncio.sleep(0.01)
             work.cancel()
             await asyncio.wait([work])

@@ -130,7 +130,7 @@ async def test_a_tool_that_says_something_else_after_a_restart_censors() -> None
     s = copy.deepcopy(whole)
     s.response_ids[s.observed[0].start] = TOKENIZER.encode("8")[0]
     s.status = Status.PARKED
-    with pytest.raises(ToolFailed, match="said something else after a restart"):
+    with pytest.raises(ToolFailed, match="returned another result after a restart"):
         await made(s, made_for=config_of(LOOKUP))
 
 

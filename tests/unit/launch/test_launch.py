@@ -268,7 +268,7 @@ def test_nodes_of_a_trainer_meet_and_an_engine_spans_two() -> None:
 def test_memory_is_not_shared_between_machines() -> None:
     apart = ("launch.nodes=2", "launch.backend=slurm", "launch.placement=disaggregated")
     with pytest.raises(
-        UserError, match=r"weights\.method = tensor .* engine-0 is on node 1, where no .*; use"
+        UserError, match=r"weights\.method = tensor .* engine-0 is on node 1, which has no trainer rank; use"
     ):
         planned(*apart)
     assert planned(*apart, "weights.method=disk").roles[0].node == 1

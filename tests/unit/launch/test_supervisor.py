@@ -328,7 +328,7 @@ def test_a_silence_and_a_request_are_diagnosed(stage: Stage, monkeypatch: pytest
     hangs = "answer, request = here / 'run/diagnosis.txt', here / 'run/.diagnose'\n"
     hangs += "while not answer.exists(): time.sleep(0.01)\n"
     hangs += "(here / 'first').write_text(answer.read_text())\nrequest.touch()\n"
-    hangs += "while 'asked for' not in answer.read_text(): time.sleep(0.01)\n"
+    hangs += "while 'requested;' not in answer.read_text(): time.sleep(0.01)\n"
     hangs += "wait_for('rollout shows its stack')"
     shows = "signal.signal(signal.SIGUSR2, lambda *_: note('rollout shows its stack'))\n"
     stage.run(stage.role("rollout", shows + SERVE_FOREVER, serves=True), stage.role("trainer", hangs))

@@ -434,7 +434,7 @@ def test_three_thousand_gpus_at_a_reduced_size(capsys: pytest.CaptureFixture[str
         ([str(BIG), "--trace", "nowhere.json"], "nowhere.json: No such file"),
         (
             ["configs/quickstart_pools.yaml", "--gpus", "8"],
-            "engine.pools = wide, small: engines that are alike",
+            "engine.pools = wide, small: --gpus lays out equal engines",
         ),
     ],
 )

@@ -275,7 +275,9 @@ async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
             raise_descriptors(hard, "x")
 
 
-@pytest.mark.parametrize(("hard", "advice"), [(256, "raise it"), (300, "raise it, or reduce these fields to at most 44")])
+@pytest.mark.parametrize(
+    ("hard", "advice"), [(256, "raise it"), (300, "raise it, or reduce these fields to at most 44")]
+)
 def test_too_few_descriptors_say_what_would_help(hard: int, advice: str) -> None:
     """What is reserved beside requests is not to be saved by asking for less."""
     code = (

@@ -244,7 +244,7 @@ def test_each_tenant_has_a_key_that_stays(tmp_path: Path) -> None:
     file = key_file(tmp_path, "alice")
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o644)
-    with pytest.raises(UserError, match="readable by other users"):
+    with pytest.raises(UserError, match="others may read it"):
         key_of(tmp_path, "alice")
 
 
