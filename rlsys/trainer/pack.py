@@ -205,7 +205,8 @@ class MicroBatch(Batch):
     @property
     def sequence_lengths(self) -> list[int]:
         """Tokens of each sequence, prompt and response."""
-        return [int(n) for n in self.cu_seqlens[1:] - self.cu_seqlens[:-1]]
+        lengths: list[int] = self.cu_seqlens.diff().tolist()
+        return lengths
 
     @property
     def computed_lengths(self) -> list[int]:

@@ -37,7 +37,7 @@ print(json.dumps([f"{kernel.gpu_tensor_hash(sample(n, dtype)):016x}" for n, dtyp
 # Tensors of odd sizes and dtypes, whole, in parts, and as columns of a matrix; all in one launch of our kernel.
 _OURS = """
 import random, torch
-from rlsys.weights.hashes import PartDigests, join
+from rlsys.weights.hashes import PartDigests, final_hash
 
 digests, of, rng = PartDigests(), [], random.Random(0)
 for n, dtype in [(1, "uint8"), (3, "bfloat16"), (8192 * 4, "uint8"), (8192 * 4 + 3, "uint8"), (20001, "bfloat16"),
@@ -56,7 +56,7 @@ for dtype in ("bfloat16", "float32"):
 assert sum(map(len, digests._digested)) == 0, "one launch"
 results = digests.results()
 wrong = [(t.shape, str(t.dtype)) for t, parts in of
-         if join([results[i] for i in parts]) != f"{kernel.gpu_tensor_hash(t):016x}"]
+         if final_hash([results[i] for i in parts]) != f"{kernel.gpu_tensor_hash(t):016x}"]
 print(json.dumps([len(of), wrong]))
 """
 

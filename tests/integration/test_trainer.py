@@ -152,7 +152,7 @@ def test_packed_equals_one_by_one(
 def test_padding_is_undone() -> None:
     lengths = [9, 8, 7, 3, 3, 1, 20]
     padding = Padding.of(lengths, torch.device("cpu"))
-    assert padding.rectangles == [(3, 9), (2, 3), (1, 1), (1, 20)]
+    assert padding.rectangles == [(3, 9, 0), (2, 3, 0), (1, 1, 0), (1, 20, 0)]
     assert torch.equal(padding.to_padded[padding.to_packed], torch.arange(sum(lengths)))
     assert len(padding.to_padded) == 3 * 9 + 2 * 3 + 1 + 20
 

@@ -188,7 +188,7 @@ async def test_a_tools_words_after_the_interrupt_leave_a_gap(tmp_path: Path) -> 
 async def test_scores_are_asked_for_only_while_the_engines_rest(tmp_path: Path) -> None:
     async with rig(april(tmp_path), group_zero_is_long) as r:
         await r.start()
-        with pytest.raises(RunError, match=r"unscored\(1\): engines must rest"):
+        with pytest.raises(RunError, match=r"unscored\(1\): allowed only between a take and its push"):
             await r.manager.unscored(1)
         await r.take(1)
         with pytest.raises(RunError, match=r"unscored\(2\)"):

@@ -106,7 +106,14 @@ class ScriptedTrainer:
             for name, value in loss(scores, micro)[1].items():
                 sums[name] = value.double() + sums.get(name, 0)
         return SimpleNamespace(
-            sums=sums, loss=0.0, grad_norm=0.0, skipped=False, padding_share=0.0, routing={}, prediction={}
+            sums=sums,
+            loss=0.0,
+            grad_norm=0.0,
+            skipped=False,
+            padding_share=0.0,
+            shared_share=0.0,
+            routing={},
+            prediction={},
         )
 
 

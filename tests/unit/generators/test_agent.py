@@ -263,7 +263,7 @@ async def test_one_that_then_says_something_else_is_censored(tmp_path: Path) -> 
     with pytest.raises(asyncio.CancelledError):
         await made(config("sums"), s, Model(at_once=len(TOKENIZER.encode(SAID[0])) + 1))
     s.status = Status.PARKED
-    with pytest.raises(ToolFailed, match="said something else after a restart"):
+    with pytest.raises(ToolFailed, match="returned another result after a restart"):
         await made(config("asks_for_ever"), s)
     s.prompt_ids = TOKENIZER.encode("<bos><user>1+1<assistant><think>")
     with pytest.raises(ToolFailed, match="asked something else after a restart"):

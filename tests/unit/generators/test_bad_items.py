@@ -150,7 +150,7 @@ async def test_eval_counts_the_prompts_that_it_leaves_out(bad_rows: Config) -> N
     finally:
         await engine.stop()
     assert not isinstance(result, Exception), result
-    assert (result.prompts, result.figures().get("left_out")) == (1, 2)
+    assert (result.prompts, result.metrics().get("left_out")) == (1, 2)
 
 
 # Rows
