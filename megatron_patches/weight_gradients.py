@@ -1,9 +1,9 @@
 """Accumulation of weight gradients without Apex.
 
 Symptom: RuntimeError from ColumnParallelLinear, the head's: gradient_accumulation_fusion needs Apex's
-fused_weight_gradient_mlp_cuda, though Transformer Engine's layers fuse without it. Upstream: 0.16.1. Why
-numbers stay equal: the product that autograd would compute, added where Megatron's hook would add it. Delete
-when: local layers add weight gradients without Apex.
+fused_weight_gradient_mlp_cuda, though Transformer Engine's layers fuse without it. Upstream: 0.16.1.
+Why numbers stay equal: the product that autograd would compute, added where Megatron's hook would add it.
+Delete when: local layers add weight gradients without Apex.
 """
 
 from __future__ import annotations

@@ -266,10 +266,10 @@ async def test_one_that_then_says_something_else_is_censored(tmp_path: Path) -> 
     with pytest.raises(ToolFailed, match="returned another result after a restart"):
         await made(config("asks_for_ever"), s)
     s.prompt_ids = TOKENIZER.encode("<bos><user>1+1<assistant><think>")
-    with pytest.raises(ToolFailed, match="asked something else after a restart"):
+    with pytest.raises(ToolFailed, match="made other requests after a restart"):
         await made(config("sums"), s)
     s.prompt_ids = prompt().ids
-    with pytest.raises(ToolFailed, match="asked for less after a restart"):
+    with pytest.raises(ToolFailed, match="requested fewer turns after a restart"):
         await made(config("once"), s)
 
 

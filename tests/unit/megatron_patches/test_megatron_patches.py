@@ -125,7 +125,7 @@ def test_a_changed_target_is_an_error_that_names_it() -> None:
         PatchError, match=r"megatron_patches.some_patch: .*an_upstream_function no longer contains"
     ):
         target("some_patch", here, "an_upstream_function", "return 2")
-    with pytest.raises(PatchError, match=r"some_patch: upstream\.missing is gone"):
+    with pytest.raises(PatchError, match=r"some_patch: upstream\.missing is missing"):
         target("some_patch", ModuleType("upstream"), "missing")
 
 

@@ -281,7 +281,7 @@ async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
 def test_too_few_descriptors_say_what_would_help(hard: int, advice: str) -> None:
     """What is reserved beside requests is not to be saved by asking for less."""
     code = (
-        "import resource; from rlsys.obs.descriptors import raise_descriptors\n"
+        "import resource; from rlsys.core.descriptors import raise_descriptors\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard})); raise_descriptors(48, 'x')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
