@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import functools
 import http.client
+import logging
 import os
 import shutil
 import socket
@@ -21,6 +21,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from rlsys.core.errors import UserError
+
+log = logging.getLogger("rlsys")
 
 FOLDER_VARIABLE = "RLSYS_SOCKETS"
 """Environment variable of a role's processes: the folder of their sockets, which exists as long as the role."""
@@ -82,11 +84,16 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@functools.cache
 def role_folder() -> Path:
-    """Return the folder of this role's sockets: its keeper's, or without a keeper a new one for this process."""
-    if inherited := os.environ.get(FOLDER_VARIABLE):
-        return Path(inherited)
+    """Return the folder of this role's sockets: its keeper's, or without a keeper a new one for this process.
+
+    A folder that no longer exists, because a cleaner of temporary files has removed it, is replaced.
+    """
+    inherited = os.environ.get(FOLDER_VARIABLE)
+    if inherited is not None:
+        if Path(inherited).is_dir():
+            return Path(inherited)
+        log.warning("the folder of sockets %s has been removed; creating another one", inherited)
     folder = make_folder()
     os.environ[FOLDER_VARIABLE] = str(folder)  # for the processes that this one starts
     owner = os.getpid()

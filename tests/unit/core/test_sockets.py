@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -272,3 +273,13 @@ def test_an_engine_without_hooks_does_not_start(installed: bool, monkeypatch: py
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(UserError, match="SGLANG_PLUGINS" if installed else "not installed"):
         import_most()
+
+
+def test_a_role_folder_that_was_removed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(sockets.FOLDER_VARIABLE, raising=False)
+    first = sockets.role_folder()
+    assert sockets.role_folder() == first
+    shutil.rmtree(first)
+    second = sockets.role_folder()
+    assert second != first and second.is_dir()
+    sockets.remove_folder(second)
