@@ -7,13 +7,13 @@ parallel ranks first, an optimizer on the GPU before one in host memory. All est
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from rlsys.config import Config
@@ -320,12 +320,18 @@ def _config(sections: Sections, data: dict[str, Any]) -> Config:
         raise UserError(explain_error(e, Config)) from None
 
 
+def _scalar_or_flow(value: Any) -> str:
+    """Write a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
 def as_yaml(sections: Sections) -> str:
     """Write the sections as YAML with the reason of each value behind it."""
     lines = []
     for name, fields in sections.items():
         lines.append(f"{name}:")
         for field, v in fields.items():
-            entry = f"  {field}: {json.dumps(v.value, ensure_ascii=False)}"
+            entry = f"  {field}: {_scalar_or_flow(v.value)}"
             lines.append(f"{entry:<46}  # {v.reason}" if v.reason else entry)
     return "\n".join(lines) + "\n"

@@ -103,7 +103,7 @@ def test_a_model_of_a_hub_is_written_by_its_name(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["new", "mine", "--model", "me/small", "--gpus", "0"]) == 0
     assert cached.is_dir()
-    assert 'path: "me/small"' in Path("mine/config.yaml").read_text()
+    assert "path: me/small " in Path("mine/config.yaml").read_text()
 
 
 def cache_snapshot(cache: Path, name: str, file: Path) -> Path:
