@@ -46,8 +46,11 @@ def make_folder() -> Path:
     failures = []
     for parent in (*_PARENTS, *([tmpdir] if len(tmpdir) <= _MAX_PARENT_LENGTH else [])):
         try:
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            _locks.append(_lock(folder / _LOCK, os.O_CREAT))  # for the life of this process
+            # The folder gets the name that `_sweep` looks for once it is locked: a process that starts at the
+            # same time must not take it for one whose maker has ended.
+            draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+            _locks.append(_lock(draft / _LOCK, os.O_CREAT))  # for the life of this process
+            folder = draft.rename(draft.with_name(draft.name.removeprefix(".")))
             _sweep(Path(parent))
             return folder
         except OSError as e:

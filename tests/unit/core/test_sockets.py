@@ -283,3 +283,12 @@ def test_a_role_folder_that_was_removed_is_replaced(monkeypatch: pytest.MonkeyPa
     second = sockets.role_folder()
     assert second != first and second.is_dir()
     sockets.remove_folder(second)
+
+
+def test_processes_that_start_at_once_keep_their_folders() -> None:
+    """Before: a sweep took a folder between its creation and its lock for one whose maker had ended."""
+    code = "from rlsys.core.sockets import make_folder\n"
+    code += "print(sum(not (make_folder() / '.lock').exists() for _ in range(100)))"
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(4)]
+    assert [p.communicate()[0].strip() for p in processes] == ["0"] * 4
