@@ -1,4 +1,4 @@
-"""TODO"""
+"""Upper bound of the samples of a run that are in flight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rlsys.config import Config
 
 
 def most_slots(config: Config) -> int:
-    """The most samples that a run can ever have in flight."""
+    """Return the maximum number of samples that a run has in flight at any time."""
     return round(_ceiling(config) * config.samples_per_step)
 
 

@@ -32,7 +32,7 @@ class Entry:
     anywhere: bool = False
 
 
-ENGINE, RANK = r"rlsys\.engine\.server|^sglang", r"-m rlsys\.(train|trainer\.sft|tenants\.serve) "
+ENGINE, RANK = r"rlsys\.engine\.server|^sglang", r"-m rlsys\.(train|trainer\.sft\.sft|tenants\.serve) "
 TABLE = (
     Entry("tcp", ENGINE, "HTTP: the engine's keys; gloo and NCCL: nothing, peers of the process group only"),
     Entry("unix", ENGINE, "a folder of the run's user alone"),
