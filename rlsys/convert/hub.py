@@ -42,8 +42,10 @@ def find_folder(path: Path, field: str, *, weights: bool = True, commit: str | N
 
 
 def pin_models(config: Config, *, weights: bool = True) -> Config:
-    """With a folder for each model of a hub: at the revision that its name has, else at that of the snapshot with
-    which the run in `run.dir` began, else at the hub's newest.
+    """Replace each model of a hub by the folder of its snapshot.
+
+    The revision is that of the name, else that of the snapshot with which the run in `run.dir` began, else the hub's
+    newest.
 
     Args:
         weights: Whether the weights are needed.
@@ -52,13 +54,13 @@ def pin_models(config: Config, *, weights: bool = True) -> Config:
         UserError: A model cannot be had.
     """
     file = config.run.dir / _CONFIG
-    before = _folders(load_config(file)) if file.is_file() else {}
+    recorded_folders = _folders(load_config(file)) if file.is_file() else {}
 
-    def found(path: Path, field: str) -> Path:
-        name, _, commit = (snapshot_name(before.get(field, Path())) or "").partition("@")
+    def resolve(path: Path, field: str) -> Path:
+        name, _, commit = (snapshot_name(recorded_folders.get(field, Path())) or "").partition("@")
         return find_folder(path, field, weights=weights, commit=commit if str(path) == name else None)
 
-    folders = {field: found(path, field) for field, path in _folders(config).items()}
+    folders = {field: resolve(path, field) for field, path in _folders(config).items()}
     model = config.model.model_copy(update={"path": folders[_MODEL]})
     algo = config.algo
     if (teacher := algo.teacher) is not None:
@@ -78,6 +80,6 @@ def model_overrides(config: Config) -> list[str]:
 
 
 def _folders(config: Config) -> dict[str, Path]:
-    """Of all models of a run, by the field that names each."""
+    """Map each field that names a model of a run to the path in it."""
     teacher = config.algo.teacher.folders if config.algo.teacher is not None else {}
     return {_MODEL: config.model.path, **{f"{_TEACHER}{field}": path for field, path in teacher.items()}}

@@ -16,7 +16,7 @@ Sharing = tuple[float, float]
 
 
 def why_not_shared(config: Config, hf: HFConfig, transformer_engine: bool) -> str | None:
-    """Why every sequence computes its own prompt; None where a micro-batch computes a common one once.
+    """Return why every sequence computes its own prompt, or None where a micro-batch computes a common one once.
 
     Args:
         config: A run's.
@@ -29,26 +29,34 @@ def why_not_shared(config: Config, hf: HFConfig, transformer_engine: bool) -> st
         return f"trainer.mtp_loss = {config.trainer.mtp_loss:g}: its layer looks two tokens ahead"
     teacher = config.algo.teacher
     folders = [] if teacher is None else list(teacher.folders.values())
-    for model, where in ((hf, config.model.path), *((HFConfig.read(folder), folder) for folder in folders)):
+    for model, path in ((hf, config.model.path), *((HFConfig.read(folder), folder) for folder in folders)):
         if model.delta is not None:
-            return f"the states of a gated delta net, which {where} has, are of one sequence"
+            return f"the states of a gated delta net, which {path} has, are of one sequence"
     if transformer_engine and config.trainer.lora is None:
         return "Transformer Engine attends, to a sequence's own keys only"
     return None
 
 
 def group_of(prompt: float, lengths: Sequence[float], shared: bool) -> list[Sharing]:
-    """Responses of these lengths to one prompt of so many tokens. `shared`: it is computed once, but for its last
-    token, which every response computes."""
+    """Return the sequences of responses of these lengths to one prompt.
+
+    Args:
+        prompt: Tokens of the prompt.
+        lengths: Tokens of each response.
+        shared: Whether the prompt is computed once, except for its last token, which every response computes.
+    """
     common = max(0.0, prompt - 1) if shared else 0.0
     return [(prompt + n, common if i else 0.0) for i, n in enumerate(lengths)]
 
 
 def computed(sequences: Sequence[Sharing]) -> float:
-    """Tokens."""
+    """Return the number of computed tokens."""
     return sum(n - k for n, k in sequences)
 
 
 def cost(sequences: Sequence[Sharing], crossover: float) -> float:
-    """In tokens of a short sequence; without shared ones, n + n^2 / `crossover` each (rlsys.convert.flops)."""
+    """Return the cost in tokens of a short sequence (rlsys.convert.flops).
+
+    A sequence of n tokens that shares k costs n - k + (n^2 - k^2) / `crossover`.
+    """
     return sum(n - k + (n**2 - k**2) / crossover for n, k in sequences)

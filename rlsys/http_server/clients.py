@@ -31,16 +31,20 @@ def direct_session(**options: Any) -> aiohttp.ClientSession:
 
 
 async def _refuse(_: Any, __: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
-    there = redirect.response.headers.get("Location", "nowhere")[:200]
-    raise RedirectRefused(f"{redirect.url} redirects to {there}; name the address that answers")
+    location = redirect.response.headers.get("Location", "nowhere")[:200]
+    raise RedirectRefused(f"{redirect.url} redirects to {location}; name the address that answers")
 
 
-async def read_bounded(answer: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body of an answer. Raises TooLong for more than `most` bytes; the connection is closed then."""
+async def read_bounded(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        TooLong: The body has more than `max_bytes` bytes; the connection is closed.
+    """
     body = bytearray()
     async for part in answer.content.iter_any():
         body += part
-        if len(body) > most:
+        if len(body) > max_bytes:
             answer.close()
-            raise TooLong(f"{answer.url} answers with more than {most} bytes")
+            raise TooLong(f"{answer.url} answers with more than {max_bytes} bytes")
     return bytes(body)

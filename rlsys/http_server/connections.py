@@ -1,4 +1,4 @@
-"""Which connections of an HTTP server stay open, and how long one may take for a request.
+"""Limits of the connections of an HTTP server, and of the time that a request may take.
 
 A connection is waiting (for a request's head, or between two requests) or served. One that waits longer than
 `head_seconds` is closed, and so is one whose body does not come in time. At `connections` at once, or when few file
@@ -34,10 +34,10 @@ class OncePerSecond(logging.Filter):
         self._next = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now = time.monotonic()
-        passes = now >= self._next
+        current_time = time.monotonic()
+        passes = current_time >= self._next
         if passes:
-            self._next = now + 1
+            self._next = current_time + 1
         return passes
 
 
@@ -66,7 +66,7 @@ class ServerLimits:
     body_seconds: float = 10.0
 
     def seconds_for(self, length: int | None) -> float:
-        """For a body of so many bytes; None: of a length that was not announced."""
+        """Return the seconds for a body of `length` bytes; None is a length that was not announced."""
         size = self.body_bytes if length is None else min(length, self.body_bytes)
         return self.body_seconds + size / 2**20
 
@@ -76,11 +76,11 @@ class ConnectionLimiter:
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
-        self._most = limits.connections
+        self._max_connections = limits.connections
         """Fewer while descriptors are scarce."""
         self._waiting: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
         """In the order in which they began to wait."""
-        self._served: set[asyncio.BaseTransport] = set()
+        self._requests_in_progress: set[asyncio.BaseTransport] = set()
         self._peers: dict[Any, asyncio.BaseTransport] = {}
         """Address of the client -> connection."""
         self.counts = dict.fromkeys(("refused", "evicted", "late_heads", "late_bodies"), 0)
@@ -88,7 +88,7 @@ class ConnectionLimiter:
         head or a body did not come in time."""
 
     def protocol(self, make: Callable[..., asyncio.Protocol]) -> Callable[..., asyncio.Protocol]:
-        """For `loop.create_server`: what `make` makes, behind this limiter."""
+        """Return a protocol factory for `loop.create_server`: the protocols of `make`, behind this limiter."""
         return lambda *args, **kwargs: _Gate(self, make(*args, **kwargs))
 
     def asgi(self, app: AsgiApp) -> AsgiApp:
@@ -121,14 +121,14 @@ class ConnectionLimiter:
         return limited
 
     def admit(self, transport: asyncio.BaseTransport) -> bool:
-        """Whether a new connection may stay; it waits then."""
-        here = len(self._waiting) + len(self._served)
+        """Return whether a new connection may stay; it then waits."""
+        open_connections = len(self._waiting) + len(self._requests_in_progress)
         connection = transport.get_extra_info("socket")
         if connection is not None and not descriptors_left(connection.fileno()):
-            self._most = max(1, min(self._most, here))
-        elif here < self._most // 2:
-            self._most = self.limits.connections
-        if here >= self._most:
+            self._max_connections = max(1, min(self._max_connections, open_connections))
+        elif open_connections < self._max_connections // 2:
+            self._max_connections = self.limits.connections
+        if open_connections >= self._max_connections:
             idle = next((t for t in self._waiting if not _unread(t)), None)
             if idle is None:
                 self._count("refused")
@@ -141,25 +141,25 @@ class ConnectionLimiter:
         return True
 
     def begin(self, transport: asyncio.BaseTransport | None) -> None:
-        """The head of a request has come."""
+        """Record that the head of a request has arrived."""
         if transport in self._waiting:
             self._waiting.pop(transport).cancel()
-            self._served.add(transport)
+            self._requests_in_progress.add(transport)
 
     def end(self, transport: asyncio.BaseTransport | None) -> None:
-        """The request is answered; the client may send another one."""
-        if transport in self._served:
-            self._served.discard(transport)
+        """Record that a request is answered; the client may send another one."""
+        if transport in self._requests_in_progress:
+            self._requests_in_progress.discard(transport)
             self._wait(transport)
 
     def late_body(self, transport: asyncio.BaseTransport | None) -> None:
-        """A body has not come in time."""
+        """Close a connection whose body has not arrived in time."""
         self._count("late_bodies")
         if transport is not None:
             self._close(transport)
 
-    def lost(self, transport: asyncio.BaseTransport) -> None:
-        self._served.discard(transport)
+    def on_connection_lost(self, transport: asyncio.BaseTransport) -> None:
+        self._requests_in_progress.discard(transport)
         if timer := self._waiting.pop(transport, None):
             timer.cancel()
         peer = transport.get_extra_info("peername")
@@ -170,24 +170,24 @@ class ConnectionLimiter:
         loop = asyncio.get_running_loop()
         self._waiting[transport] = loop.call_later(self.limits.head_seconds, self._expire, transport, -1)
 
-    def _expire(self, transport: asyncio.BaseTransport, before: int) -> None:
+    def _expire(self, transport: asyncio.BaseTransport, previous_bytes: int) -> None:
         """An answer that is still being read, however slowly, is no waiting."""
-        left = _unread(transport)
-        if left and left != before:
+        unsent_bytes = _unread(transport)
+        if unsent_bytes and unsent_bytes != previous_bytes:
             loop = asyncio.get_running_loop()
-            again = loop.call_later(self.limits.head_seconds, self._expire, transport, left)
-            self._waiting[transport] = again
+            timer = loop.call_later(self.limits.head_seconds, self._expire, transport, unsent_bytes)
+            self._waiting[transport] = timer
         else:
             self._count("late_heads")
             self._close(transport)
 
     def _close(self, transport: asyncio.BaseTransport) -> None:
-        self.lost(transport)
+        self.on_connection_lost(transport)
         assert isinstance(transport, asyncio.WriteTransport)
         transport.abort()
 
-    def _count(self, what: str) -> None:
-        self.counts[what] += 1
+    def _count(self, event: str) -> None:
+        self.counts[event] += 1
         log.warning("connections since the start: %s", self.counts)
 
 
@@ -216,7 +216,7 @@ class _Gate(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._transport is not None:
-            self._limiter.lost(self._transport)
+            self._limiter.on_connection_lost(self._transport)
             self._inner.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:

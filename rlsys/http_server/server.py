@@ -84,7 +84,7 @@ def guarded_app(
         observe: is given each request, the status of its answer, and the seconds until its end.
     """
     limiter = ConnectionLimiter(limits)
-    known = {**_STATUSES, **(statuses or {})}
+    all_statuses = {**_STATUSES, **(statuses or {})}
 
     @web.middleware
     async def limited(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -105,7 +105,7 @@ def guarded_app(
             limiter.end(request.transport)
 
     @web.middleware
-    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             admit(request)
             return await handler(request)
@@ -118,13 +118,13 @@ def guarded_app(
         except web.HTTPException as e:
             if e.status < 400:
                 raise
-            named = e.text and e.text != f"{e.status}: {e.reason}"
-            words = str(e.text) if named else f"{request.method} {request.path[:200]}: {e.reason}"
-            return form(e.status, words)
-        except tuple(known) as e:
-            return form(next(known[kind] for kind in type(e).__mro__ if kind in known), str(e))
+            has_text = e.text and e.text != f"{e.status}: {e.reason}"
+            message = str(e.text) if has_text else f"{request.method} {request.path[:200]}: {e.reason}"
+            return form(e.status, message)
+        except tuple(all_statuses) as e:
+            return form(next(all_statuses[kind] for kind in type(e).__mro__ if kind in all_statuses), str(e))
 
-    app = web.Application(client_max_size=limits.body_bytes, middlewares=[limited, answered])
+    app = web.Application(client_max_size=limits.body_bytes, middlewares=[limited, error_middleware])
     app[LIMITER] = limiter
     app.add_routes(routes)
     return app
@@ -180,14 +180,14 @@ async def serving(
         loop, protocol = asyncio.get_running_loop(), app[LIMITER].protocol(runner.server)
         if isinstance(host, Path):
             server = await loop.create_unix_server(protocol, host, backlog=_ACCEPTS)
-            where = str(host)
+            address = str(host)
         else:
             server = await _listen(loop, protocol, host, port, field)
-            where = f"http://{_in_url(host)}:{server.sockets[0].getsockname()[1]}"
+            address = f"http://{_in_url(host)}:{server.sockets[0].getsockname()[1]}"
         for listening in server.sockets:
-            with listening.dup() as same:
-                same.listen(BACKLOG)
-        yield where
+            with listening.dup() as duplicate:
+                duplicate.listen(BACKLOG)
+        yield address
     finally:
         if server is not None:
             server.close()
@@ -217,7 +217,11 @@ async def _listen(
 
 @contextmanager
 def serving_in_thread(app: web.Application, host: str, port: int, field: str) -> Iterator[str]:
-    """As `serving`, in a thread of its own, for processes without an event loop. Raises UserError."""
+    """Serve in a thread, for processes without an event loop.
+
+    Raises:
+        UserError: The server cannot listen there.
+    """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="http", daemon=True)
     thread.start()
@@ -280,16 +284,16 @@ async def check_same_user(request: web.Request) -> None:
 
 
 def bearer_token(request: web.Request) -> str:
-    """What the client shows in the header Authorization; empty: nothing."""
+    """Return the bearer token of the header Authorization, or an empty string."""
     kind, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 
 def api_key(request: web.Request) -> str:
-    """What the client shows in either header in which stock clients send their key."""
+    """Return the key from either header in which stock clients send it, or an empty string."""
     return request.headers.get("x-api-key", "").strip() or bearer_token(request)
 
 
-def same_secret(shown: str, secret: str) -> bool:
-    """Compared in constant time, whatever was shown."""
-    return hmac.compare_digest(shown.encode(errors="replace"), secret.encode())
+def same_secret(candidate: str, secret: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(candidate.encode(errors="replace"), secret.encode())

@@ -1,4 +1,4 @@
-"""Which sequences share a micro-batch: bins of bounded size, balanced over data-parallel ranks. Pure."""
+"""Assignment of sequences to micro-batches: bins of bounded size, balanced over data-parallel ranks. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ def plan_bins(
     crossover: float = math.inf,
     prefixes: Prefixes | None = None,
 ) -> list[list[int]]:
-    """Indices of the sequences of each of this rank's micro-batches, from the lengths and from what the sequences
-    have in common. See `pack`.
+    """Return the indices of the sequences of each of this rank's micro-batches. See `pack`.
 
-    What is kept together is computed once, and what is taken apart is spread more evenly: of several ways, the one
-    whose most expensive bins of each place cost least together.
+    Sequences in one bin compute their common tokens once; sequences in several bins are spread more evenly. Of
+    several plans, the one with the least sum of each round's most expensive bin is taken.
     """
     round_size = dp_size * multiple
 
@@ -40,37 +39,46 @@ def plan_bins(
         sizes = [int(computed(members_of(unit))) for unit in units]
         costs = [cost_of(unit) for unit in units]
 
-        def filled(rounds: int) -> list[list[int]] | None:
+        def fill_rounds(rounds: int) -> list[list[int]] | None:
             return fill(sizes, costs, rounds * round_size, token_budget)
 
-        packed = _smallest(filled, max(1, -(-sum(sizes) // (token_budget * round_size))))
+        packed = _smallest(fill_rounds, max(1, -(-sum(sizes) // (token_budget * round_size))))
         return sorted(([i for u in b for i in units[u]] for b in packed), key=lambda b: -cost_of(b))
 
-    alone = [[i] for i in range(len(lengths))]
-    together = prefixes is not None and prefixes.any
-    ways = prefixes.candidates(token_budget, round_size) if prefixes is not None and together else [alone]
+    single_units = [[i] for i in range(len(lengths))]
+    has_prefixes = prefixes is not None and prefixes.any
+    ways = (
+        prefixes.candidates(token_budget, round_size)
+        if prefixes is not None and has_prefixes
+        else [single_units]
+    )
     plans = [bins_of(units) for units in ways]
     bins = min(plans, key=lambda p: (sum(map(cost_of, p[::dp_size])), len(p)))
-    places = [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
-    return [place[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank] for k, place in enumerate(places)]
+    rounds_of_bins = [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
+    return [
+        rank_bins[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank]
+        for k, rank_bins in enumerate(rounds_of_bins)
+    ]
 
 
 def _smallest(find: Callable[[int], T | None], least: int) -> T:
-    """What `find` finds for the smallest number from `least` on for which it does, if it does for all above as well.
+    """Return the result of `find` for the smallest number from `least` on with a result.
+
+    Every larger number must have one, too.
 
     Steps that double, then halves of the last one: seconds for tens of thousands of sequences would be minutes.
     """
-    step, below, found = 1, least - 1, find(at := least)
-    while found is None:
+    step, below, result = 1, least - 1, find(at := least)
+    while result is None:
         below, at, step = at, at + step, 2 * step
-        found = find(at)
+        result = find(at)
     while at - below > 1:
         middle = (at + below) // 2
         if (fewer := find(middle)) is None:
             below = middle
         else:
-            at, found = middle, fewer
-    return found
+            at, result = middle, fewer
+    return result
 
 
 def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:

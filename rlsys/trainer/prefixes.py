@@ -27,28 +27,28 @@ class Prompted(Protocol):
 
     @property
     def routed_by(self) -> tuple[int, bool]:
-        """What decides which experts an engine chose for the prompt: the first weight version, and whether the
-        engine read another prompt."""
+        """The first weight version, and whether the engine read another prompt: both decide which experts an
+        engine chose for the prompt."""
 
     def __len__(self) -> int: ...
 
 
-def shared_tokens(one: NDArray[Any], other: NDArray[Any]) -> int:
-    """How many of two sequences' first tokens `[n]`, `[m]` are shared: the common ones, but for the last."""
-    n = min(len(one), len(other))
-    different = np.flatnonzero(one[:n] != other[:n])
+def shared_tokens(first: NDArray[Any], second: NDArray[Any]) -> int:
+    """Count the common first tokens of two sequences `[n]`, `[m]`, except for the last one."""
+    n = min(len(first), len(second))
+    different = np.flatnonzero(first[:n] != second[:n])
     return max(0, (int(different[0]) if len(different) else n) - 1)
 
 
 def _sortable(tokens: NDArray[Any]) -> bytes:
-    """Bytes in the order of the tokens."""
+    """Return bytes whose order is that of the tokens."""
     return tokens.astype(">u4").tobytes()
 
 
 def in_order(
     sequences: Sequence[NDArray[Any]], keys: Sequence[Any], limits: Sequence[int | None]
 ) -> tuple[list[int], list[int]]:
-    """The sequences of one micro-batch in order, and how many tokens each of these shares with the one before it.
+    """Order the sequences of a micro-batch, and count the tokens that each shares with its predecessor.
 
     Args:
         sequences: Their tokens, `[n_i]` each.
@@ -58,15 +58,15 @@ def in_order(
     order = sorted(range(len(sequences)), key=lambda i: (keys[i], _sortable(sequences[i]), i))
     shared = [0]
     for a, b in pairwise(order):
-        found = shared_tokens(sequences[a], sequences[b]) if keys[a] == keys[b] else 0
+        common = shared_tokens(sequences[a], sequences[b]) if keys[a] == keys[b] else 0
         # As many as the limit may be common; the last of them is not shared.
-        shared.append(min([found, *(limit - 1 for limit in (limits[a], limits[b]) if limit is not None)]))
+        shared.append(min([common, *(limit - 1 for limit in (limits[a], limits[b]) if limit is not None)]))
     return order, shared
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What sequences have in common by their prompts alone, which every rank knows.
+    """Common tokens of sequences by their prompts alone, which every rank knows.
 
     `order`: all sequences, by their prompts. `shared`: of each place in it, the tokens that its sequence shares with
     the one before. `family`: of each place; places of one family share something with their neighbours.
@@ -76,34 +76,34 @@ class Prefixes:
     order: list[int]
     shared: list[int]
     family: list[int]
-    place: list[int]
+    position: list[int]
 
     @classmethod
     def of(cls, sequences: Sequence[Prompted], by_route: bool) -> Prefixes:
         """`by_route`: experts are replayed, and only prompts that an engine routed alike are shared."""
         tokens: dict[int, NDArray[Any]] = {}
-        kept = [s.prompt for s in sequences]  # while they are held, their ids are theirs
-        for prompt in kept:
+        prompts = [s.prompt for s in sequences]  # while they are held, their ids are theirs
+        for prompt in prompts:
             if id(prompt) not in tokens:
                 tokens[id(prompt)] = np.asarray(prompt)
         sortable = {name: _sortable(value) for name, value in tokens.items()}
         keys: list[Hashable] = [s.routed_by if by_route else 0 for s in sequences]
         lengths = [len(s) for s in sequences]
-        names = [id(prompt) for prompt in kept]
+        names = [id(prompt) for prompt in prompts]
         order = sorted(range(len(sequences)), key=lambda i: (keys[i], sortable[names[i]], -lengths[i], i))
         shared = [0]
         for a, b in pairwise(order):
             if keys[a] != keys[b]:
                 shared.append(0)
             elif names[a] == names[b]:
-                shared.append(max(0, len(kept[a]) - 1))
+                shared.append(max(0, len(prompts[a]) - 1))
             else:
                 shared.append(shared_tokens(tokens[names[a]], tokens[names[b]]))
         family = np.cumsum([not k for k in shared]).tolist()
-        place = [0] * len(order)
+        position = [0] * len(order)
         for at, i in enumerate(order):
-            place[i] = at
-        return cls(lengths, order, shared, family, place)
+            position[i] = at
+        return cls(lengths, order, shared, family, position)
 
     @property
     def any(self) -> bool:
@@ -111,9 +111,9 @@ class Prefixes:
 
     def of_bin(self, members: Sequence[int]) -> list[tuple[int, int]]:
         """(length, shared tokens) of the sequences of one micro-batch."""
-        places = sorted(self.place[i] for i in members)
-        out = [(self.lengths[self.order[at]], 0) for at in places[:1]]
-        for a, b in pairwise(places):
+        positions = sorted(self.position[i] for i in members)
+        out = [(self.lengths[self.order[at]], 0) for at in positions[:1]]
+        for a, b in pairwise(positions):
             k = min(self.shared[a + 1 : b + 1]) if self.family[a] == self.family[b] else 0
             out.append((self.lengths[self.order[b]], k))
         return out
@@ -123,10 +123,10 @@ class Prefixes:
         out: list[list[int]] = []
         tokens = 0
         for at, i in enumerate(self.order):
-            own = self.lengths[i] - self.shared[at]
-            if self.shared[at] and tokens + own <= limit:
+            computed_tokens = self.lengths[i] - self.shared[at]
+            if self.shared[at] and tokens + computed_tokens <= limit:
                 out[-1].append(i)
-                tokens += own
+                tokens += computed_tokens
             else:
                 out.append([i])
                 tokens = self.lengths[i]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 TARGET = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
-_ONE = 2**40
+_FIXED_POINT_ONE = 2**40
 """Probability 1 in fixed point. Sums of integers are exact, so they do not depend on how a device orders them."""
 
 
@@ -45,12 +45,12 @@ def draw_by_token_id(
         return upstream(sampler, probs, info, positions, simple_sampling_case)
     from sglang.srt.layers import sampler as sglang_sampler
 
-    kept = truncate(probs, info.top_ks, info.top_ps, info.min_ps)
-    columns = sglang_sampler.multinomial_with_seed(torch.log(kept), info.sampling_seed, positions)
+    truncated = truncate(probs, info.top_ks, info.top_ps, info.min_ps)
+    columns = sglang_sampler.multinomial_with_seed(torch.log(truncated), info.sampling_seed, positions)
     rows = info.sampling_mask_batch_indices
     capture = None
     if rows is not None:
-        weights = kept.index_select(0, rows)
+        weights = truncated.index_select(0, rows)
         capture = sglang_sampler._SamplingMaskCapture(
             weights=weights,
             token_ids=None,
@@ -73,9 +73,9 @@ def truncate(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> T
     """
     values, ids = probs.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(probs.shape[-1], device=probs.device)
-    parts = (values.double() * _ONE).long()
-    before = parts.cumsum(-1) - parts
+    parts = (values.double() * _FIXED_POINT_ONE).long()
+    preceding_mass = parts.cumsum(-1) - parts
     dropped = ranks >= top_ks[:, None]
-    dropped |= (top_ps < 1)[:, None] & (before > (top_ps.double() * _ONE).long()[:, None])
+    dropped |= (top_ps < 1)[:, None] & (preceding_mass > (top_ps.double() * _FIXED_POINT_ONE).long()[:, None])
     dropped |= values < values[:, :1] * min_ps[:, None]
     return torch.zeros_like(probs).scatter_(1, ids, values.masked_fill(dropped, 0.0))
