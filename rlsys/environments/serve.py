@@ -94,6 +94,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        # Else a client may send its next request into a closed connection.
+        self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 

@@ -226,6 +226,9 @@ async def test_a_body_is_read_after_the_key_and_only_if_it_is_of_a_sensible_leng
             writer.write(head.encode())  # and no body
             answer = await reader.read()  # to its end: the connection is closed
             assert answer.split()[1] == status
+            assert b"Connection: close" in answer, (
+                "else a client pools the connection and loses its next request"
+            )
             writer.close()
             await writer.wait_closed()
         assert await played(services, TASK) == [1.0, 1.0, 1.0]
