@@ -30,7 +30,7 @@ def held_by_wandb(run: Path) -> Held:
     files = list((run.parent / "trackers" / "wandb").glob("*run-*/run-*.wandb"))
     out: Held = {}
     for step, values in history(files):
-        kind = next(name.partition("/")[0] for name in values if "/" in name)
+        kind = next(k for k in ("step", "eval") if any(name.startswith(f"{k}/") for name in values))
         assert (kind, step) not in out, "written twice"
         out[kind, step] = {n.partition("/")[2]: v for n, v in values.items() if n.startswith(f"{kind}/")}
     return out
