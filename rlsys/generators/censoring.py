@@ -15,11 +15,12 @@ import errno
 import logging
 import sqlite3
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlsys.core.errors import GeneratorError, RlsysError, RowError, RunError
 from rlsys.core.imports import source_location
@@ -73,6 +74,8 @@ def boundary(name: str) -> Iterator[Item]:
         name: the item in messages: its location in the data, or its number.
     """
     item = Item()
+    _contain_exits_of_tasks()
+    inside = _inside_boundary.set(True)
     try:
         yield item
     except RefusedPrompt as e:
@@ -92,6 +95,71 @@ def boundary(name: str) -> Iterator[Item]:
         if _is_cancelled():
             raise asyncio.CancelledError from e  # whatever the item's code makes of it
         item.censored = _unexpected(name, e)
+    finally:
+        _inside_boundary.reset(inside)
+
+
+_inside_boundary: ContextVar[bool] = ContextVar("inside_boundary", default=False)
+"""Tasks inherit it from the code that creates them."""
+
+
+class TaskExit(Exception):
+    """A task that an item's code created ended with SystemExit or KeyboardInterrupt."""
+
+
+class _ContainedCoroutine(Coroutine[Any, Any, Any]):
+    """A coroutine whose SystemExit and KeyboardInterrupt are raised as TaskExit.
+
+    asyncio raises these two out of the event loop, past every `except` of the code that waits for the task.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._coroutine.send(value)
+        except (SystemExit, KeyboardInterrupt) as e:
+            raise TaskExit(f"{type(e).__name__}: {e}") from e
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._coroutine.throw(*error)
+        except (SystemExit, KeyboardInterrupt) as e:
+            raise TaskExit(f"{type(e).__name__}: {e}") from e
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return (yield from self._coroutine.__await__())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # asyncio's debug mode and repr() read its frame and name
+
+
+def _contain_exits_of_tasks() -> None:
+    """Let the running event loop, if any, contain the exits of tasks that are created within a boundary."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    existing: Any = loop.get_task_factory()
+    if existing is not None and getattr(existing, "contains_exits", False):
+        return
+
+    def create_task(
+        loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
+    ) -> asyncio.Future[Any]:
+        if _inside_boundary.get():
+            coroutine = _ContainedCoroutine(coroutine)
+        if existing is not None:
+            task: asyncio.Future[Any] = existing(loop, coroutine, **options)
+            return task
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    create_task.contains_exits = True  # type: ignore[attr-defined]
+    loop.set_task_factory(create_task)
 
 
 def _is_cancelled() -> bool:
