@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.backends.slurm import client
 from launch.submit import JOB
-from rlsys.config import load_config
+from rlsys.config import load_run_config
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.obs.metrics import FILE_NAME, MetricsTail, read_metrics
 
@@ -80,7 +80,7 @@ def lost_seconds(entries: Iterable[dict[str, Any]]) -> float:
 
 def gpus_of(run: Path) -> int:
     """Return the number of GPUs of the run; without GPUs, of trainer ranks."""
-    config = load_config(run / "config.yaml")
+    config = load_run_config(run)
     return config.launch.nodes * config.launch.gpus_per_node or config.parallel.world_size
 
 

@@ -477,6 +477,9 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  (until the process ends)
     args = make_parser().parse_args(argv)
     try:
         code = int(args.run_command(args))
@@ -495,6 +498,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # otherwise the flush at exit fails again
         return 128 + signal.SIGPIPE
+    except OSError as e:
+        if e.filename is None or e.strerror is None:
+            raise
+        print(f"rlsys: error: {e.filename}: {e.strerror}", file=sys.stderr)
+        return UserError.exit_code if isinstance(e, PermissionError | FileNotFoundError) else 1
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 from rlsys.cli.cluster import check_run_folder
-from rlsys.config import Config, load_config
+from rlsys.config import Config, load_run_config
 from rlsys.core.errors import UserError
-from rlsys.core.run_files import CONFIG_FILE
+from rlsys.core.imports import module_command
 from rlsys.core.types import Status
 from rlsys.ledger.samples import Order, SampleQuery, SampleView, check_query
 from rlsys.obs.role import without_ignored
@@ -152,7 +152,7 @@ def show_dashboard(args: argparse.Namespace) -> int:
 def track(args: argparse.Namespace) -> int:
     """Run `rlsys track`: send every line of metrics that a tracker does not have yet."""
     check_run_folder(args.run)
-    names = args.to or load_config(args.run / CONFIG_FILE).run.trackers
+    names = args.to or load_run_config(args.run).run.trackers
     if not names:
         raise UserError(
             f"{args.run}: run.trackers is empty; name one with --to, of {', '.join(sorted(PACKAGES))}"
@@ -169,7 +169,7 @@ def feed_trackers(config: Config, report: Callable[[str], None]) -> Iterator[Non
     if not config.run.trackers:
         yield
         return
-    command = [sys.executable, "-m", "rlsys.viewer.trackers.follow", str(run)]
+    command = module_command("rlsys.viewer.trackers.follow", str(run))
     path = run / "logs" / "trackers.log"
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as log:

@@ -114,7 +114,7 @@ def read_metrics(run_dir: Path) -> Metrics:
     """
     path = run_dir / FILE_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise UserError(
             f"{run_dir}: contains no {FILE_NAME}: not a run, or one that has not started"
@@ -122,10 +122,8 @@ def read_metrics(run_dir: Path) -> Metrics:
     out = Metrics()
     latest: dict[tuple[str, int, str], dict[str, Any]] = {}
     session_start = last_time = 0.0
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            out.torn_lines = 1
-            break
+    out.torn_lines = int(bool(lines.pop()))
+    for number, line in enumerate(lines, 1):
         entry = _parse(line, path, number)
         kind, step = entry["kind"], entry["step"]
         if kind == "run":
@@ -144,9 +142,11 @@ def read_metrics(run_dir: Path) -> Metrics:
     return out
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         entry = json.loads(line)
+    except UnicodeDecodeError:
+        raise UserError(f"{path}:{number}: not UTF-8 text") from None
     except json.JSONDecodeError as e:
         raise UserError(f"{path}:{number}: not JSON: {e.msg}") from None
     if not isinstance(entry, dict) or not {"kind", "step", "time"} <= entry.keys():
@@ -176,7 +176,7 @@ class MetricsTail:
             return []
         complete_lines = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete_lines)
-        lines = complete_lines.decode("utf-8", errors="replace").splitlines()
+        lines = complete_lines.split(b"\n")[:-1]
         entries = [_parse(line, self._path, self._lines + n) for n, line in enumerate(lines, 1)]
         self._lines += len(lines)
         return entries
