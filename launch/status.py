@@ -36,7 +36,10 @@ def status_lines(run: Path, current_time: float, live: dict[str, Any] | None = N
         facts.append(("train step", f"{metrics.last_step}{', the last' if done else ''}"))
         facts.append(("last metric", f"{current_time - last:.0f} s ago"))
         if metrics.steps:
-            facts.append(("reward", f"{metrics.steps[-1]['reward']:.3f}"))
+            entry = metrics.steps[-1]
+            facts += [(key, f"{entry[key]:.3f}") for key in ("reward", "loss") if entry.get(key) is not None][
+                :1
+            ]
         lost_time = lost_seconds(MetricsTail(run).read())
         facts.append(("lost to stops", f"{lost_time:.0f} s, {lost_time * gpus_of(run):.0f} GPU-seconds"))
         facts.append(("sessions", str(sum(r["event"] in ("start", "resume") for r in metrics.runs))))

@@ -48,6 +48,7 @@ from rlsys.config.precision import check_device, device_capability
 from rlsys.convert.hub import pin_models
 from rlsys.core.devices import have_cuda
 from rlsys.core.errors import RlsysError, UserError
+from rlsys.core.run_files import newest_checkpoint_step
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
 from rlsys.importers.explain import explain_options
@@ -191,7 +192,18 @@ def supervise(
             except StoppedBySignal as stop_error:
                 if stop_error.number == signal.SIGUSR1 or backend.preempted():
                     request_requeue(config, run_dir.path, backend, display)
-                raise
+                raise StoppedBySignal(stop_error.number, resume_point(run_dir.path)) from None
+
+
+def resume_point(run: Path) -> str:
+    """Describe the last train step of a stopped run, and the checkpoint from which it continues."""
+    last_step = read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
+    checkpoint = newest_checkpoint_step(run)
+    if checkpoint >= last_step:
+        return f"after train step {last_step}, which is saved"
+    saved = f"the newest checkpoint is of step {checkpoint}" if checkpoint else "no checkpoint exists"
+    repeated = f"{checkpoint + 1} to {last_step}" if last_step > checkpoint + 1 else str(last_step)
+    return f"after train step {last_step}; {saved}, so train step {repeated} will be repeated"
 
 
 def request_requeue(config: Config, run: Path, backend: Backend, display: Display) -> None:

@@ -141,4 +141,4 @@ def _with_shipped(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, loadable again."""
-    return dump_yaml(config.model_dump(mode="json"))
+    return dump_yaml(config.model_dump(mode="json", exclude=None if config.fine_tunes else {"sft"}))

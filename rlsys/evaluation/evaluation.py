@@ -105,6 +105,7 @@ def judge(items: list[EvalItem], verdicts: list[Verdict], prompts: int) -> EvalR
         weight_version=one_version([s for s, _ in items]),
         same_answer=most_common_fraction([v.answer for v in judged]),
         constant=most_common_fraction([reference_answer(p) for _, p in items]),
+        reward=sum(v.reward for v in judged if v.reward is not None) / len(judged),
         left_out=prompts - len(judged),
     )
 

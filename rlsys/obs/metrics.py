@@ -121,7 +121,7 @@ def read_metrics(run_dir: Path) -> Metrics:
         ) from None
     out = Metrics()
     latest: dict[tuple[str, int, str], dict[str, Any]] = {}
-    session_start = last_time = 0.0
+    session_start = last_time = None
     out.torn_lines = int(bool(lines.pop()))
     for number, line in enumerate(lines, 1):
         entry = _parse(line, path, number)
@@ -130,12 +130,14 @@ def read_metrics(run_dir: Path) -> Metrics:
             out.runs.append(entry)
             if entry["event"] in ("start", "resume"):
                 latest = {k: e for k, e in latest.items() if k[1] <= step}
-                out.wall_seconds += last_time - session_start
+                out.wall_seconds += (last_time or 0.0) - (session_start or 0.0)
                 session_start = entry["time"]
         else:
             latest[kind, step, entry.get("name", "")] = entry
         last_time = entry["time"]
-    out.wall_seconds += last_time - session_start
+        if session_start is None:  # an evaluation of its own writes no line at its start
+            session_start = last_time
+    out.wall_seconds += (last_time or 0.0) - (session_start or 0.0)
     out.steps = [latest[k] for k in sorted(latest) if k[0] == "step"]
     out.evals = [latest[k] for k in sorted(latest) if k[0] == "eval"]
     out.warnings = [latest[k] for k in sorted(latest) if k[0] == "warning"]

@@ -433,6 +433,18 @@ def expected_staleness(config: Config) -> str:
     return f"about {mean:.2g} train steps on average, at most {r.max_staleness}"
 
 
+TRAINER_FACTS = ("parameters", "trainer, one rank", "a checkpoint")
+"""Facts of `describe_memory` that hold without engines."""
+
+
+def trainer_memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """Describe a trainer that needs more memory than a GPU with `gpu_gb` GB has; nothing without GPUs."""
+    need = budget(config, model_size(hf)).trainer
+    if not config.launch.gpus_per_node or need <= gpu_gb * GB:
+        return []
+    return [f"a trainer rank needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}"]
+
+
 def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     """Describe what needs more memory than a GPU with `gpu_gb` GB has."""
     size = model_size(hf)

@@ -50,7 +50,6 @@ def test_pretrained_s4_the_answers_of_an_evaluation_are_kept(tmp_path: Path) -> 
     assert shown.returncode == 0, shown.stderr
 
 
-@open_finding("pretrained S5: who stops a run between checkpoints is not told from which step it goes on")
 def test_pretrained_s5_a_stopped_run_tells_from_which_step_it_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = (*SHORT, *SYNCHRONOUS, "trainer.checkpoint_every=100", "launch.preemption_seconds=0.01")
