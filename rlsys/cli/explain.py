@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import psutil
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +25,7 @@ from launch.diagram import NodeGroup, draw, group_nodes
 from launch.environment import allocator_notes
 from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
 from rlsys.config import Config, add_config, dump_config, load_config
+from rlsys.convert.config import HFConfig
 from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
 from rlsys.core.machines import machines
@@ -35,14 +37,17 @@ from rlsys.planner.capacity import describe_capacity
 from rlsys.planner.duration import estimated_duration, measured_duration
 from rlsys.planner.layout import lay_out
 from rlsys.planner.memory import (
+    GB,
     TRAINER_FACTS,
     Fact,
     describe_memory,
+    memory_problems,
     size_warnings,
     trainer_memory_problems,
 )
 from rlsys.planner.model_preflight import check_tensors, read_model
 from rlsys.planner.traffic import describe_traffic
+from rlsys.planner.unusual_settings import host_memory_problems, unusual_settings
 from rlsys.viewer.trackers.tracker import check_trackers
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -123,7 +128,8 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
         engine = have_transformer_engine() if have_cuda() else config.launch.gpus_per_node > 0
         sizes.append(describe_prompts(config, hf, engine))
         sizes += describe_memory(config, hf)
-        odd += size_warnings(config, hf, gpu_gb)
+        odd += size_warnings(config)
+        odd += _memory_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
         traffic, warnings = describe_traffic(config, hf)
         capacity = describe_capacity(config, hf, machines()["h100"])
         sizes, odd = sizes + traffic + capacity, odd + warnings
@@ -150,6 +156,17 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
     ), plan
 
 
+def _memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """Compare the roles with the memory of GPUs, or of this machine where the run has no GPUs."""
+    if not (config.launch.gpus_per_node or have_cuda()):
+        return host_memory_problems(config, hf, psutil.virtual_memory().total / GB)
+    return (
+        trainer_memory_problems(config, hf, gpu_gb)
+        if config.fine_tunes
+        else memory_problems(config, hf, gpu_gb)
+    )
+
+
 def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) -> tuple[Screen, LaunchPlan]:
     """Return the facts of `rlsys sft`: a trainer without engines and prompts. Arguments: see `describe_run`."""
     sizes, odd = [], []
@@ -157,7 +174,7 @@ def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) 
         hf = read_model(config)
         check_tensors(config, hf)
         sizes = [fact for fact in describe_memory(config, hf) if fact[0] in TRAINER_FACTS]
-        odd = trainer_memory_problems(config, hf, gpu_gb)
+        odd = _memory_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
     else:
         reason = absent or f"{config.model.path} does not exist"
         odd = [f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory"]

@@ -438,9 +438,9 @@ TRAINER_FACTS = ("parameters", "trainer, one rank", "a checkpoint")
 
 
 def trainer_memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Describe a trainer that needs more memory than a GPU with `gpu_gb` GB has; nothing without GPUs."""
+    """Describe a trainer that needs more memory than a GPU with `gpu_gb` GB has."""
     need = budget(config, model_size(hf)).trainer
-    if not config.launch.gpus_per_node or need <= gpu_gb * GB:
+    if need <= gpu_gb * GB:
         return []
     return [f"a trainer rank needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}"]
 
@@ -464,9 +464,9 @@ def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     return problems
 
 
-def size_warnings(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Describe what does not fit a GPU with `gpu_gb` GB, and sizes that do not match."""
-    warnings = memory_problems(config, hf, gpu_gb)
+def size_warnings(config: Config) -> list[str]:
+    """Describe sizes that do not match."""
+    warnings = []
     if config.slots > (capacity := config.engine.writers * config.max_running_requests):
         warnings.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
     longest = config.rollout.max_response_tokens

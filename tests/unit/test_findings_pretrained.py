@@ -39,7 +39,6 @@ def run_cli(*words: str) -> tuple[int, str]:
         return 1, f"{type(e).__name__}: {e}"
 
 
-@open_finding("S2: explain compares a run without GPUs with a GPU's memory, never with the machine's")
 def test_pretrained_s2_a_run_without_gpus_is_compared_with_the_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
