@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG_FILE = "config.yaml"
+ANSWERS_FILE = "answers.jsonl"
+"""Responses of an evaluation by `rlsys eval`."""
 
 
 def newest_checkpoint_step(run: Path) -> int:
