@@ -8,8 +8,8 @@ slow_heads    beside connections that send a head byte by byte
 slow_bodies   beside connections that send a body byte by byte
 
 A connection that the server closes is opened again. Each server is a process with the product's own server and
-limits, in front of a request that costs nothing: `router` is `rlsys router` before an instant engine. `environment` and
-`commands` (of the rollout process) listen on Unix sockets, which only processes of the run's user can connect to.
+limits, in front of a request that costs nothing: `router` is `rlsys router` before an instant engine. `environment`
+and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the run's user connect.
 Requests come at their times even while others are unanswered. A request without an answer within PATIENCE seconds
 counts as failed. Rounds of the four cases are interleaved; ratios compare cases of one round, and are medians.
 """

@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -386,9 +387,8 @@ def attack_http(server: Server, secrets: Iterable[str]) -> Iterator[Attack]:
     body = json.dumps(
         {"token": FORGED, "line": [], "seconds": 9, "files": 0, "prompt": "x", "text": "x"}
     ).encode()
-    requests = [("GET", p, None) for p in (*PATHS, *server.paths)] + [
-        ("POST", p, body) for p in (*POSTS, *server.paths)
-    ]
+    requests: list[tuple[str, str, bytes | None]] = [("GET", path, None) for path in PATHS]
+    requests += [("POST", path, body) for path in POSTS]
     requests += [
         (method, path, None) for method in ("PUT", "DELETE", "OPTIONS") for path in ("/", "/engines")
     ]
@@ -479,10 +479,14 @@ def attacks(target: Target) -> Iterator[Attack]:
         [(f"{s.name} {s.port}", lambda s=s: listen_beside(s)) for s in target.servers],
     )  # fmt: skip
     http_servers = [server for server in target.servers if speaks_http(server)]
-    for server in target.servers:
-        if server in http_servers:
-            yield from attack_http(server, target.secrets)
-        yield from attack_bytes(server)
+
+    def attack_server(server: Server) -> list[Attack]:
+        requests = attack_http(server, target.secrets) if server in http_servers else ()
+        return [*requests, *attack_bytes(server)]
+
+    with ThreadPoolExecutor(len(target.servers)) as threads:
+        for found in threads.map(attack_server, target.servers):
+            yield from found
     yield from flood(http_servers, 400, 12.0)
 
 

@@ -210,7 +210,10 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 def attack(target: Target) -> list[Attack]:
     command = [sys.executable, "-I", intruder.__file__]
     told = json.dumps(asdict(target))
-    done = subprocess.run(command, input=told, capture_output=True, text=True, cwd="/")
+    done = subprocess.run(
+        command, input=told, capture_output=True, text=True, cwd="/",
+        start_new_session=True,  # within a session, SIGCONT may be sent to processes of other users
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [Attack(**json.loads(line)) for line in done.stdout.splitlines()]
 
