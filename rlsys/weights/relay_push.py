@@ -162,25 +162,25 @@ class RelayPush:
             return
         content, width = _as_file(flat)
         file, size = self._store.declared, len(content)
-        places = range(pieces_in(size))
-        spans = [Piece(file, size, width, place, "").span for place in places]
+        indices = range(pieces_in(size))
+        spans = [Piece(file, size, width, index, "").span for index in indices]
         digests = self._threads.map(lambda span: digest(content[span]), spans)
         spec = FileSpec(size, width, tuple(digests))
         self._store.declare([spec])
         self._declare(file, [spec])
 
-        def prepare(place: int) -> tuple[Piece, Payload]:
-            piece, new_bytes = self._store.piece(file, place), content[spans[place]]
+        def prepare(index: int) -> tuple[Piece, Payload]:
+            piece, new_bytes = self._store.piece(file, index), content[spans[index]]
             old_digest = self._store.held(piece)
             old_bytes = self._store.content(piece) if old_digest else None
             payload = encode(piece, new_bytes, old_bytes, old_digest)
             self._store.write(piece, new_bytes)
             return piece, payload
 
-        for first in places[::WINDOW]:
+        for first in indices[::WINDOW]:
             for feeder in self._feeders:
                 feeder.wait_for_room()
-            for piece, payload in self._threads.map(prepare, places[first : first + WINDOW]):
+            for piece, payload in self._threads.map(prepare, indices[first : first + WINDOW]):
                 for feeder in self._feeders:
                     feeder.put(piece, payload)
 

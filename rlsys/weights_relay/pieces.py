@@ -86,7 +86,7 @@ def decode_file_spec(encoded: Any) -> FileSpec:
     """
     match encoded:
         case [int(size), int(width), [*digests]] if size > 0 and width in (1, 2, 4, 8):
-            if len(digests) == pieces_in(size) and all(_is_digest(one) for one in digests):
+            if len(digests) == pieces_in(size) and all(map(_is_digest, digests)):
                 return FileSpec(size, width, tuple(digests))
     raise ValueError(f"not the size, width and digests of a file: {encoded!r:.100}")
 
@@ -102,8 +102,8 @@ def decode_locations(encoded: Any) -> list[tuple[int, int]]:
     locations = []
     for location in encoded:
         match location:
-            case [int(file), int(place)]:
-                locations.append((file, place))
+            case [int(file), int(index)]:
+                locations.append((file, index))
             case _:
                 raise ValueError(f"not the numbers of a file and of a piece: {location!r:.100}")
     return locations

@@ -101,8 +101,8 @@ class Relay:
             if self._push is None:
                 return {"success": False, "message": "no push was opened here"}
             if first != self._store.declared:
-                words = f"file {first} is declared after {self._store.declared} files"
-                return {"success": False, "message": words}
+                message = f"file {first} is declared after {self._store.declared} files"
+                return {"success": False, "message": message}
             self._store.declare(files)
         return {"success": True}
 

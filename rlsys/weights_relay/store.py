@@ -66,13 +66,13 @@ class Store:
                 file.declared = spec.digests
                 self._declared += 1
 
-    def piece(self, file: int, place: int) -> Piece:
+    def piece(self, file: int, index: int) -> Piece:
         """Return a piece as it was declared. Raises Undeclared."""
         with self._lock:
-            if 0 <= file < self._declared and 0 <= place < len(self._files[file].declared):
-                found = self._files[file]
-                return Piece(file, found.size, found.width, place, found.declared[place])
-        raise Undeclared(f"piece {place} of file {file} is not declared")
+            if 0 <= file < self._declared and 0 <= index < len(self._files[file].declared):
+                content = self._files[file]
+                return Piece(file, content.size, content.width, index, content.declared[index])
+        raise Undeclared(f"piece {index} of file {file} is not declared")
 
     def held(self, piece: Piece) -> str:
         """Digest of what is there; empty: nothing."""
@@ -124,11 +124,11 @@ class Store:
         """Return the declared pieces that are there."""
         with self._lock:
             return [
-                Piece(number, file.size, file.width, place, digest)
+                Piece(number, file.size, file.width, index, digest)
                 for number in range(self._declared)
                 if (file := self._files[number])
-                for place, digest in enumerate(file.declared)
-                if file.digests[place] == digest
+                for index, digest in enumerate(file.declared)
+                if file.digests[index] == digest
             ]
 
     def link(self, folder: Path) -> None:

@@ -146,8 +146,8 @@ class Chain:
 
     def push(self, version: int, fault: str) -> None:
         """Push a version, with the fault before one of its buckets, and count."""
-        tensors = model(version, megabytes=24)
-        victim, at = self._rng.choice(self.members), self._rng.randrange(1, 4)
+        tensors = model(version, megabytes=self._rng.choice((12, 24)))  # another size is other files
+        victim, at = self._rng.choice(self.members), self._rng.randrange(1, 3)
         owner, sent = self._relays, 0
         self._versions.append(expected(tensors))
         self.begin(owner, version)
@@ -283,7 +283,7 @@ class Runs:
 
     async def send(self, service: Any, policy: str, number: int) -> None:
         """Send a sample until it has ended, as a run does."""
-        sample, base = f"{policy}{number}", str(self.server.make_url(""))
+        sample, base = f"{policy}{number}", str(self.server.make_url("/"))
         env = {
             "OPENAI_BASE_URL": f"{base}{sample}/v1", "OPENAI_API_KEY": sample,
             "RLSYS_REWARD_URL": f"{base}{sample}/reward", "RLSYS_SAMPLE_ID": str(number),

@@ -31,7 +31,7 @@ from tests.helpers import intruder
 from tests.helpers.intruder import Attack, Target
 from tests.helpers.listeners import Listener, listeners
 from tests.helpers.servers import ROOT, running_router
-from tests.helpers.sessions import RLSYS, Session, check_ledger, step_lines
+from tests.helpers.sessions import RLSYS, Session, check_ledger, command_line, step_lines
 from tests.integration.test_tenants_run import Server as TinkerServer
 
 pytestmark = [
@@ -223,7 +223,7 @@ def check_attack(stage: Stage) -> None:
     for log in (*stage.folder.glob("*.log"), *stage.folder.glob("tinker/*.log")):
         log.chmod(0o600)  # of this test: their mode is that of a shell's redirection
     target = stage.target()
-    before = {p.pid: p.create_time() for p in stage.trees()}
+    before = {(p.pid, p.create_time()): " ".join(command_line(p))[:120] for p in stage.trees()}
     assert len(target.servers) >= 6 and target.sockets and len(target.processes) > 10
     ended, refused, slowest = threading.Event(), list[str](), dict[str, float]()
 
@@ -252,9 +252,11 @@ def check_attack(stage: Stage) -> None:
     hits = [f"{one.name}: {hit}" for one in found for hit in one.hits]
     assert not hits, "\n".join(hits[:60])
     assert not refused, refused[:20]
-    after = {p.pid: p.create_time() for p in stage.trees()}
-    assert before.items() <= after.items(), "a process of a server ended"
-    sizes = {f.name: f.stat().st_size for f in stage.folder.rglob("*.log")}
+    after = {(p.pid, p.create_time()) for p in stage.trees()}
+    ended_processes = [command for process, command in before.items() if process not in after]
+    assert not ended_processes
+    sizes = {str(f.relative_to(stage.folder)): f.stat().st_size for f in stage.folder.rglob("*.log")}
+    print(f"logs: {sizes}")
     assert sum(sizes.values()) < MAX_LOG_BYTES, sizes
 
 
