@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,117 +127,91 @@ def outcome(call: Callable[[], Any]) -> str:
     return "done"
 
 
-def attack(name: str, expected: Iterable[str], tries: Iterable[tuple[str, Callable[[], Any]]]) -> Attack:
-    """Try each; an outcome that is not expected is a fault."""
+def attack(name: str, expected: Iterable[str], call: Callable[..., Any], subjects: Iterable[Any]) -> Attack:
+    """Call it with each subject, or with the values of each tuple; an outcome that is not expected is a fault."""
     allowed, seen, hits = set(expected), dict[str, int](), []
-    for words, call in tries:
-        result = outcome(call)
+    for subject in subjects:
+        arguments = subject if type(subject) is tuple else (subject,)
+        result = outcome(partial(call, *arguments))
         seen[result] = seen.get(result, 0) + 1
         if result not in allowed:
-            hits.append(f"{words}: {result}")
+            hits.append(f"{subject}: {result}")
     return Attack(name, " or ".join(sorted(allowed)), seen, hits)
 
 
 # Files
 
 
-def read(path: Path) -> bytes:
-    with path.open("rb") as file:
+def read(path: str | Path) -> bytes:
+    with open(path, "rb") as file:
         return file.read(BIG)
+
+
+def write(path: str | Path) -> None:
+    os.close(os.open(path, os.O_WRONLY))
 
 
 def attack_folders(target: Target) -> Iterator[Attack]:
     folders = [Path(folder) for folder in target.folders]
-    known = [folder / name for folder in folders for name in IN_A_RUN]
-    yield attack("list a run's folder", ["EACCES"], [(str(f), lambda f=f: os.listdir(f)) for f in folders])
-    yield attack("read its files", ["EACCES"], [(str(f), lambda f=f: read(f)) for f in known])
-    yield attack(
-        "create, delete or rename", ["EACCES", "EPERM"],
-        [(str(f), lambda f=f: (f / "intruder").write_text("x")) for f in folders]
-        + [(str(f), lambda f=f: f.unlink()) for f in known]
-        + [(str(f), lambda f=f: f.rename(f"{f}.old")) for f in folders],
-    )  # fmt: skip
+    files = [folder / name for folder in folders for name in IN_A_RUN]
+    yield attack("list a run's folder", ["EACCES"], os.listdir, folders)
+    yield attack("read its files", ["EACCES"], read, files)
+    yield attack("write to them", ["EACCES"], write, files)
+    yield attack("delete them", ["EACCES"], os.unlink, files)
+    yield attack("create one", ["EACCES"], Path.touch, [folder / "intruder" for folder in folders])
+    yield attack("rename the folder", ["EACCES", "EPERM"], os.rename, [(f, f"{f}.old") for f in folders])
 
 
 def attack_files(target: Target) -> Iterator[Attack]:
     """What processes hold open, and what lies in folders that all users share."""
     gone = ["EACCES", "EPERM", "ENOENT", "ENXIO"]
-    yield attack("read an open file", gone, [(f, lambda f=f: read(Path(f))) for f in target.files])
-    left = [
-        Path(folder) / name for top in target.temporary for folder, _, names in os.walk(top) for name in names
-    ]
-    yield attack("read a temporary file", gone, [(str(f), lambda f=f: read(f)) for f in left])
-    writable = [*map(Path, target.files), *left]
-    yield attack(
-        "write to one", gone, [(str(f), lambda f=f: os.close(os.open(f, os.O_WRONLY))) for f in writable]
-    )
+    tops = [found for top in target.temporary for found in os.walk(top)]
+    left = [str(Path(folder) / name) for folder, _, names in tops for name in names]
+    yield attack("read an open file", gone, read, target.files)
+    yield attack("read a temporary file", gone, read, left)
+    yield attack("write to one", gone, write, [*target.files, *left])
 
 
 # Processes
 
 
 def attack_processes(target: Target) -> Iterator[Attack]:
-    pids = target.processes
+    pids, gone = target.processes, ["ESRCH", "ENOENT"]
+    denied = ["EACCES", "EPERM", *gone]
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def system(call: Any, *arguments: Any) -> None:
-        if call(*arguments) < 0:
+    def system(call: Any, *arguments: Any) -> int:
+        result = int(call(*arguments))
+        if result < 0:
             raise OSError(ctypes.get_errno(), "")
-
-    def each(make: Callable[[int], Callable[[], Any]]) -> list[tuple[str, Callable[[], Any]]]:
-        return [(str(pid), make(pid)) for pid in pids]
-
-    gone = ["ESRCH", "ENOENT"]
-    for number in (0, signal.SIGCONT, signal.SIGHUP, signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
-        yield attack(
-            f"signal {int(number)}", ["EPERM", *gone], each(lambda pid, n=number: lambda: os.kill(pid, n))
-        )
-    for name, request in (("PTRACE_ATTACH", PTRACE_ATTACH), ("PTRACE_SEIZE", PTRACE_SEIZE)):
-        yield attack(
-            name,
-            ["EPERM", *gone],
-            each(lambda pid, r=request: lambda: system(libc.ptrace, r, pid, None, None)),
-        )
-    for file in ("environ", "mem", "maps", "io", "stack", "syscall", "auxv"):
-        yield attack(
-            f"read /proc/PID/{file}", ["EACCES", "EPERM", *gone],
-            each(lambda pid, f=file: lambda: read(Path(f"/proc/{pid}/{f}"))),
-        )  # fmt: skip
-    for folder in ("fd", "map_files", "cwd/", "root/"):
-        yield attack(
-            f"list /proc/PID/{folder}", ["EACCES", "EPERM", *gone],
-            each(lambda pid, f=folder: lambda: os.listdir(f"/proc/{pid}/{f}")),
-        )  # fmt: skip
-    yield attack(
-        "open /proc/PID/fd/N", ["EACCES", "EPERM", *gone],
-        [(f"{p} {n}", lambda p=p, n=n: read(Path(f"/proc/{p}/fd/{n}"))) for p in pids for n in (0, 3, 5, 9, 20)],
-    )  # fmt: skip
+        return result
 
     def take_descriptor(pid: int) -> None:
-        descriptor = libc.syscall(SYS_PIDFD_OPEN, pid, 0)
-        if descriptor < 0:
-            raise OSError(ctypes.get_errno(), "")
+        descriptor = system(libc.syscall, SYS_PIDFD_OPEN, pid, 0)
         try:
             system(libc.syscall, SYS_PIDFD_GETFD, descriptor, 3, 0)
         finally:
             os.close(descriptor)
 
-    yield attack("pidfd_getfd", ["EPERM", *gone], each(lambda pid: lambda: take_descriptor(pid)))
-    lowest = (0, 0)
-    yield attack(
-        "prlimit",
-        ["EPERM", *gone],
-        each(lambda pid: lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE, lowest)),
-    )
-    yield attack(
-        "renice, other cores", ["EPERM", "EACCES", *gone],
-        each(lambda pid: lambda: os.setpriority(os.PRIO_PROCESS, pid, 19))
-        + each(lambda pid: lambda: os.sched_setaffinity(pid, {0})),
-    )  # fmt: skip
-    yield attack(
-        "oom_score_adj", ["EACCES", "EPERM", *gone],
-        each(lambda pid: lambda: Path(f"/proc/{pid}/oom_score_adj").write_text("1000")),
-    )  # fmt: skip
+    for number in (0, signal.SIGCONT, signal.SIGHUP, signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
+        yield attack(f"signal {int(number)}", ["EPERM", *gone], os.kill, [(pid, number) for pid in pids])
+    for name, request in (("PTRACE_ATTACH", PTRACE_ATTACH), ("PTRACE_SEIZE", PTRACE_SEIZE)):
+        calls = [(libc.ptrace, request, pid, None, None) for pid in pids]
+        yield attack(name, ["EPERM", *gone], system, calls)
+    for file in ("environ", "mem", "maps", "io", "stack", "syscall", "auxv"):
+        yield attack(f"read /proc/PID/{file}", denied, read, [f"/proc/{pid}/{file}" for pid in pids])
+    for folder in ("fd", "map_files", "cwd/", "root/"):
+        yield attack(
+            f"list /proc/PID/{folder}", denied, os.listdir, [f"/proc/{pid}/{folder}" for pid in pids]
+        )
+    descriptors = [f"/proc/{pid}/fd/{n}" for pid in pids for n in (0, 3, 5, 9, 20)]
+    yield attack("open /proc/PID/fd/N", denied, read, descriptors)
+    yield attack("pidfd_getfd", ["EPERM", *gone], take_descriptor, pids)
+    limits = [(pid, resource.RLIMIT_NOFILE, (0, 0)) for pid in pids]
+    yield attack("prlimit", ["EPERM", *gone], resource.prlimit, limits)
+    yield attack("renice", denied, os.setpriority, [(os.PRIO_PROCESS, pid, 19) for pid in pids])
+    yield attack("move to other cores", denied, os.sched_setaffinity, [(pid, {0}) for pid in pids])
+    yield attack("oom_score_adj", denied, write, [f"/proc/{pid}/oom_score_adj" for pid in pids])
     secrets = [secret.encode() for secret in target.secrets]
     lines = dict.fromkeys(pids, b"")
     for pid in pids:
@@ -260,8 +235,8 @@ def attack_unix_sockets(target: Target) -> Iterator[Attack]:
             s.bind(path)
 
     gone = ["EACCES", "ENOENT"]
-    yield attack("connect to a Unix socket", gone, [(p, lambda p=p: connect(p)) for p in target.sockets])
-    yield attack("listen in its place", gone, [(p, lambda p=p: replace(p)) for p in target.sockets])
+    yield attack("connect to a Unix socket", gone, connect, target.sockets)
+    yield attack("listen in its place", gone, replace, target.sockets)
 
 
 def listen_beside(server: Server) -> None:
@@ -474,10 +449,7 @@ def attacks(target: Target) -> Iterator[Attack]:
     yield from attack_files(target)
     yield from attack_processes(target)
     yield from attack_unix_sockets(target)
-    yield attack(
-        "listen at a server's port", ["EADDRINUSE"],
-        [(f"{s.name} {s.port}", lambda s=s: listen_beside(s)) for s in target.servers],
-    )  # fmt: skip
+    yield attack("listen at a server's port", ["EADDRINUSE"], listen_beside, target.servers)
     http_servers = [server for server in target.servers if speaks_http(server)]
 
     def attack_server(server: Server) -> list[Attack]:
