@@ -7,7 +7,8 @@ idle          the same beside connections that send nothing
 slow_heads    beside connections that send a head byte by byte
 slow_bodies   beside connections that send a body byte by byte
 
-A connection that the server closes is opened again. Each server is a process with the product's own server and
+A connection that the server closes is opened again, at most 100 a second: a server that answers before it reads a
+body, a refusal for example, does not hold slow bodies. Each server is a process with the product's own server and
 limits, in front of a request that costs nothing: `router` is `rlsys router` before an instant engine. `environment`
 and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the run's user connect.
 Requests come at their times even while others are unanswered. A request without an answer within PATIENCE seconds
@@ -196,11 +197,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.servers:
         with tempfile.TemporaryDirectory() as folder:
             results[name] = measured(name, args, Path(folder))
-        words = (
-            f"{case} {f['requests_per_second_ratio']:.2f}, {f['p50_ms_ratio']:.1f}"
-            for case, f in results[name].items()
-        )
-        say(f"{name}: rate and median latency, as ratios to quiet: {'; '.join(words)}")
+        for case, figures in results[name].items():
+            rate, latency = figures["requests_per_second_ratio"], figures["p50_ms_ratio"]
+            say(f"{name}, {case}: {rate:.2f} x the requests per second, {latency:.1f} x the median latency")
     held = [figures for found in results.values() for case, figures in found.items() if case != "quiet"]
     return {
         "bench": "connections", "machine": machine(), "connections": args.connections, "rate": args.rate,

@@ -20,8 +20,8 @@ from typing import Any, cast
 
 PAUSE = 0.25
 """Seconds between two bytes of a slow connection."""
-BURST = 100
-"""Connections that are opened at once; more would measure the kernel's queue."""
+BURST, REPLACED = 100, 25
+"""Connections that are opened at once at first, and within PAUSE where the server has closed some."""
 FIRST = {
     "idle": b"",
     "slow_heads": b"GET / HTTP/1.1\r\nX: ",
@@ -30,22 +30,29 @@ FIRST = {
 
 
 def hold(address: str, case: str, connections: int, ready: Any) -> None:
-    """Keep so many connections open. `ready`: set once all have been opened."""
+    """Keep so many connections open, as far as the server lets them be.
+
+    Args:
+        address: of the server.
+        case: a key of FIRST.
+        connections: number of connections.
+        ready: event to set once so many have been opened.
+    """
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     held: list[socket.socket] = []
+    total = 0
     while True:
         alive = [s for s in held if is_open(s, b"" if case == "idle" else b"x")]
         for s in set(held) - set(alive):
             s.close()
         held = alive
-        for _ in range(min(connections - len(held), BURST)):
+        for _ in range(min(connections - len(held), REPLACED if ready.is_set() else BURST)):
             with contextlib.suppress(OSError):
                 held.append(opened(address, FIRST[case]))
-        if len(held) == connections:
+                total += 1
+        if total >= connections:
             ready.set()
             time.sleep(PAUSE)
-        elif ready.is_set():
-            time.sleep(PAUSE / 5)
 
 
 def opened(address: str, first: bytes) -> socket.socket:
