@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from connections_stage import hold
 from measure import machine, running, say
 
 from launch.ports import free_ports
@@ -157,16 +155,14 @@ def beside(address: str, case: str, connections: int) -> Iterator[None]:
     if case == "quiet":
         yield
         return
-    context = multiprocessing.get_context("spawn")
-    ready = context.Event()
-    holder = context.Process(target=hold, args=(address, case, connections, ready), daemon=True)
-    holder.start()
-    try:
-        ready.wait()
-        yield
-    finally:
-        holder.kill()
-        holder.join()
+    command = [sys.executable, str(STAGE), "hold", address, case, str(connections)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "ready\n"
+            yield
+        finally:
+            holder.kill()
 
 
 def measured(name: str, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Processes of bench/connections.py: servers, and clients that hold connections.
 
-python bench/connections_stage.py NAME FOLDER     an entry point, until it is ended; prints its address
+python bench/connections_stage.py NAME FOLDER               an entry point, until it is ended; prints its address
+python bench/connections_stage.py hold ADDRESS CASE COUNT   so many connections, until it is ended; prints a line
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-PAUSE = 0.25
+PAUSE = 1.0
 """Seconds between two bytes of a slow connection."""
-BURST, REPLACED = 100, 25
+BURST = 100
 """Connections that are opened at once at first, and within PAUSE where the server has closed some."""
 FIRST = {
     "idle": b"",
@@ -29,29 +30,24 @@ FIRST = {
 }
 
 
-def hold(address: str, case: str, connections: int, ready: Any) -> None:
-    """Keep so many connections open, as far as the server lets them be.
-
-    Args:
-        address: of the server.
-        case: a key of FIRST.
-        connections: number of connections.
-        ready: event to set once so many have been opened.
-    """
+def hold(address: str, case: str, connections: int) -> None:
+    """Keep so many connections open, as far as the server lets them be; print a line once all have been opened."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     held: list[socket.socket] = []
-    total = 0
+    total, ready = 0, False
     while True:
         alive = [s for s in held if is_open(s, b"" if case == "idle" else b"x")]
         for s in set(held) - set(alive):
             s.close()
         held = alive
-        for _ in range(min(connections - len(held), REPLACED if ready.is_set() else BURST)):
+        for _ in range(min(connections - len(held), BURST)):
             with contextlib.suppress(OSError):
                 held.append(opened(address, FIRST[case]))
                 total += 1
         if total >= connections:
-            ready.set()
+            if not ready:
+                print("ready", flush=True)
+            ready = True
             time.sleep(PAUSE)
 
 
@@ -144,6 +140,10 @@ async def serve_until_ended(name: str, folder: Path) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "hold":
+        address, case, connections = sys.argv[2:]
+        hold(address, case, int(connections))
+        return
     name, folder = sys.argv[1], Path(sys.argv[2])
     if name == "exporter":
         serve_exporter(folder)
