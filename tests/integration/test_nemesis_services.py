@@ -462,7 +462,12 @@ class RunStage:
             held = [socket.create_connection(("127.0.0.1", self._exporter)) for _ in range(300)]
             for connection in held:
                 connection.send(b"GET /metrics HT")
-            return lambda: [connection.close() for connection in held] and None
+
+            def hang_up() -> None:
+                for connection in held:
+                    connection.close()
+
+            return hang_up
         elif fault == "dashboard killed":
             self.dashboard.kill()
             self.dashboard.wait()
@@ -567,9 +572,9 @@ class TinkerStage:
             send(trainer, signal.SIGSTOP)
             return lambda: send(trainer, signal.SIGCONT)
         elif fault == "disk full":
-            for process in trainer:
-                limit_files(process.pid, 4096)
-            return lambda: [limit_files(p.pid, resource.RLIM_INFINITY) for p in trainer] and None
+            (process,) = trainer
+            limit_files(process.pid, 4096)
+            return lambda: limit_files(process.pid, resource.RLIM_INFINITY)
         elif fault == "second owner":
             command = [*RLSYS, "tenants", "configs/quickstart_lora.yaml", f"run.dir={self.server.run}"]
             port = str(free_ports("127.0.0.1", 1)[0])

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,7 +143,7 @@ def test_damaged_or_foreign_pieces_are_refused() -> None:
 def test_specifications_and_locations_are_checked() -> None:
     spec = FileSpec(PIECE_BYTES + 1, 4, ("0" * 32, "f" * 32))
     assert decode_file_spec(json.loads(json.dumps(spec.encoded()))) == spec
-    odd_specs = (
+    odd_specs: Sequence[Any] = (
         None, 7, [], [8, 4], [8, 4, []], [8, 3, ["0" * 32]], [0, 4, []], [-8, 4, ["0" * 32]], [8.0, 4, ["0" * 32]],
         [8, 4, ["0" * 31]], [8, 4, ["g" * 32]], [8, 4, [5]], [8, 4, ["0" * 32] * 2], [2**42, 1, ["0" * 32]],
     )  # fmt: skip
@@ -150,7 +151,8 @@ def test_specifications_and_locations_are_checked() -> None:
         with pytest.raises(ValueError):
             decode_file_spec(odd)
     assert decode_locations([[0, 3], [1, 0]]) == [(0, 3), (1, 0)]
-    for odd in (None, 7, {}, [7], [[1]], [[1, "0"]], [[1, 0, 0]], [[1.0, 0]]):
+    odd_locations: Sequence[Any] = (None, 7, {}, [7], [[1]], [[1, "0"]], [[1, 0, 0]], [[1.0, 0]])
+    for odd in odd_locations:
         with pytest.raises(ValueError):
             decode_locations(odd)
 
