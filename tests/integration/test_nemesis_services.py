@@ -1,29 +1,23 @@
 """Seeded schedules of faults on the services beside a run, which test_nemesis.py does not have.
 
-The relay of weights, `rlsys meet`, `rlsys tenants`, and a run with an environment service, an exporter and a
-dashboard are real processes. Each test counts by itself, from requests, answers and tables: nothing is lost, nothing
-is done twice, no engine loads other weights than those of a push.
+Hosts of the relay of weights and `rlsys meet` are real processes. Each test counts by itself, from requests, answers
+and loaded tensors: nothing is lost, nothing is done twice, no host loads other weights than those of a push.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import resource
 import signal
 import socket
-import sqlite3
 import subprocess
-import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
@@ -33,16 +27,12 @@ from aiohttp.test_utils import TestServer
 from launch.ports import free_ports
 from rlsys.agents.remote import open_service
 from rlsys.core.weight_updates import EngineAddress
-from rlsys.obs.metrics import read_metrics
 from rlsys.weights.buckets import StagingBuffers, send_in_buckets
 from rlsys.weights.relay_push import RelayPush
 from tests.helpers.proxy import Proxy, port_of
 from tests.helpers.relay_host import hosts
 from tests.helpers.servers import ROOT
-from tests.helpers.sessions import GROUPS, RLSYS, Session, check_agreement, command_line, step_lines
-from tests.integration.test_tenants_run import ANSWERS, MODEL, PROMPT, imitation
-from tests.integration.test_tenants_run import Client as TinkerClient
-from tests.integration.test_tenants_run import Server as TinkerServer
+from tests.helpers.sessions import RLSYS
 from tests.unit.weights_relay.test_relay import BUCKET, Tensors, expected, model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -392,255 +382,3 @@ async def test_every_sample_of_a_meeting_ends_once_with_its_reward(seed: int, tm
     assert (lost, wrong) == ([], {})
     assert len(rewarded_well) + len(errors) == len(samples)
     assert not errors
-
-
-# A run with an environment service, an exporter and a dashboard
-
-STEPS = 10
-SERVICE = "rlsys.environments.serve"
-RUN_FAULTS = (
-    "environment killed", "environment stopped", "exporter flooded", "dashboard killed", "dashboard stopped",
-    "dashboard cut", "rollout disk full", "second owner", "trainer killed",
-)  # fmt: skip
-
-
-class RunStage:
-    """The run, and its dashboard behind a link."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._run, self._stack = folder / "run", stack
-        self._exporter = free_ports("127.0.0.1", 1)[0]
-        self.session = Session(self._run, *self.overrides())
-        stack.callback(self.session.kill)
-        self.session.wait_for_steps(1)
-        self.dashboard: subprocess.Popen[str] | None = None
-        self.start_dashboard()
-        stack.callback(lambda: self.dashboard.kill() if self.dashboard is not None else None)
-
-    def overrides(self) -> tuple[str, ...]:
-        return (
-            "rollout.generator=environment",
-            "rollout.generator_params={connector: 'tests/data/environments/own.py:SlowTries', max_turns: 2}",
-            "data.reward=environment",
-            f"trainer.steps={STEPS}",
-            f"launch.metrics_port={self._exporter}",
-        )
-
-    def start_dashboard(self) -> None:
-        command = [*RLSYS, "dash", str(self._run)]
-        self.dashboard = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert self.dashboard.stdout is not None
-        link = self.dashboard.stdout.readline().strip()
-        proxy = Proxy(port_of(link.partition("/?")[0]))
-        self._stack.callback(proxy.close)
-        self._link, self._token = proxy, link.partition("token=")[2]
-
-    def look(self) -> list[dict[str, Any]]:
-        """Return what the dashboard says about the run."""
-        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        base = f"http://127.0.0.1:{self._link.port}"
-        opener.open(f"{base}/?token={self._token}", timeout=60).close()
-        with opener.open(f"{base}/api/runs", timeout=60) as answer:
-            found: list[dict[str, Any]] = json.load(answer)
-        return found
-
-    def environment(self) -> list[psutil.Process]:
-        return [p for p in self.session.processes() if SERVICE in command_line(p)]
-
-    def commit(self, fault: str) -> Callable[[], None]:
-        """Do it. Returns what ends it."""
-        assert self.dashboard is not None
-        if fault == "environment killed":
-            send(self.environment(), signal.SIGKILL)
-        elif fault == "environment stopped":
-            stopped = self.environment()
-            send(stopped, signal.SIGSTOP)
-            return lambda: send(stopped, signal.SIGCONT)
-        elif fault == "exporter flooded":
-            held = [socket.create_connection(("127.0.0.1", self._exporter)) for _ in range(300)]
-            for connection in held:
-                connection.send(b"GET /metrics HT")
-
-            def hang_up() -> None:
-                for connection in held:
-                    connection.close()
-
-            return hang_up
-        elif fault == "dashboard killed":
-            self.dashboard.kill()
-            self.dashboard.wait()
-            self.start_dashboard()
-        elif fault == "dashboard stopped":
-            dashboard = self.dashboard
-            dashboard.send_signal(signal.SIGSTOP)
-            return lambda: dashboard.send_signal(signal.SIGCONT)
-        elif fault == "dashboard cut":
-            link = self._link
-            link.cut()
-            return link.mend
-        elif fault == "rollout disk full":
-            pid = self.session.find("rlsys.rollout.service").pid
-            limit_files(pid, 4096)
-            return lambda: limit_files(pid, resource.RLIM_INFINITY)
-        elif fault == "trainer killed":
-            self.session.find("rlsys.train", "--config").send_signal(signal.SIGKILL)
-        else:
-            assert fault == "second owner"
-            command = [*RLSYS, "train", "configs/quickstart.yaml", f"run.dir={self._run}", *self.overrides()]
-            second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            assert second.returncode == 2, second.stderr
-        return lambda: None
-
-
-def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-
-
-def count_steps(run: Path) -> dict[str, int]:
-    """Count from the tables: steps without their groups, groups of two steps, and samples without an outcome."""
-    with contextlib.closing(sqlite3.connect(f"file:{run}/rollouts.sqlite?mode=ro", uri=True)) as db:
-        takes = {step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")}
-        trained = Counter(i for ids in takes.values() for i in ids)
-        whole = dict(db.execute("SELECT train_step, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY 1"))
-        (without,) = db.execute(
-            "SELECT COUNT(*) FROM samples JOIN groups USING (group_id) WHERE state = 'trained'"
-            " AND (reward IS NULL AND censor_reason IS NULL)"
-        ).fetchone()
-    return {
-        "lost": sum(GROUPS - whole.get(step, 0) for step in range(1, STEPS + 1)) + without,
-        "trained twice": sum(count - 1 for count in trained.values()),
-    }
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_outlives_the_faults_of_its_services(seed: int, tmp_path: Path) -> None:
-    rng = random.Random(seed)
-    schedule = draw(rng, RUN_FAULTS, 0)
-    print(f"{seed}: {', '.join(schedule)}")
-    with ExitStack() as stack:
-        stage = RunStage(tmp_path, stack)
-        for number, fault in enumerate(schedule):
-            stage.session.wait_for_steps(min(STEPS - 1, 1 + number))
-            end = stage.commit(fault)
-            until = time.monotonic() + rng.uniform(1, 6)
-            while time.monotonic() < until and step_lines(tmp_path / "run") < STEPS:
-                time.sleep(0.1)
-            end()
-        assert stage.look()[0]["steps"] >= 1
-        code, output = stage.session.end()
-        assert code == 0, output
-        counts = count_steps(tmp_path / "run")
-        print(counts)
-        assert counts == {"lost": 0, "trained twice": 0}
-        assert [s["step"] for s in read_metrics(tmp_path / "run").steps] == list(range(1, STEPS + 1))
-        check_agreement(tmp_path / "run")  # wrong weights would have other log-probs
-        assert stage.look()[0]["steps"] == STEPS
-
-
-# The Tinker server
-
-TINKER_FAULTS = (
-    "trainer killed", "engine killed", "trainer stopped", "disk full", "second owner", "cut", "delayed", "none",
-)  # fmt: skip
-TINKER_STEPS = len(TINKER_FAULTS) + 2
-
-
-class TinkerStage:
-    """`rlsys tenants` behind a link, and the requests of one tenant."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.server = TinkerServer(folder / "run", ["alice", "bob"])
-        stack.callback(self.server.end)
-        self.link = Proxy(port_of(self.server.url))
-        stack.callback(self.link.close)
-
-    def find(self, *words: str) -> list[psutil.Process]:
-        started = psutil.Process(self.server._process.pid).children(recursive=True)
-        return [p for p in started if set(words) <= set(command_line(p))][-1:]
-
-    def commit(self, fault: str, rng: random.Random) -> Callable[[], None]:
-        """Do it. Returns what ends it."""
-        who, _, what = fault.partition(" ")
-        trainer = self.find("rlsys.tenants.serve")
-        if what == "killed":
-            send(trainer if who == "trainer" else self.find("rlsys.engine.server"), signal.SIGKILL)
-        elif what == "stopped":
-            send(trainer, signal.SIGSTOP)
-            return lambda: send(trainer, signal.SIGCONT)
-        elif fault == "disk full":
-            (process,) = trainer
-            limit_files(process.pid, 4096)
-            return lambda: limit_files(process.pid, resource.RLIM_INFINITY)
-        elif fault == "second owner":
-            command = [*RLSYS, "tenants", "configs/quickstart_lora.yaml", f"run.dir={self.server.run}"]
-            port = str(free_ports("127.0.0.1", 1)[0])
-            second = subprocess.run(
-                [*command, "--port", port, "--tenant", "alice"], cwd=ROOT, capture_output=True, text=True
-            )
-            assert second.returncode == 2, second.stderr
-        elif fault != "none":
-            disturb(self.link, fault, rng)
-            return self.link.mend
-        return lambda: None
-
-    def train(self, tenant: str, schedule: Sequence[str], rng: random.Random) -> list[Any]:
-        """Train and sample, with a fault while each answer is awaited; return all answers."""
-        key_file = self.server.key_file(tenant)
-        url = f"http://127.0.0.1:{self.link.port}"
-        client = TinkerClient(cast(Any, SimpleNamespace(url=url)), key_file)
-        data = [imitation(answer) for answer in ANSWERS.values()]
-        answers: list[Any] = []
-        try:
-            client("create", model="m", base=MODEL, rank=16, seed=3)
-            for number in range(TINKER_STEPS):
-                fault = schedule[number] if number < len(schedule) else "none"
-                calls: list[tuple[str, dict[str, Any]]] = [
-                    ("run", {"model": "m", "data": [data[number % 2]], "loss": "cross_entropy"}),
-                    ("step", {"model": "m", "learning_rate": 1e-2}),
-                    ("sampler", {"sampler": f"s{number}", "model": "m"}),
-                    (
-                        "sample",
-                        {"sampler": f"s{number}", "prompt": PROMPT, "max_tokens": 8, "temperature": 0.0},
-                    ),
-                ]
-                struck = rng.randrange(len(calls))
-                for place, (method, arguments) in enumerate(calls):
-                    client.begin(method, **arguments)
-                    if place == struck:
-                        end = self.commit(fault, rng)
-                        time.sleep(rng.uniform(1, 4))
-                        end()
-                    answer = client.answer()
-                    assert "error" not in answer, (number, fault, method, answer, self.server.told())
-                    if method != "sampler":
-                        answers.append(answer["result"])
-        finally:
-            client.close()
-        return answers
-
-
-def optimizer_steps(ledger: Path) -> int:
-    """Count the optimizer steps in a tenant's ledger."""
-    with contextlib.closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db:
-        (count,) = db.execute("SELECT COUNT(*) FROM requests WHERE kind = 'optim_step'").fetchone()
-        return int(count)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_tenant_gets_the_answers_of_a_server_without_faults(seed: int, tmp_path: Path) -> None:
-    """A request that is lost or done twice changes all later losses, and wrong weights change samples."""
-    rng = random.Random(seed)
-    schedule = draw(rng, TINKER_FAULTS, 0)
-    print(f"{seed}: {', '.join(schedule)}")
-    with ExitStack() as stack:
-        stage = TinkerStage(tmp_path, stack)
-        disturbed = stage.train("alice", schedule, rng)
-        quiet = stage.train("bob", (), rng)
-        assert disturbed == quiet
-        for tenant in ("alice", "bob"):
-            ledger = stage.server.run / "tenants" / tenant / "ledger.sqlite"
-            assert optimizer_steps(ledger) == TINKER_STEPS
