@@ -52,16 +52,21 @@ def open_relay(token: str, line: Line, seconds: float) -> Call:
     return Call("/relay/open", {"token": token, "line": [list(hop) for hop in line], "seconds": seconds})
 
 
+def declare_to_relay(first: int, files: Sequence[list[Any]]) -> Call:
+    """Declare sizes and digests of files (rlsys.weights_relay.pieces.FileSpec). `first`: number of the first one."""
+    return Call("/relay/declare", {"first": first, "files": list(files)})
+
+
 def renew_relay(token: str) -> Call:
     return Call("/relay/renew", {"token": token})
 
 
-def relay_state(files: int, root: str) -> Call:
-    return Call("/relay/state", {"files": files, "root": root})
+def relay_state(files: int) -> Call:
+    return Call("/relay/state", {"files": files})
 
 
-def feed_from_relay(files: int, line: Line, seconds: float) -> Call:
-    return Call("/relay/feed", {"files": files, "line": [list(hop) for hop in line], "seconds": seconds})
+def feed_from_relay(line: Line, seconds: float) -> Call:
+    return Call("/relay/feed", {"line": [list(hop) for hop in line], "seconds": seconds})
 
 
 def load_relayed(folder: str) -> Call:

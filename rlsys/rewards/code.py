@@ -93,6 +93,12 @@ def code(
     return score
 
 
+def missing_protections(config: Config) -> list[str] | None:
+    """Return the protections that this machine lacks for programs of a run; None: the run runs none here."""
+    specs = [spec for spec in config.data.reward if spec.name == "code" and spec.params.get("url") is None]
+    return Sandbox.missing() if specs else None
+
+
 def read_tests(tests: Any) -> list[Test]:
     """Raises ValueError for what is no list of tests."""
     if isinstance(tests, str):

@@ -10,6 +10,7 @@ from rlsys.config import Config
 from rlsys.core.types import GroupState, SampleGroup, Status
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.planning.planning import Planning
+from rlsys.rewards.code import missing_protections
 from rlsys.rollout.bias import BiasMonitor
 from rlsys.router.engines import Engines
 from rlsys.worker.scoring import Scorer
@@ -41,6 +42,7 @@ class RunMetrics:
         self._scorer = scorer
         self._planning = planning
         self._bias = BiasMonitor(config, buffer)
+        self._missing_protections = missing_protections(config)
 
     def step_metrics(self, train_step: int, version: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
         """Return the metrics of a step that took these groups and starts from the weights of `version`."""
@@ -90,6 +92,11 @@ class RunMetrics:
             "resumes_total": stats["resumes"],
             "reward_hung": self._scorer.timeouts + stats.get("reward_hung", 0),
             "reward_failed": self._scorer.failures + stats.get("reward_failed", 0),
+            **(
+                {"sandbox_missing": len(self._missing_protections)}
+                if self._missing_protections is not None
+                else {}
+            ),
             **self._planning.counts,
             **self._counts(),
             **{k: v for k, v in stats.items() if k in exported or k.startswith(("cache_share_", "pool_"))},

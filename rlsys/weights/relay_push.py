@@ -1,6 +1,7 @@
 """Trainer side of a relayed push (rlsys/weights_relay): the weights cross a slow link once per chain of engines.
 
-Rank 0 keeps the last version that it pushed, and sends what has changed to the first host of each chain. A
+Rank 0 keeps the last version that it pushed, and sends what has changed to the first host of each chain. Before
+it sends a file, it declares the file's size and digests to every host, because hosts forward chunks to each other. A
 host loads the weights from its own memory, as from a folder, once it has all chunks. A host that stops
 receiving, because its predecessor is gone or hangs, is fed by a host of its chain that has all chunks, or by
 the trainer if there is none.
@@ -21,11 +22,19 @@ import torch
 
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import EngineAddress
-from rlsys.engine.weight_calls import feed_from_relay, load_relayed, open_relay, relay_state, renew_relay
+from rlsys.engine.weight_calls import (
+    Call,
+    declare_to_relay,
+    feed_from_relay,
+    load_relayed,
+    open_relay,
+    relay_state,
+    renew_relay,
+)
 from rlsys.weights.buckets import FlatBucket
 from rlsys.weights.receivers import EngineUnreachable, Receivers, post
 from rlsys.weights_relay.feeder import WINDOW, Feeder, Hop
-from rlsys.weights_relay.pieces import Bytes, Payload, Piece, digest, encode, pieces_in
+from rlsys.weights_relay.pieces import Bytes, FileSpec, Payload, Piece, digest, encode, pieces_in
 from rlsys.weights_relay.store import Store
 
 POLL_SECONDS = 0.1
@@ -96,7 +105,6 @@ class RelayPush:
         self._holders: dict[str, tuple[int, EngineAddress]] = {}
         """URL -> chain and address of the engines that have all chunks of the pushed version."""
         self._version = -1
-        self._files = 0
         self._complete = False
         """Whether the store has all chunks of that version."""
         self._members: dict[str, _Member] = {}
@@ -112,25 +120,34 @@ class RelayPush:
         if not same_version:
             self._holders.clear()
             self._complete = False
-        self._version, self._files = version, self._files if same_version else 0
+        self._version = version
         self.excluded, self.sent_bytes = {}, self.sent_bytes if same_version else 0
         order = sorted(engines, key=self._position)
         members = [_Member(e, secrets.token_urlsafe(24), self._position(e)[0]) for e in order]
         self._members = {member.engine.url: member for member in members}
-        with Receivers(order, self._seconds) as receivers:
-            receivers.wait_all(
-                receivers.post_all(
-                    [open_relay(m.token, self._hops(self._successors(m)), self._seconds) for m in members]
-                )
-            )
-        for url, reason in receivers.excluded.items():
-            self._exclude(self._members[url], reason)
+        self._post_to_members(
+            [open_relay(m.token, self._hops(self._successors(m)), self._seconds) for m in members]
+        )
         self._stop()  # after an aborted push
         if same_version:
+            self._declare(0, self._store.specs())
             return  # a holder has all chunks
+        self._store.begin()
         for chain in sorted({member.chain for member in self._members.values()}):
             hops = [Hop(m.engine.url, m.token) for m in self._members.values() if m.chain == chain]
             self._feeders.append(Feeder(hops, self._store, self._seconds))
+
+    def _declare(self, first: int, files: Sequence[FileSpec]) -> None:
+        """Declare files to all engines of the push. `first`: number of the first file."""
+        call = declare_to_relay(first, [spec.encoded() for spec in files])
+        self._post_to_members([call] * len(self._members))
+
+    def _post_to_members(self, calls: Sequence[Call]) -> None:
+        """Send one request to each engine of the push, and exclude those that fail or refuse."""
+        with Receivers([m.engine for m in self._members.values()], self._seconds) as receivers:
+            receivers.wait_all(receivers.post_all(calls))
+        for url, reason in receivers.excluded.items():
+            self._exclude(self._members[url], reason)
 
     def _position(self, engine: EngineAddress) -> tuple[int, int, str]:
         """Return an engine's chain and its sort key in it: engines that joined later come last."""
@@ -144,25 +161,26 @@ class RelayPush:
         if self._complete:
             return
         content, width = _as_file(flat)
-        file, size = self._files, len(content)
-        self._files += 1
+        file, size = self._store.declared, len(content)
+        indices = range(pieces_in(size))
+        spans = [Piece(file, size, width, index, "").span for index in indices]
+        digests = self._threads.map(lambda span: digest(content[span]), spans)
+        spec = FileSpec(size, width, tuple(digests))
+        self._store.declare([spec])
+        self._declare(file, [spec])
 
         def prepare(index: int) -> tuple[Piece, Payload]:
-            location = Piece(file, size, width, index, "")
-            new_bytes = content[location.span]
-            piece = Piece(file, size, width, index, digest(new_bytes))
+            piece, new_bytes = self._store.piece(file, index), content[spans[index]]
             old_digest = self._store.held(piece)
-            old_bytes = self._store.content(piece)
-            payload = encode(piece, new_bytes, old_bytes if old_digest else None, old_digest)
-            if old_digest != piece.after:
-                self._store.write(piece, new_bytes)
+            old_bytes = self._store.content(piece) if old_digest else None
+            payload = encode(piece, new_bytes, old_bytes, old_digest)
+            self._store.write(piece, new_bytes)
             return piece, payload
 
-        for first in range(0, pieces_in(size), WINDOW):
+        for first in indices[::WINDOW]:
             for feeder in self._feeders:
                 feeder.wait_for_room()
-            indices = range(first, min(first + WINDOW, pieces_in(size)))
-            for piece, payload in self._threads.map(prepare, indices):
+            for piece, payload in self._threads.map(prepare, indices[first : first + WINDOW]):
                 for feeder in self._feeders:
                     feeder.put(piece, payload)
 
@@ -172,7 +190,7 @@ class RelayPush:
         for feeder in self._feeders:
             feeder.close()
         self._complete = True
-        root, waiting = self._store.root(self._files), dict(self._members)
+        waiting = dict(self._members)
         for member in waiting.values():
             member.progress_time = time.monotonic() if sending else -self._stall
         threads = ThreadPoolExecutor(max(1, len(waiting)), thread_name_prefix="push")
@@ -181,7 +199,7 @@ class RelayPush:
                 current_time = time.monotonic()
                 for member in waiting.values():
                     if member.request is None and current_time >= member.next_query:
-                        call = relay_state(self._files, root)
+                        call = relay_state(self._store.declared)
                         member.request = threads.submit(post, member.engine, call, self._seconds)
                 requests = [member.request for member in waiting.values() if member.request is not None]
                 wait(requests, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -193,6 +211,14 @@ class RelayPush:
             threads.shutdown(wait=False, cancel_futures=True)
         self.sent_bytes += sum(feeder.sent for feeder in self._feeders)
         self._stop()
+        self._revoke_tokens()
+
+    def _revoke_tokens(self) -> None:
+        """Replace the tokens of engines that have loaded the weights by tokens that nobody has."""
+        with Receivers([m.engine for m in self._members.values()], self._seconds) as receivers:
+            calls = [renew_relay(secrets.token_urlsafe(24)) for _ in receivers.present]
+            # An engine that fails here holds the weights; the attestation after the push decides about it.
+            receivers.wait_all(receivers.post_all(calls))
 
     def _stop(self) -> None:
         for feeder in self._feeders:
@@ -251,9 +277,7 @@ class RelayPush:
                 members_by_chain.setdefault(member.chain, []).append(member)
         for members in members_by_chain.values():
             hops = [Hop(member.engine.url, member.token) for member in members]
-            self._feeders.append(
-                Feeder(hops, self._store, self._seconds, self._store.pieces(self._files), closed=True)
-            )
+            self._feeders.append(Feeder(hops, self._store, self._seconds, self._store.pieces(), closed=True))
 
     def _renew_token(self, member: _Member) -> bool:
         """Give an engine another token, once, so that its predecessor, whose chunks may be wrong, sends no more.
@@ -278,7 +302,7 @@ class RelayPush:
                 continue
             if not self._renew_token(member):
                 return False
-            call = feed_from_relay(self._files, self._hops([member]), self._seconds)
+            call = feed_from_relay(self._hops([member]), self._seconds)
             try:
                 post(holder, call, self._seconds)
             except (EngineUnreachable, RunError):

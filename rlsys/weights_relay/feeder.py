@@ -17,7 +17,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from rlsys.weights_relay.pieces import Payload, Piece, encode
-from rlsys.weights_relay.store import Store
+from rlsys.weights_relay.store import Store, Undeclared
 
 WINDOW = 4
 """Pieces on their way to one host: while one is decoded there, others fill the link."""
@@ -156,7 +156,7 @@ class Feeder:
         with _Connection(hop, self._seconds) as connection:
             for first in range(0, len(pieces), OFFERED):
                 offered = pieces[first : first + OFFERED]
-                body = json.dumps([piece.told() for piece in offered]).encode()
+                body = json.dumps([[piece.file, piece.place] for piece in offered]).encode()
                 status, said = connection.post(OFFER, {}, body)
                 try:
                     if status != TAKEN:
@@ -197,8 +197,11 @@ class Feeder:
     def _give(self, connection: _Connection, piece: Piece, payload: Payload | None) -> None:
         for attempt in range(TRIES):
             if payload is None or attempt >= TRIES // 2:
-                payload = encode(piece, self._store.content(piece), None, "")
-            headers = {PIECE_HEADER: piece.told(), BEFORE_HEADER: payload.before}
+                try:
+                    payload = encode(piece, self._store.content(piece), None, "")
+                except Undeclared as e:
+                    raise PassedBy(str(e)) from None
+            headers = {PIECE_HEADER: json.dumps([piece.file, piece.place]), BEFORE_HEADER: payload.before}
             status, said = connection.post(PIECE, headers, payload.data)
             with self._changed:
                 self.sent += len(payload.data)

@@ -12,7 +12,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlsys.weights_relay.feeder import Hop
-from rlsys.weights_relay.relay import NONSENSE, Door, Relay
+from rlsys.weights_relay.pieces import decode_file_spec
+from rlsys.weights_relay.relay import NONSENSE, TOO_LARGE, Door, Relay
+from rlsys.weights_relay.store import TooLarge
 
 Endpoint = Callable[[Request], Any]
 
@@ -20,7 +22,8 @@ Endpoint = Callable[[Request], Any]
 def install(app: Starlette, mark: Callable[[Endpoint], Endpoint]) -> Relay:
     """Before the application serves. `mark`: says of an endpoint which key opens it."""
     relay = Relay()
-    for name, call in (("open", _open), ("renew", _renew), ("state", _state), ("feed", _feed)):
+    calls = {"open": _open, "declare": _declare, "renew": _renew, "state": _state, "feed": _feed}
+    for name, call in calls.items():
         endpoint = mark(_endpoint(relay, call))
         app.router.routes.insert(0, Route(f"/relay/{name}", endpoint, methods=["POST"]))
     build: Any = app.build_middleware_stack
@@ -34,6 +37,8 @@ def _endpoint(relay: Relay, call: Callable[[Relay, Any], dict[str, Any]]) -> End
         try:
             body = await request.json()
             return JSONResponse(await asyncio.to_thread(call, relay, body))
+        except TooLarge as e:
+            return JSONResponse({"success": False, "message": str(e)}, status_code=TOO_LARGE)
         except (ValueError, TypeError, KeyError, RecursionError) as e:
             said = {"success": False, "message": f"not a request to a relay: {e!r:.200}"}
             return JSONResponse(said, status_code=NONSENSE)
@@ -45,16 +50,20 @@ def _open(relay: Relay, body: Any) -> dict[str, Any]:
     return relay.open(str(body["token"]), _line(body), float(body["seconds"]))
 
 
+def _declare(relay: Relay, body: Any) -> dict[str, Any]:
+    return relay.declare(int(body["first"]), [decode_file_spec(spec) for spec in body["files"]])
+
+
 def _renew(relay: Relay, body: Any) -> dict[str, Any]:
     return relay.renew(str(body["token"]))
 
 
 def _state(relay: Relay, body: Any) -> dict[str, Any]:
-    return relay.state(int(body["files"]), str(body["root"]))
+    return relay.state(int(body["files"]))
 
 
 def _feed(relay: Relay, body: Any) -> dict[str, Any]:
-    return relay.feed(int(body["files"]), _line(body), float(body["seconds"]))
+    return relay.feed(_line(body), float(body["seconds"]))
 
 
 def _line(body: Any) -> list[Hop]:

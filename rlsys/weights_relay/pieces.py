@@ -1,15 +1,15 @@
 """Weights on their way over a slow link: files cut into pieces, each sent as what has changed in it, compressed.
 
-A piece is known by its place and by the digest of its content, so it may come from anybody, in any order and twice.
-Who takes one compares the digest of what it got out of it before it keeps it or passes it on.
+The trainer declares the size of each file and the digests of its pieces to every host. So a piece may come from
+anybody, in any order and twice: a host keeps and forwards only content with the declared digest.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import astuple, dataclass
-from typing import NamedTuple
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 PIECE_BYTES = 4 * 2**20
 """A few of them on their way fill a link of 1 Gbit/s over 100 ms; fewer bytes would make more requests."""
-_LONGEST_NAME = 200
-"""Characters of a piece in a header."""
+_DIGEST_BYTES = 16
 _LEVEL = (
     1  # zstd's fastest: higher levels gained a few percent on changes of weights, at a multiple of the time
 )
@@ -51,10 +50,6 @@ class Piece:
     def length(self) -> int:
         return self.span.stop - self.span.start
 
-    def told(self) -> str:
-        """ASCII, for a header."""
-        return json.dumps(astuple(self))
-
 
 class Payload(NamedTuple):
     """What is sent of a piece. `before`: digest of the content that it changes; empty: it stands alone; that of the
@@ -64,21 +59,58 @@ class Payload(NamedTuple):
     data: bytes
 
 
-def read_piece(text: str) -> Piece:
-    """Raises ValueError for anything that is none."""
-    if not isinstance(text, str) or len(text) > _LONGEST_NAME:
-        raise ValueError("no piece")
-    found = json.loads(text)
-    if not isinstance(found, list) or len(found) != 5 or not isinstance(found[4], str):
-        raise ValueError("no piece")
-    if any(type(number) is not int for number in found[:4]):
-        raise ValueError("no piece: four numbers were expected")
-    piece = Piece(*found)
-    if min(piece.file, piece.place) < 0 or piece.size <= 0:
-        raise ValueError("no piece: out of bounds")
-    if piece.length <= 0 or piece.width not in (1, 2, 4, 8):
-        raise ValueError("no piece: out of bounds")
-    return piece
+@dataclass(frozen=True)
+class FileSpec:
+    """A file as the trainer declares it.
+
+    Attributes:
+        size: in bytes.
+        width: bytes per element.
+        digests: of each piece, in order.
+    """
+
+    size: int
+    width: int
+    digests: tuple[str, ...]
+
+    def encoded(self) -> list[Any]:
+        """Return the specification as JSON values."""
+        return [self.size, self.width, list(self.digests)]
+
+
+def decode_file_spec(encoded: Any) -> FileSpec:
+    """Decode a specification.
+
+    Raises:
+        ValueError: the value is not a specification.
+    """
+    match encoded:
+        case [int(size), int(width), [*digests]] if size > 0 and width in (1, 2, 4, 8):
+            if len(digests) == pieces_in(size) and all(map(_is_digest, digests)):
+                return FileSpec(size, width, tuple(digests))
+    raise ValueError(f"not the size, width and digests of a file: {encoded!r:.100}")
+
+
+def decode_locations(encoded: Any) -> list[tuple[int, int]]:
+    """Decode the locations of pieces: the number of the file, and of the piece in it.
+
+    Raises:
+        ValueError: the value is not a list of locations.
+    """
+    if not isinstance(encoded, list):
+        raise ValueError("not a list of pieces")
+    locations = []
+    for location in encoded:
+        match location:
+            case [int(file), int(index)]:
+                locations.append((file, index))
+            case _:
+                raise ValueError(f"not the numbers of a file and of a piece: {location!r:.100}")
+    return locations
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", value) is not None
 
 
 def pieces_in(size: int) -> int:
@@ -88,7 +120,7 @@ def pieces_in(size: int) -> int:
 
 def digest(content: Bytes) -> str:
     """128 bits of BLAKE2b."""
-    return hashlib.blake2b(content.data, digest_size=16).hexdigest()
+    return hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def encode(piece: Piece, content: Bytes, old: Bytes | None, before: str) -> Payload:

@@ -1,15 +1,18 @@
 """A host of a chain: takes pieces of weights, checks them, keeps them, and passes them on while more come in.
 
-    POST /relay/open    a push begins: who may bring pieces, and who gets them next
-    POST /relay/renew   who may bring pieces from now on: another token
-    POST /relay/state   whether all is here; then in which folder, for `update_weights_from_disk`
-    POST /relay/feed    give all that is here to others, which lost the host before them
-    POST /relay/offer   which of these pieces are missing
-    POST /relay/piece   one piece
+    POST /relay/open     a push begins: who may bring pieces, and who gets them next
+    POST /relay/declare  sizes and digests of further files of the push
+    POST /relay/renew    who may bring pieces from now on: another token
+    POST /relay/state    whether all is here; then in which folder, for `update_weights_from_disk`
+    POST /relay/feed     give all that is here to others, which lost the host before them
+    POST /relay/offer    which of these pieces are missing
+    POST /relay/piece    one piece
 
-It lives in the engine's own HTTP server (rlsys/engine/server.py). The trainer calls the first four itself, with the
-engine's admin key, and behind its fence. The last two are for whoever has the token of the push that was opened last.
-Nothing is written any more once /relay/state has named the folder: what was checked is what is loaded.
+It lives in the engine's own HTTP server (rlsys/engine/server.py). The trainer calls the first five itself, with the
+engine's admin key, and behind its fence. The last two are for whoever has the token of the push that was opened last;
+the trainer renews it once the engine has loaded the weights, so that nobody has it. A host allocates memory and
+descriptors only for declared files and writes only content with a declared digest: what it has verified is what the
+engine loads.
 """
 
 from __future__ import annotations
@@ -39,11 +42,19 @@ from rlsys.weights_relay.feeder import (
     Feeder,
     Hop,
 )
-from rlsys.weights_relay.pieces import PIECE_BYTES, Damaged, Payload, Piece, decode, read_piece
-from rlsys.weights_relay.store import Store, TooLarge
+from rlsys.weights_relay.pieces import (
+    PIECE_BYTES,
+    Damaged,
+    FileSpec,
+    Payload,
+    Piece,
+    decode,
+    decode_locations,
+)
+from rlsys.weights_relay.store import Store, Undeclared
 
 STRANGER, NONSENSE, TOO_LARGE = 403, 400, 413
-MOST_BODY = max(2 * PIECE_BYTES, 256 * OFFERED)
+MOST_BODY = 2 * PIECE_BYTES
 MOST_BODIES = 64
 """That come in at once."""
 
@@ -60,8 +71,6 @@ class _Push:
     """How long a sender may be silent."""
     onward: Feeder | None
     """To the next host."""
-    sealed: bool = False
-    """All is here and checked: nothing is written any more."""
     helping: list[Feeder] = field(default_factory=list)
     """Of hosts that lost the one before them."""
     seen: set[Piece] = field(default_factory=set)
@@ -82,7 +91,19 @@ class Relay:
         """`line`: who is next, and who instead, when that one is gone. `seconds`: how long each may be silent."""
         with self._lock:
             self._end()
+            self._store.begin()
             self._push = _Push(token, seconds, Feeder(line, self._store, seconds) if line else None)
+        return {"success": True}
+
+    def declare(self, first: int, files: Sequence[FileSpec]) -> dict[str, Any]:
+        """Declare the next files of the push. `first`: number of the first one. Raises TooLarge."""
+        with self._lock:
+            if self._push is None:
+                return {"success": False, "message": "no push was opened here"}
+            if first != self._store.declared:
+                message = f"file {first} is declared after {self._store.declared} files"
+                return {"success": False, "message": message}
+            self._store.declare(files)
         return {"success": True}
 
     def renew(self, token: str) -> dict[str, Any]:
@@ -93,26 +114,32 @@ class Relay:
             self._push.token = token
         return {"success": True}
 
-    def state(self, files: int, root: str) -> dict[str, Any]:
-        """Whether the first so many files have this digest together. `taken`: pieces that came in this push."""
+    def state(self, files: int) -> dict[str, Any]:
+        """Return whether all pieces of the push are here.
+
+        Args:
+            files: number of files of the push.
+
+        Returns:
+            `folder`: of the files, or None; `taken`: number of pieces that came in this push.
+        """
         with self._lock:
             push = self._push
             told = {"success": True, "taken": 0 if push is None else len(push.seen), "damaged": self.damaged}
-            if push is None or self._store.root(files) != root:
+            if push is None or self._store.declared != files or not self._store.is_complete():
                 return {**told, "folder": None}
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="rlsys-relay-"))
                 weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            push.sealed = True
-            self._store.link(self._folder, files)
+            self._store.link(self._folder)
             return {**told, "folder": str(self._folder)}
 
-    def feed(self, files: int, line: Sequence[Hop], seconds: float) -> dict[str, Any]:
-        """Give the first so many files to the first of `line` that takes them."""
+    def feed(self, line: Sequence[Hop], seconds: float) -> dict[str, Any]:
+        """Give the files to the first of `line` that takes them."""
         with self._lock:
             if self._push is None:
                 return {"success": False, "message": "no push was opened here"}
-            known = self._store.pieces(files)
+            known = self._store.pieces()
             self._push.helping.append(Feeder(line, self._store, seconds, known, closed=True))
         return {"success": True}
 
@@ -125,41 +152,40 @@ class Relay:
         """Seconds for a part of a body."""
         return self._push.seconds if self._push is not None else 0.0
 
-    def missing(self, pieces: Sequence[Piece]) -> list[int]:
-        """Which of them are not here, by number."""
+    def missing(self, locations: Sequence[tuple[int, int]]) -> list[int]:
+        """Return which of these pieces are not here, by number. Raises Undeclared."""
+        pieces = [self._store.piece(*location) for location in locations]
         return [i for i, piece in enumerate(pieces) if self._store.held(piece) != piece.after]
 
-    def take(self, token: str, piece: Piece, payload: Payload) -> int:
-        """The answer: TAKEN, WHOLE, AGAIN or STRANGER. Raises TooLarge."""
+    def take(self, token: str, location: tuple[int, int], payload: Payload) -> int:
+        """Keep a piece, and forward it to the next host.
+
+        Returns:
+            TAKEN, WHOLE, AGAIN or STRANGER.
+
+        Raises:
+            Undeclared: the push has no such piece.
+        """
+        piece, content = self._store.piece(*location), None
         if (held := self._store.held(piece)) != piece.after:
             if payload.before and held != payload.before:
                 return WHOLE
-            if self._sealed:
-                return STRANGER
             try:
                 content = decode(piece, payload, self._store.content(piece) if payload.before else None)
             except Damaged:
                 self.damaged += 1
                 return AGAIN
-            with self._lock:
-                if not self.admits(token) or self._sealed:
-                    return STRANGER
-                self._store.write(piece, content)
-        self._pass_on(token, piece, payload)
-        return TAKEN
-
-    @property
-    def _sealed(self) -> bool:
-        return self._push is not None and self._push.sealed
-
-    def _pass_on(self, token: str, piece: Piece, payload: Payload) -> None:
         with self._lock:
             push = self._push
-            if push is None or push.token != token or piece in push.seen:
-                return
-            push.seen.add(piece)
-            if push.onward is not None:
-                push.onward.put(piece, payload)
+            if push is None or not self.admits(token):  # another push has begun, or the token was renewed
+                return STRANGER
+            if content is not None:
+                self._store.write(piece, content)
+            if piece not in push.seen:
+                push.seen.add(piece)
+                if push.onward is not None:
+                    push.onward.put(piece, payload)
+        return TAKEN
 
     def _end(self) -> None:
         if self._push is not None:
@@ -197,15 +223,13 @@ class Door:
             return
         try:
             if path == OFFER:
-                pieces = [read_piece(text) for text in json.loads(body)[:OFFERED]]
-                status, said = TAKEN, dict[str, Any](missing=self._relay.missing(pieces))
+                missing = self._relay.missing(decode_locations(json.loads(body)[:OFFERED]))
+                status, said = TAKEN, dict[str, Any](missing=missing)
             else:
-                piece = read_piece(headers.get(PIECE_HEADER, ""))
+                (location,) = decode_locations([json.loads(headers.get(PIECE_HEADER, ""))])
                 payload = Payload(headers.get(BEFORE_HEADER, ""), body)
-                status, said = await asyncio.to_thread(self._relay.take, token, piece, payload), {}
-        except TooLarge as e:
-            status, said = TOO_LARGE, {"message": str(e)}
-        except (ValueError, TypeError, KeyError, RecursionError) as e:
+                status, said = await asyncio.to_thread(self._relay.take, token, location, payload), {}
+        except (ValueError, TypeError, KeyError, RecursionError, Undeclared) as e:
             status, said = NONSENSE, {"message": f"not a piece: {e!r:.200}"}
         await _answer(send, status, said)
 

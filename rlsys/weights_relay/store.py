@@ -6,33 +6,73 @@ that made it, however that ends: nothing is left on a disk or in /dev/shm.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import resource
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from rlsys.weights_relay.pieces import Bytes, Piece, pieces_in
+from rlsys.weights_relay.pieces import Bytes, FileSpec, Piece, pieces_in
 
 
 class TooLarge(Exception):
     """Files for which this machine has no room."""
 
 
-class Store:
-    """Each piece has a digest of its own, so a store between two versions is as good as any other.
+class Undeclared(Exception):
+    """A piece that the push does not contain."""
 
-    The files together are no larger than the machine's memory, and hold no more than a part of the descriptors: who
-    brings pieces says how large their files are.
+
+class Store:
+    """Owns the files. Each piece has a digest of its own, so a store between two versions is as good as any other.
+
+    Only `declare` creates files. They are together no larger than the machine's memory, and use at most half of the
+    descriptors.
     """
 
     def __init__(self) -> None:
         self._most_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._files: dict[int, _File] = {}
+        self._declared = 0
         self._lock = threading.Lock()
+
+    @property
+    def declared(self) -> int:
+        """Number of declared files of the push."""
+        return self._declared
+
+    def begin(self) -> None:
+        """Begin a push, which has no files yet. Their contents stay, for pieces that change them."""
+        with self._lock:
+            self._declared = 0
+
+    def declare(self, files: Sequence[FileSpec]) -> None:
+        """Add files to the push.
+
+        Raises:
+            TooLarge: the machine has too little memory, or the process too few descriptors.
+        """
+        with self._lock:
+            for spec in files:
+                file = self._files.get(self._declared)
+                if file is None or (file.size, file.width) != (spec.size, spec.width):
+                    if file is not None:
+                        self._files.pop(self._declared).close()
+                    self._check_room(spec.size)
+                    file = self._files[self._declared] = _File(spec.size, spec.width)
+                file.declared = spec.digests
+                self._declared += 1
+
+    def piece(self, file: int, index: int) -> Piece:
+        """Return a piece as it was declared. Raises Undeclared."""
+        with self._lock:
+            if 0 <= file < self._declared and 0 <= index < len(self._files[file].declared):
+                content = self._files[file]
+                return Piece(file, content.size, content.width, index, content.declared[index])
+        raise Undeclared(f"piece {index} of file {file} is not declared")
 
     def held(self, piece: Piece) -> str:
         """Digest of what is there; empty: nothing."""
@@ -41,24 +81,24 @@ class Store:
             return "" if file is None or not file.fits(piece) else file.digests[piece.place]
 
     def content(self, piece: Piece) -> Bytes:
-        """A view of what is there; a file is made when there is none of this size. Raises TooLarge."""
+        """Return a view of what is there. Raises Undeclared: the file has another size in the meantime."""
         with self._lock:
             file = self._files.get(piece.file)
             if file is None or not file.fits(piece):
-                if file is not None:
-                    self._files.pop(piece.file).close()
-                self._check_room(piece.size)
-                file = self._files[piece.file] = _File(piece.size, piece.width)
+                raise Undeclared(f"piece {piece.place} of file {piece.file} belongs to an earlier push")
             return file.bytes[piece.span]
 
     def write(self, piece: Piece, content: Bytes) -> None:
-        """`content` has been compared with the digest of the piece."""
+        """Write verified content, unless it is there. One thread at a time may write a piece. Raises Undeclared."""
         target = self.content(piece)
         with self._lock:
-            self._files[piece.file].digests[piece.place] = ""
+            digests = self._files[piece.file].digests
+            if digests[piece.place] == piece.after:
+                return
+            digests[piece.place] = ""
         target[:] = content
         with self._lock:
-            self._files[piece.file].digests[piece.place] = piece.after
+            digests[piece.place] = piece.after
 
     def _check_room(self, size: int) -> None:
         held = sum(file.size for file in self._files.values())
@@ -68,37 +108,38 @@ class Store:
         if most != resource.RLIM_INFINITY and len(self._files) >= most // 2:
             raise TooLarge(f"{len(self._files) + 1} files, of {most} file descriptors")
 
-    def root(self, files: int) -> str:
-        """Digest of the first so many files; empty while a piece is missing."""
-        found = hashlib.blake2b(digest_size=16)
+    def is_complete(self) -> bool:
+        """Return whether all declared pieces are there."""
         with self._lock:
-            for number in range(files):
-                file = self._files.get(number)
-                if file is None or not all(file.digests):
-                    return ""
-                found.update(f"{file.size} {file.width} {' '.join(file.digests)}\n".encode())
-        return found.hexdigest()
+            files = (self._files[number] for number in range(self._declared))
+            return all(tuple(file.digests) == file.declared for file in files)
 
-    def pieces(self, files: int) -> list[Piece]:
-        """All that is there of the first so many files."""
+    def specs(self) -> list[FileSpec]:
+        """Return the declared files."""
+        with self._lock:
+            files = (self._files[number] for number in range(self._declared))
+            return [FileSpec(file.size, file.width, file.declared) for file in files]
+
+    def pieces(self) -> list[Piece]:
+        """Return the declared pieces that are there."""
         with self._lock:
             return [
-                Piece(number, file.size, file.width, place, digest)
-                for number in range(files)
-                if (file := self._files.get(number)) is not None
-                for place, digest in enumerate(file.digests)
-                if digest
+                Piece(number, file.size, file.width, index, digest)
+                for number in range(self._declared)
+                if (file := self._files[number])
+                for index, digest in enumerate(file.declared)
+                if file.digests[index] == digest
             ]
 
-    def link(self, folder: Path, files: int) -> None:
-        """Make `folder` name the first so many files, for other processes of this user on this host."""
+    def link(self, folder: Path) -> None:
+        """Make `folder` name the declared files, for other processes of this user on this host."""
         for old in folder.iterdir():
             old.unlink()
         with self._lock:
-            for number in [n for n in self._files if n >= files]:  # of an earlier push, or of nobody's
+            for number in [n for n in self._files if n >= self._declared]:  # of an earlier push
                 self._files.pop(number).close()
-            for number in range(files):
-                target = f"/proc/{os.getpid()}/fd/{self._files[number].descriptor}"
+            for number, file in self._files.items():
+                target = f"/proc/{os.getpid()}/fd/{file.descriptor}"
                 (folder / f"model-{number:05d}.safetensors").symlink_to(target)
 
     def close(self) -> None:
@@ -106,6 +147,7 @@ class Store:
             for file in self._files.values():
                 file.close()
             self._files.clear()
+            self._declared = 0
 
 
 class _File:
@@ -115,6 +157,8 @@ class _File:
         os.ftruncate(self.descriptor, size)
         self.bytes: Bytes = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
         self.digests = [""] * pieces_in(size)
+        """Of the contents."""
+        self.declared: tuple[str, ...] = ()
 
     def fits(self, piece: Piece) -> bool:
         return (self.size, self.width) == (piece.size, piece.width)

@@ -7,6 +7,7 @@ behind the router.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -309,6 +310,49 @@ def sampled(requests: Sequence[OddRequest], most: int) -> list[OddRequest]:
     first = {(r.path, r.field): i for i, r in reversed(list(enumerate(requests)))}
     chosen = {*first.values(), *range(0, len(requests), stride)}
     return [requests[i] for i in sorted(chosen)]
+
+
+def random_requests(count: int, seed: int) -> list[OddRequest]:
+    """Requests with several odd or extreme values at once, and bodies whose bytes are damaged."""
+    rng = random.Random(seed)
+    tables = {
+        "/generate": (GENERATE, {"input_ids": PROMPT}),
+        "/v1/chat/completions": (CHAT, {"messages": QUESTION, "max_tokens": FEW}),
+        "/v1/completions": (COMPLETIONS, {"prompt": "3+4=", "max_tokens": FEW}),
+    }
+    found = []
+    for number in range(count):
+        path = rng.choice(sorted(tables))
+        table, plain = tables[path]
+        body: dict[str, Any] = dict(plain)
+        if path == "/generate":
+            sampling: dict[str, Any] = {"max_new_tokens": FEW}
+            for name in rng.sample(sorted(EDGES), rng.randint(0, 4)):
+                sampling[name] = rng.choice(EDGES[name])
+            for name in rng.sample(sorted(SAMPLING), rng.randint(0, 1)):
+                sampling[name] = rng.choice(SAMPLING[name])
+            body["sampling_params"] = Raw(_json(sampling))
+        for name in rng.sample(sorted(table), rng.randint(0, 2)):
+            body[name] = rng.choice(table[name])
+        raw = _json(body).encode()
+        if number % 2:
+            raw = _damaged(raw, rng)
+        found.append(OddRequest(path, f"random {number}", "", raw))
+    return found
+
+
+def _damaged(raw: bytes, rng: random.Random) -> bytes:
+    """Cut, overwrite, repeat or re-encode a body."""
+    start, end = sorted(rng.randrange(len(raw) + 1) for _ in "ab")
+    changed = bytearray(raw)
+    changed[rng.randrange(len(raw))] = rng.randrange(256)
+    return rng.choice(
+        (
+            raw[:end], raw[start:], raw[:start] + raw[end:], raw[:end] + raw[start:], bytes(changed), raw + raw,
+            raw.decode().encode("utf-16"), b"\xef\xbb\xbf" + raw, raw.replace(b"5", b"-5e5", 1), rng.randbytes(200),
+            b"[" * rng.randint(1, 100_000), b'{"a":' * 5000, raw.replace(b"null", b"nul"), b"", b"null", b'"x"',
+        )
+    )  # fmt: skip
 
 
 def _odd(

@@ -1,4 +1,4 @@
-"""A proxy on loopback, or between two Unix sockets, that cuts and delays what passes, on demand."""
+"""A proxy on loopback, or between two Unix sockets, that cuts, delays and changes what passes, on demand."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Proxy:
         self._target = target
         self._refusing = False
         self._delay = 0.0
+        self._change: Callable[[bytes], bytes] = bytes
         self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -35,15 +36,28 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._cut)
 
     def mend(self) -> None:
-        self._refusing, self._delay = False, 0.0
+        self._refusing, self._delay, self._change = False, 0.0, bytes
 
     def slow(self, seconds: float) -> None:
         """What is read from now on is passed on so much later."""
         self._delay = seconds
 
+    def change(self, change: Callable[[bytes], bytes]) -> None:
+        """Pass on `change` of each block that is read from now on, towards the server."""
+        self._change = change
+
     def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        relays = asyncio.all_tasks() - {asyncio.current_task()}
+        for relay in relays:
+            relay.cancel()
+        await asyncio.gather(*relays, return_exceptions=True)
 
     def _cut(self) -> None:
         self._refusing = True
@@ -62,7 +76,8 @@ class Proxy:
         both = {writer, onward_writer}
         self._writers |= both
         try:
-            await asyncio.gather(self._pass(reader, onward_writer), self._pass(onward_reader, writer))
+            towards = self._pass(reader, onward_writer, lambda data: self._change(data))
+            await asyncio.gather(towards, self._pass(onward_reader, writer, bytes))
         finally:
             self._writers -= both
             for w in both:
@@ -73,12 +88,14 @@ class Proxy:
             return await asyncio.open_connection("127.0.0.1", self._target)
         return await asyncio.open_unix_connection(self._target())
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(2**16):
                 if self._delay:
                     await asyncio.sleep(self._delay)
-                writer.write(data)
+                writer.write(change(data))
                 await writer.drain()
             writer.write_eof()
 

@@ -1,5 +1,5 @@
-"""Benches run and say what they promise: trainer, weight pushes, relays, router, scale, a share, rehearsals, a walk,
-races, forecasts.
+"""Benches run and say what they promise: trainer, weight pushes, relays, connections, router, scale, a share,
+rehearsals, a walk, races, forecasts.
 
 Figures mean nothing here.
 """
@@ -50,6 +50,16 @@ def test_relay() -> None:
     assert found["receivers"] == 2 and found.keys() >= {"star_growth", "relay_growth"}
     assert 0.5 < (found["relay_link_bytes_per_model_byte"] or 0) < 1.1, "to the first receiver alone"
     assert (found["change_bfloat16"] or 1) < (found["change_float32"] or 1) < 0.6
+
+
+def test_connections() -> None:
+    servers = ("exporter", "commands")
+    found = printed("connections", "--json", "--quick", "--servers", *servers)
+    assert set(found["servers"]) == set(servers)
+    for cases in found["servers"].values():
+        assert list(cases) == ["quiet", "idle", "slow_heads", "slow_bodies"]
+        assert all(case["requests_per_second"] > 0 < case["p50_ms"] for case in cases.values())
+    assert found["summary"]["highest_failed"] < 1
 
 
 @pytest.mark.slow

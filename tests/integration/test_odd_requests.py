@@ -1,10 +1,12 @@
-"""No request ends an engine: odd values of every field go to a real SGLang server behind `rlsys router`."""
+"""No request ends an engine: odd requests go to two real SGLang servers behind `rlsys router`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.engine.wire import make_session
-from tests.helpers.odd_requests import PROMPT, OddRequest, edge_requests, odd_requests, sampled
+from tests.helpers.odd_requests import (
+    PROMPT,
+    OddRequest,
+    edge_requests,
+    odd_requests,
+    random_requests,
+    sampled,
+)
 from tests.helpers.servers import running_engine, running_router
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -28,15 +37,26 @@ MOST_ODD = 120
 ANSWER_SECONDS = 60.0
 
 
+@dataclass(frozen=True)
+class Servers:
+    """URLs."""
+
+    engines: tuple[str, ...]
+    router: str
+
+
 @pytest.fixture(scope="module")
-def server(engine_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """An engine of its own, and a router: URLs of both."""
+def servers(engine_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Two engines, and a router."""
     folder = tmp_path_factory.mktemp("odd")
+    for name in "ab":
+        (folder / name).mkdir()
     with (
-        running_engine(engine_config, folder) as engine,
-        running_router(folder, "--engine", engine) as router,
+        running_engine(engine_config, folder / "a") as a,
+        running_engine(engine_config, folder / "b") as b,
+        running_router(folder, "--engine", a, "--engine", b) as router,
     ):
-        yield engine, router
+        yield Servers((a, b), router)
 
 
 def processes(url: str) -> set[int]:
@@ -54,37 +74,58 @@ async def ask(session: aiohttp.ClientSession, url: str, odd: OddRequest) -> tupl
         return answer.status, await answer.read()
 
 
-async def test_every_odd_request_is_answered_and_the_engine_lives(server: tuple[str, str]) -> None:
-    engine, router = server
-    before = processes(engine)
-    table = [*edge_requests(), *sampled(odd_requests(), MOST_ODD)]
+def fault_of(status: int, body: bytes) -> str:
+    """Return what is wrong with an answer; empty: it is a result, or a refusal in one line."""
+    if status == 200:
+        if body.startswith(b"data: "):
+            return "" if body.endswith(b"data: [DONE]\n\n") else "a stream without an end"
+        return "" if isinstance(json.loads(body), dict | list) else "no result"
+    if not 400 <= status < 500:
+        return f"status {status}"
+    error = json.loads(body)["error"]
+    message = error["message"] if isinstance(error, dict) else error
+    return (
+        "" if message and "\n" not in message and "Traceback" not in message else f"not one line: {message!r}"
+    )
+
+
+@pytest.mark.parametrize("kind", ["table", "random"])
+async def test_every_odd_request_is_answered_and_the_engines_live(servers: Servers, kind: str) -> None:
+    before = [processes(engine) for engine in servers.engines]
+    table = (
+        [*edge_requests(), *sampled(odd_requests(), MOST_ODD)]
+        if kind == "table"
+        else random_requests(200, 39)
+    )
     wrong: list[Any] = []
+    statuses = Counter[int]()
     async with make_session() as session:
 
-        async def plain() -> list[int]:
-            async with (
-                asyncio.timeout(ANSWER_SECONDS),
-                session.post(f"{router}/generate", json=PLAIN) as answer,
-            ):
+        async def plain(url: str) -> list[int]:
+            async with asyncio.timeout(ANSWER_SECONDS), session.post(f"{url}/generate", json=PLAIN) as answer:
                 assert answer.status == 200, await answer.text()
                 ids: list[int] = (await answer.json())["output_ids"]
                 return ids
 
-        tokens = await plain()
+        tokens = await plain(servers.router)
         for i, odd in enumerate(table):
-            status, told = await ask(session, router, odd)
-            if not 200 <= status < 300 and not 400 <= status < 500:
-                wrong.append((odd.name, status, told[:200]))
+            status, told = await ask(session, servers.router, odd)
+            statuses[status] += 1
+            if fault := fault_of(status, told):
+                wrong.append((odd.name, odd.raw[:300], fault, told[:200]))
             if i % 10 == 9:
-                assert await plain() == tokens, odd.name
+                assert [await plain(url) for url in (servers.router, *servers.engines)] == [tokens] * 3, (
+                    odd.name
+                )
+    print(f"{kind}: {len(table)} requests, {dict(sorted(statuses.items()))}")
     assert not wrong
-    assert processes(engine) == before
-    assert len(table) > 200
+    assert [processes(engine) for engine in servers.engines] == before
+    assert len(table) >= 200 and statuses[200] > 10 < statuses[400]
 
 
-async def test_n_answers_differ_and_a_seed_gives_them_again(server: tuple[str, str]) -> None:
+async def test_n_answers_differ_and_a_seed_gives_them_again(servers: Servers) -> None:
     """Before: n equal answers at temperature 1 (W29)."""
-    _, router = server
+    router = servers.router
     wanted = {"max_tokens": 24, "temperature": 1.0, "n": 8}
     chat = {"messages": QUESTION, **wanted}
     async with make_session() as session:
@@ -115,8 +156,8 @@ async def test_n_answers_differ_and_a_seed_gives_them_again(server: tuple[str, s
         assert len(set(found)) > 3
 
 
-async def test_a_streamed_choice_is_the_whole_one(server: tuple[str, str], tmp_path: Path) -> None:
-    _, router = server
+async def test_a_streamed_choice_is_the_whole_one(servers: Servers, tmp_path: Path) -> None:
+    router = servers.router
     body = {"messages": QUESTION, "max_tokens": 16, "temperature": 1.0, "n": 3, "seed": 11}
     async with make_session() as session:
         async with session.post(f"{router}/v1/chat/completions", json=body) as answer:

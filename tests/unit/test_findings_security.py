@@ -54,9 +54,9 @@ from rlsys.tenants.service import Service
 from rlsys.tenants.wire import packed
 from rlsys.viewer.server import Dashboard
 from rlsys.viewer.server import _pattern as dash_pattern
-from rlsys.weights_relay.pieces import Piece, digest, encode, read_piece
+from rlsys.weights_relay.pieces import FileSpec, Piece, digest, encode, pieces_in
 from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
-from rlsys.weights_relay.store import Store, TooLarge
+from rlsys.weights_relay.store import Store, TooLarge, Undeclared
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
 
@@ -198,9 +198,19 @@ def test_security_a07_a_tenants_server_that_was_replaced_accepts_nothing(tmp_pat
 # -- A8: the relay --------------------------------------------------------------------------------------------
 
 
-def test_security_a08_a_piece_of_a_file_larger_than_a_machine_is_refused() -> None:
+def bring(
+    relay: Relay, content: NDArray[np.uint8], token: str = "token", location: tuple[int, int] = (0, 0)
+) -> int:
+    piece = Piece(0, len(content), 1, 0, digest(content))
+    return relay.take(token, location, encode(piece, content, None, ""))
+
+
+def test_security_a08_a_file_larger_than_a_machine_is_refused() -> None:
+    relay = Relay()
+    relay.open("token", [], 1.0)
+    spec = FileSpec(2**42, 1, ("0" * 32,) * pieces_in(2**42))
     with pytest.raises(TooLarge, match=r"bytes, of .* of this machine's memory"):
-        Store().content(read_piece(json.dumps([0, 2**42, 1, 0, "x"])))
+        relay.declare(0, [spec])
 
 
 def test_security_a08_files_of_a_push_leave_descriptors_to_the_engine(
@@ -210,35 +220,49 @@ def test_security_a08_files_of_a_push_leave_descriptors_to_the_engine(
     store = Store()
     try:
         with pytest.raises(TooLarge, match="11 files, of 20 file descriptors"):
-            for number in range(30):
-                store.content(Piece(number, 8, 1, 0, "x"))
+            store.declare([FileSpec(8, 1, ("x",))] * 30)
     finally:
         store.close()
+
+
+def test_security_a08_a_sender_creates_no_file_and_changes_no_size() -> None:
+    """Before: each piece said how large its file is, and a new number was a new descriptor."""
+    content = np.full(100, 1, np.uint8)
+    relay = Relay()
+    relay.open("token", [], 1.0)
+    assert relay.declare(0, [FileSpec(100, 1, (digest(content),))])["success"]
+    before = len(os.listdir("/proc/self/fd"))
+    for location in ((1, 0), (0, 1), (-1, 0), (0, -1), (2**70, 0)):
+        with pytest.raises(Undeclared):
+            bring(relay, content, location=location)
+    assert bring(relay, np.full(99, 1, np.uint8)) == 422
+    assert bring(relay, np.full(2**20, 1, np.uint8)) == 422
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert relay.state(1)["folder"] is None
+    assert bring(relay, content) == 200
+    assert relay.state(1)["folder"] is not None
 
 
 def test_security_a08_what_was_checked_is_what_is_loaded() -> None:
     """Before: the token was good until the next push, and a piece that came meanwhile was in the engine's file."""
     right, wrong = (np.full(100, value, np.uint8) for value in (1, 2))
-    relay, store = Relay(), Store()
+    relay = Relay()
     relay.open("token", [], 1.0)
-
-    def bring(content: NDArray[np.uint8], token: str = "token") -> int:
-        piece = Piece(0, len(content), 1, 0, digest(content))
-        return relay.take(token, piece, encode(piece, content, None, ""))
-
-    piece = Piece(0, 100, 1, 0, digest(right))
-    store.write(piece, right)
-    root = store.root(1)
-    assert bring(wrong) == 200
-    assert relay.state(1, root)["folder"] is None
+    assert not relay.declare(1, [FileSpec(100, 1, (digest(wrong),))])["success"]
+    assert relay.declare(0, [FileSpec(100, 1, (digest(right),))])["success"]
+    assert bring(relay, wrong) == 422
+    assert relay.state(1)["folder"] is None
     assert relay.renew("another")["success"]
-    assert (bring(wrong), bring(right, "another")) == (200, 200), "the first one changes nothing"
-    folder = Path(relay.state(1, root)["folder"])
-    assert (bring(wrong, "another"), bring(right, "another")) == (403, 200)
+    assert bring(relay, right) == 403, "the first one brings nothing"
+    assert bring(relay, right, "another") == 200
+    assert [relay.state(files)["folder"] for files in (0, 2)] == [None, None]
+    folder = Path(relay.state(1)["folder"])
+    assert bring(relay, wrong, "another") == 200, "it is there: what comes is not read"
     assert (folder / "model-00000.safetensors").read_bytes() == right.tobytes()
     relay.open("next", [], 1.0)
-    assert bring(wrong, "next") == 200
-    store.close()
+    with pytest.raises(Undeclared):
+        bring(relay, wrong, "next")
+    assert (folder / "model-00000.safetensors").read_bytes() == right.tobytes()
 
 
 async def test_security_a08_nested_lists_are_no_server_error() -> None:

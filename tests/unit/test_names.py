@@ -24,7 +24,7 @@ RECORDED = {
     "rlsys/trainer": 397,
     "rlsys/venv_runner": 1,
     "rlsys/viewer": 81,
-    "rlsys/weights_relay": 66,
+    "rlsys/weights_relay": 60,
 }
 """Package -> its violations. Lower a number after a clean-up; a package without a row has none."""
 

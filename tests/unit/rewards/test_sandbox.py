@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -148,6 +149,26 @@ def test_required_refuses_such_tests_and_machines_without_a_sandbox(monkeypatch:
         code(config, sandbox="required")
     with pytest.raises(UserError, match="sandbox = 'no': expected available or required"):
         code(config, sandbox="no")
+
+
+def test_the_metrics_count_protections_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlsys.rollout.run_metrics import RunMetrics
+
+    stats = {"draft_checks": 0, "cached_tokens": 0, "prefilled_tokens": 0, "resumes": 0}
+    router = SimpleNamespace(stats=lambda: stats)
+    parts: Any = SimpleNamespace(lost_tokens=0, timeouts=0, failures=0, counts={})
+
+    def totals(reward: Any) -> dict[str, float]:
+        config = Config.model_validate({"model": {"path": MODEL}, "data": {"reward": reward}})
+        return RunMetrics(config, parts, cast(Any, router), parts, parts, dict).totals()
+
+    monkeypatch.setattr(sandbox, "_wrapper", lambda: None)
+    assert totals("code")["sandbox_missing"] == 1
+    monkeypatch.setattr(sandbox, "_wrapper", lambda: ("bwrap",))
+    monkeypatch.setattr(sandbox.os, "geteuid", lambda: 1000)
+    assert totals("code")["sandbox_missing"] == 0
+    for other in ("math", [{"name": "code", "params": {"url": "http://127.0.0.1:9"}}]):
+        assert "sandbox_missing" not in totals(other)
 
 
 @pytest.mark.parametrize(

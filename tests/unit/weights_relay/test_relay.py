@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
 import threading
 import urllib.error
@@ -10,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,16 +21,18 @@ from torch import Tensor
 from rlsys.core.weight_updates import EngineAddress
 from rlsys.weights.buckets import StagingBuffers, send_in_buckets
 from rlsys.weights.relay_push import RelayPush
-from rlsys.weights_relay.feeder import PIECE, PIECE_HEADER, TOKEN_HEADER
+from rlsys.weights_relay.feeder import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER
 from rlsys.weights_relay.pieces import (
     PIECE_BYTES,
     Damaged,
+    FileSpec,
     Piece,
     decode,
+    decode_file_spec,
+    decode_locations,
     digest,
     encode,
     pieces_in,
-    read_piece,
 )
 from tests.helpers.relay_host import Host, hosts
 from tests.helpers.slow_link import SlowLink
@@ -101,7 +105,6 @@ def test_a_piece_comes_back_as_it_was(width: int, length: int) -> None:
     rng = np.random.default_rng(0)
     old, new = (rng.integers(0, 256, length, dtype=np.uint8) for _ in "ab")
     piece = piece_of(new, width)
-    assert read_piece(piece.told()) == piece
     for held, before in ((None, ""), (old, digest(old))):
         payload = encode(piece, new, held, before)
         assert np.array_equal(decode(piece, payload, held), new)
@@ -135,18 +138,23 @@ def test_damaged_or_foreign_pieces_are_refused() -> None:
     assert len(bomb.data) < 2**16
     with pytest.raises(Damaged, match="instead of"):
         decode(piece, bomb, None)
-    for text in (
-        "",
-        "[]",
-        "7",
-        "[0, 1, 4, 0, 3]",
-        '[0, 8, 3, 0, ""]',
-        '[0, 8, 4, 1, ""]',
-        '[-1, 8, 4, 0, ""]',
-        '[0, 1e3, 4, 0, ""]',
-    ):
+
+
+def test_specifications_and_locations_are_checked() -> None:
+    spec = FileSpec(PIECE_BYTES + 1, 4, ("0" * 32, "f" * 32))
+    assert decode_file_spec(json.loads(json.dumps(spec.encoded()))) == spec
+    odd_specs: Sequence[Any] = (
+        None, 7, [], [8, 4], [8, 4, []], [8, 3, ["0" * 32]], [0, 4, []], [-8, 4, ["0" * 32]], [8.0, 4, ["0" * 32]],
+        [8, 4, ["0" * 31]], [8, 4, ["g" * 32]], [8, 4, [5]], [8, 4, ["0" * 32] * 2], [2**42, 1, ["0" * 32]],
+    )  # fmt: skip
+    for odd in odd_specs:
         with pytest.raises(ValueError):
-            read_piece(text)
+            decode_file_spec(odd)
+    assert decode_locations([[0, 3], [1, 0]]) == [(0, 3), (1, 0)]
+    odd_locations: Sequence[Any] = (None, 7, {}, [7], [[1]], [[1, "0"]], [[1, 0, 0]], [[1.0, 0]])
+    for odd in odd_locations:
+        with pytest.raises(ValueError):
+            decode_locations(odd)
 
 
 @pytest.mark.gate
@@ -294,6 +302,26 @@ def test_the_sender_of_an_earlier_push_is_fenced_off(three: list[Host]) -> None:
 
 
 @pytest.mark.gate
+def test_a_token_ends_when_the_push_is_loaded(three: list[Host]) -> None:
+    """Before: the token was valid until the next push."""
+    sender, tensors = Sender(three), model(8)
+    sender.relays.begin(sender.addresses(), 1)
+    tokens = {member.engine.url: member.token for member in sender.relays._members.values()}
+    send_in_buckets(tensors.items(), BUCKET, StagingBuffers(shared=False), sender.relays.send)
+    sender.relays.end()
+    assert sender.relays.excluded == {}
+    for url, token in tokens.items():
+        for path in (OFFER, PIECE):
+            request = urllib.request.Request(
+                url + path, b"[[0, 0]]", {PIECE_HEADER: "[0, 0]", TOKEN_HEADER: token}
+            )
+            with pytest.raises(urllib.error.HTTPError) as e:
+                urllib.request.urlopen(request)
+            assert e.value.code == 403
+    sender.close()
+
+
+@pytest.mark.gate
 def test_a_stranger_brings_nothing(three: list[Host]) -> None:
     content = np.zeros(100, np.uint8)
     piece = piece_of(content)
@@ -302,7 +330,7 @@ def test_a_stranger_brings_nothing(three: list[Host]) -> None:
         if opened:
             sender.relays.begin(sender.addresses(), 1)
         for token in ("", "guess"):
-            headers = {PIECE_HEADER: piece.told(), TOKEN_HEADER: token}
+            headers = {PIECE_HEADER: json.dumps([0, 0]), TOKEN_HEADER: token}
             request = urllib.request.Request(
                 three[0].url + PIECE, encode(piece, content, None, "").data, headers
             )

@@ -1,0 +1,232 @@
+"""Requests per second and latency of each HTTP entry point beside idle and slow connections, as ratios to none.
+
+    python bench/connections.py --json [--servers router ...] [--connections 1100] [--rate 20] [--seconds 8] [--quick]
+
+quiet         requests at a fixed rate, each on its own connection
+idle          the same beside connections that send nothing
+slow_heads    beside connections that send a head byte by byte
+slow_bodies   beside connections that send a body byte by byte
+
+A connection that the server closes is opened again, at most 100 a second: a server that answers before it reads a
+body, a refusal for example, does not hold slow bodies. Each server is a process with the product's own server and
+limits, in front of a request that costs nothing: `router` is `rlsys router` before an instant engine. `environment`
+and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the run's user connect.
+Requests come at their times even while others are unanswered. A request without an answer within PATIENCE seconds
+counts as failed. Rounds of the four cases are interleaved; ratios compare cases of one round, and are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import machine, running, say
+
+from launch.ports import free_ports
+from rlsys.core.descriptors import raise_soft_limit
+
+STAGE = Path(__file__).with_name("connections_stage.py")
+ROUTER_STAGE = Path(__file__).with_name("router_stage.py")
+PATHS = {
+    "agents": "/x/v1/models",
+    "commands": "/status",
+    "dashboard": "/",
+    "environment": "/health",
+    "exporter": "/metrics",
+    "meeting": "/",
+    "router": "/health",
+    "tinker": "/api/v1/healthz",
+}
+"""Entry point -> a request that costs the server next to nothing."""
+CASES = ("quiet", "idle", "slow_heads", "slow_bodies")
+PATIENCE = 20.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """Requests of one case: when each began, and how long it took; None: it failed."""
+
+    starts: list[float]
+    seconds: list[float | None]
+
+    @property
+    def latencies(self) -> list[float]:
+        return sorted(s for s in self.seconds if s is not None)
+
+    def figures(self) -> dict[str, float]:
+        """Return requests answered per second, milliseconds, and the failed share."""
+        if not (latencies := self.latencies):
+            return {
+                "requests_per_second": 0.0,
+                "p50_ms": PATIENCE * 1e3,
+                "p99_ms": PATIENCE * 1e3,
+                "failed": 1.0,
+            }
+        ends = [start + s for start, s in zip(self.starts, self.seconds, strict=True) if s is not None]
+        return {
+            "requests_per_second": len(latencies) / (max(ends) - self.starts[0]),
+            "p50_ms": 1e3 * latencies[len(latencies) // 2],
+            "p99_ms": 1e3 * latencies[min(len(latencies) - 1, int(0.99 * len(latencies)))],
+            "failed": 1 - len(latencies) / len(self.seconds),
+        }
+
+
+# Servers
+
+
+@contextlib.contextmanager
+def server(name: str, folder: Path) -> Iterator[str]:
+    """Start an entry point; its address is `HOST:PORT`, or the path of a Unix socket."""
+    if name != "router":
+        command = [sys.executable, str(STAGE), name, str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                yield process.stdout.readline().strip()
+            finally:
+                process.terminate()
+        return
+    engine, port = free_ports("127.0.0.1", 2)
+    instant = [sys.executable, str(ROUTER_STAGE), "--instant", "--port", str(engine)]
+    router = [sys.executable, "-m", "rlsys.cli.main", "router", "--port", str(port), "--vocab-size", "128"]
+    router += ["--engine", f"http://127.0.0.1:{engine}"]
+    ready = f"127.0.0.1:{port}"
+    with (
+        running(instant, folder / "engine.log", lambda: answers(f"127.0.0.1:{engine}", "/health")),
+        running(router, folder / "router.log", lambda: answers(ready, "/ready")),
+    ):
+        yield ready
+
+
+def answers(address: str, path: str) -> bool:
+    return asyncio.run(request(address, path)) is not None
+
+
+async def request(address: str, path: str) -> float | None:
+    """Seconds of one request on its own connection; None: no answer."""
+    start = time.monotonic()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            if address.startswith("/"):
+                reader, writer = await asyncio.open_unix_connection(address)
+            else:
+                host, _, port = address.rpartition(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                answer = await reader.read(16)
+                while await reader.read(2**16):
+                    pass
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return None
+    served = answer.startswith(b"HTTP/") and not answer.startswith(b"HTTP/1.1 5")
+    return time.monotonic() - start if served else None
+
+
+# Cases
+
+
+async def offered(address: str, path: str, rate: float, seconds: float) -> Served:
+    """Send requests at their times, whatever becomes of the earlier ones."""
+    tasks, starts, begin = [], [], time.monotonic()
+    for number in range(max(1, round(rate * seconds))):
+        await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
+        starts.append(time.monotonic())
+        tasks.append(asyncio.create_task(request(address, path)))
+    return Served(starts, await asyncio.gather(*tasks))
+
+
+@contextlib.contextmanager
+def beside(address: str, case: str, connections: int) -> Iterator[None]:
+    """Hold connections from another process, once they are open."""
+    if case == "quiet":
+        yield
+        return
+    command = [sys.executable, str(STAGE), "hold", address, case, str(connections)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "ready\n"
+            yield
+        finally:
+            holder.kill()
+
+
+def measured(name: str, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Rounds of the cases on one server: figures, and their ratios to the quiet case of the round."""
+    rounds: list[dict[str, dict[str, float]]] = []
+    with server(name, folder) as address:
+        for number in range(args.rounds):
+            figures = {}
+            for case in (*CASES[number % len(CASES) :], *CASES[: number % len(CASES)]):
+                with beside(address, case, args.connections):
+                    served = asyncio.run(offered(address, PATHS[name], args.rate, args.seconds))
+                figures[case] = served.figures()
+            rounds.append(figures)
+    return {case: summary_of(rounds, case) for case in CASES}
+
+
+def summary_of(rounds: list[dict[str, dict[str, float]]], case: str) -> dict[str, Any]:
+    def median(name: str, base: str | None = None) -> float:
+        return statistics.median(r[case][name] / (r[base][name] if base else 1.0) for r in rounds)
+
+    figures = {name: median(name) for name in rounds[0][case]}
+    ratios = {f"{name}_ratio": median(name, "quiet") for name in ("requests_per_second", "p50_ms", "p99_ms")}
+    return {**figures, **ratios}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    results = {}
+    for name in args.servers:
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = measured(name, args, Path(folder))
+        for case, figures in results[name].items():
+            rate, latency = figures["requests_per_second_ratio"], figures["p50_ms_ratio"]
+            say(f"{name}, {case}: {rate:.2f} x the requests per second, {latency:.1f} x the median latency")
+    held = [figures for found in results.values() for case, figures in found.items() if case != "quiet"]
+    return {
+        "bench": "connections", "machine": machine(), "connections": args.connections, "rate": args.rate,
+        "servers": results,
+        "summary": {
+            "lowest_requests_per_second_ratio": min(f["requests_per_second_ratio"] for f in held),
+            "highest_p50_ms_ratio": max(f["p50_ms_ratio"] for f in held),
+            "highest_p99_ms_ratio": max(f["p99_ms_ratio"] for f in held),
+            "highest_failed": max(f["failed"] for f in held),
+        },
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--servers", nargs="+", choices=sorted(PATHS), default=sorted(PATHS))
+    parser.add_argument("--connections", type=int, default=1100, help="number of connections to hold")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of a case")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="few and short: shows that it runs")
+    args = parser.parse_args()
+    if args.quick:
+        args.connections, args.seconds, args.rounds = 50, 1.0, 1
+    raise_soft_limit()
+    result = measure(args)
+    print(json.dumps(result if args.json else result["summary"], indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,479 @@
+"""Attacks of another user of the machine on servers of rlsys: a script of the standard library.
+
+Reads a Target as JSON on stdin, gives up root for `uid`, and prints a list of Attack as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import encodings.idna  # noqa: F401  (before the files of Python may be out of reach)
+import errno
+import http.client
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 10.0
+BIG = 64 * 2**10
+"""Bytes of an answer or a file that are looked at."""
+PTRACE_ATTACH, PTRACE_SEIZE = 16, 0x4206
+SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
+FORGED = "x" * 43
+"""In the place of any key."""
+
+
+IN_A_RUN = [
+    "config.yaml",
+    "rollouts.sqlite",
+    "metrics.jsonl",
+    "owners/engine-0.yaml",
+    "owners/1.json",
+    "logs/trainer.log",
+    "coordinator.json",
+    "tenants/alice/key",
+    "tenants/alice/ledger.sqlite",
+    "checkpoints",
+    "weights",
+]
+"""Files and folders."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A listener on TCP.
+
+    Attributes:
+        name: of its process.
+        host: address.
+        port: on it.
+        open_paths: that anybody may read.
+    """
+
+    name: str
+    host: str
+    port: int
+    open_paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """Who is attacked.
+
+    Attributes:
+        uid: of the attacker.
+        processes: ids.
+        servers: listeners on TCP.
+        sockets: paths of Unix sockets.
+        folders: that belong to the user alone.
+        files: that the processes hold open or have mapped.
+        temporary: folders of temporary files.
+        secrets: that appear in nothing that others read.
+    """
+
+    uid: int
+    processes: tuple[int, ...]
+    servers: tuple[Server, ...]
+    sockets: tuple[str, ...]
+    folders: tuple[str, ...]
+    files: tuple[str, ...]
+    temporary: tuple[str, ...]
+    secrets: tuple[str, ...]
+
+    @classmethod
+    def decode(cls, text: str) -> Target:
+        values = json.loads(text)
+        servers = tuple(
+            Server(s["name"], s["host"], s["port"], tuple(s["open_paths"])) for s in values.pop("servers")
+        )
+        return cls(servers=servers, uid=values.pop("uid"), **{k: tuple(v) for k, v in values.items()})
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack, and its outcome.
+
+    Attributes:
+        name: what was tried.
+        expected: outcome without a fault.
+        seen: outcomes, with the number of each.
+        hits: outcomes that are faults.
+    """
+
+    name: str
+    expected: str
+    seen: dict[str, int]
+    hits: list[str]
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """The name of the error that the system answers; `done` without one."""
+    try:
+        call()
+    except OSError as e:
+        return errno.errorcode.get(e.errno or 0, type(e).__name__)
+    return "done"
+
+
+def attack(name: str, expected: Iterable[str], call: Callable[..., Any], subjects: Iterable[Any]) -> Attack:
+    """Call it with each subject, or with the values of each tuple; an outcome that is not expected is a fault."""
+    allowed, seen, hits = set(expected), dict[str, int](), []
+    for subject in subjects:
+        arguments = subject if type(subject) is tuple else (subject,)
+        result = outcome(partial(call, *arguments))
+        seen[result] = seen.get(result, 0) + 1
+        if result not in allowed:
+            hits.append(f"{subject}: {result}")
+    return Attack(name, " or ".join(sorted(allowed)), seen, hits)
+
+
+# Files
+
+
+def read(path: str | Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(BIG)
+
+
+def write(path: str | Path) -> None:
+    os.close(os.open(path, os.O_WRONLY))
+
+
+def attack_folders(target: Target) -> Iterator[Attack]:
+    folders = [Path(folder) for folder in target.folders]
+    files = [folder / name for folder in folders for name in IN_A_RUN]
+    yield attack("list a run's folder", ["EACCES"], os.listdir, folders)
+    yield attack("read its files", ["EACCES"], read, files)
+    yield attack("write to them", ["EACCES"], write, files)
+    yield attack("delete them", ["EACCES"], os.unlink, files)
+    yield attack("create one", ["EACCES"], Path.touch, [folder / "intruder" for folder in folders])
+    yield attack("rename the folder", ["EACCES", "EPERM"], os.rename, [(f, f"{f}.old") for f in folders])
+
+
+def attack_files(target: Target) -> Iterator[Attack]:
+    """What processes hold open, and what lies in folders that all users share."""
+    gone = ["EACCES", "EPERM", "ENOENT", "ENXIO"]
+    tops = [found for top in target.temporary for found in os.walk(top)]
+    left = [str(Path(folder) / name) for folder, _, names in tops for name in names]
+    yield attack("read an open file", gone, read, target.files)
+    yield attack("read a temporary file", gone, read, left)
+    yield attack("write to one", gone, write, [*target.files, *left])
+
+
+# Processes
+
+
+def attack_processes(target: Target) -> Iterator[Attack]:
+    pids, gone = target.processes, ["ESRCH", "ENOENT"]
+    denied = ["EACCES", "EPERM", *gone]
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def system(call: Any, *arguments: Any) -> int:
+        result = int(call(*arguments))
+        if result < 0:
+            raise OSError(ctypes.get_errno(), "")
+        return result
+
+    def take_descriptor(pid: int) -> None:
+        descriptor = system(libc.syscall, SYS_PIDFD_OPEN, pid, 0)
+        try:
+            system(libc.syscall, SYS_PIDFD_GETFD, descriptor, 3, 0)
+        finally:
+            os.close(descriptor)
+
+    for number in (0, signal.SIGCONT, signal.SIGHUP, signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
+        yield attack(f"signal {int(number)}", ["EPERM", *gone], os.kill, [(pid, number) for pid in pids])
+    for name, request in (("PTRACE_ATTACH", PTRACE_ATTACH), ("PTRACE_SEIZE", PTRACE_SEIZE)):
+        calls = [(libc.ptrace, request, pid, None, None) for pid in pids]
+        yield attack(name, ["EPERM", *gone], system, calls)
+    for file in ("environ", "mem", "maps", "io", "stack", "syscall", "auxv"):
+        yield attack(f"read /proc/PID/{file}", denied, read, [f"/proc/{pid}/{file}" for pid in pids])
+    for folder in ("fd", "map_files", "cwd/", "root/"):
+        yield attack(
+            f"list /proc/PID/{folder}", denied, os.listdir, [f"/proc/{pid}/{folder}" for pid in pids]
+        )
+    descriptors = [f"/proc/{pid}/fd/{n}" for pid in pids for n in (0, 3, 5, 9, 20)]
+    yield attack("open /proc/PID/fd/N", denied, read, descriptors)
+    yield attack("pidfd_getfd", ["EPERM", *gone], take_descriptor, pids)
+    limits = [(pid, resource.RLIMIT_NOFILE, (0, 0)) for pid in pids]
+    yield attack("prlimit", ["EPERM", *gone], resource.prlimit, limits)
+    yield attack("renice", denied, os.setpriority, [(os.PRIO_PROCESS, pid, 19) for pid in pids])
+    yield attack("move to other cores", denied, os.sched_setaffinity, [(pid, {0}) for pid in pids])
+    yield attack("oom_score_adj", denied, write, [f"/proc/{pid}/oom_score_adj" for pid in pids])
+    secrets = [secret.encode() for secret in target.secrets]
+    lines = dict.fromkeys(pids, b"")
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+    hits = [str(pid) for pid, line in lines.items() if any(secret in line for secret in secrets)]
+    yield Attack("keys on command lines", "none", {"lines": len(lines)}, hits)
+
+
+# Sockets
+
+
+def attack_unix_sockets(target: Target) -> Iterator[Attack]:
+    def connect(path: str) -> None:
+        with socket.socket(socket.AF_UNIX) as s:
+            s.connect(path)
+
+    def replace(path: str) -> None:
+        os.unlink(path)
+        with socket.socket(socket.AF_UNIX) as s:
+            s.bind(path)
+
+    gone = ["EACCES", "ENOENT"]
+    yield attack("connect to a Unix socket", gone, connect, target.sockets)
+    yield attack("listen in its place", gone, replace, target.sockets)
+
+
+def listen_beside(server: Server) -> None:
+    """At the port of a server, by every option that lets sockets share one."""
+    reuse, share = socket.SO_REUSEADDR, socket.SO_REUSEPORT
+    for address in {server.host, "0.0.0.0"}:
+        for options in ((), (reuse,), (share,), (reuse, share)):
+            with socket.socket() as s:
+                for option in options:
+                    s.setsockopt(socket.SOL_SOCKET, option, 1)
+                try:
+                    s.bind((address, server.port))
+                    s.listen()
+                except OSError as e:
+                    if e.errno != errno.EADDRINUSE:
+                        raise
+                else:
+                    return
+    raise OSError(errno.EADDRINUSE, "")
+
+
+PATHS = [
+    "/",
+    "/status",
+    "/health",
+    "/metrics",
+    "/model_info",
+    "/get_server_info",
+    "/server_info",
+    "/v1/models",
+    "/docs",
+    "/openapi.json",
+    "/engines",
+    "/api/runs",
+    "/api/samples",
+    "/api/status?run=0",
+    "/static/%2e%2e/server.py",
+    "/static/../server.py",
+    "/../../etc/passwd",
+    "//status",
+    "/health/../model_info",
+    "/HEALTH",
+    "/api/v1/healthz",
+    "/api/v1/get_server_capabilities",
+]
+POSTS = [
+    "/take",
+    "/commit",
+    "/begin_push",
+    "/end_push",
+    "/generate",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/abort_request",
+    "/pause_generation",
+    "/flush_cache",
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/relay/open",
+    "/relay/declare",
+    "/relay/renew",
+    "/relay/state",
+    "/relay/feed",
+    "/relay/offer",
+    "/relay/piece",
+    "/load_lora_adapter",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/engines",
+    "/api/v1/create_session",
+    "/api/v1/asample",
+    "/api/v1/forward_backward",
+    "/api/v1/retrieve_future",
+    "/seat/x/v1/chat/completions",
+    "/episode/x/rewards",
+    "/x/reward",
+    "/x/v1/chat/completions",
+    "/open",
+    "/step",
+    "/close",
+    "/start_profile",
+    "/set_internal_state",
+    "/configure_logging",
+]
+HEADERS: tuple[dict[str, str], ...] = (
+    {},
+    {
+        "Authorization": f"Bearer {FORGED}", "X-API-Key": FORGED, "X-Rlsys-Key": FORGED,
+        "Cookie": f"rlsys-dash={FORGED}", "rlsys-relay-token": FORGED, "rlsys-piece": "[0, 0]", "rlsys-push": "9",
+    },
+    {
+        "Authorization": "Bearer ", "X-API-Key": "", "X-Rlsys-Key": "", "Host": "127.0.0.1/health?",
+        "X-Forwarded-For": "127.0.0.1",
+    },
+)  # fmt: skip
+
+
+def speaks_http(server: Server) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((server.host, server.port), 3) as s:
+        s.settimeout(3)
+        s.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return s.recv(5) == b"HTTP/"
+    return False
+
+
+def request(
+    server: Server, method: str, path: str, headers: dict[str, str], body: bytes | None
+) -> tuple[str, bytes]:
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE)
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return str(answer.status), answer.read(BIG)
+    except (OSError, http.client.HTTPException) as e:
+        return type(e).__name__, b""
+    finally:
+        connection.close()
+
+
+def attack_http(server: Server, secrets: Iterable[str]) -> Iterator[Attack]:
+    """Requests without a key, and with wrong ones: refused, except paths that anybody may read."""
+    seen, hits = dict[str, int](), []
+    body = json.dumps(
+        {"token": FORGED, "line": [], "seconds": 9, "files": 0, "prompt": "x", "text": "x"}
+    ).encode()
+    requests: list[tuple[str, str, bytes | None]] = [("GET", path, None) for path in PATHS]
+    requests += [("POST", path, body) for path in POSTS]
+    requests += [
+        (method, path, None) for method in ("PUT", "DELETE", "OPTIONS") for path in ("/", "/engines")
+    ]
+    for headers in HEADERS:
+        for method, path, data in requests:
+            sent = {**headers, **({"Content-Type": "application/json"} if data else {})}
+            status, answer = request(server, method, path, sent, data)
+            seen[status] = seen.get(status, 0) + 1
+            allowed = method in ("GET", "OPTIONS") and path in server.open_paths
+            if not (status.startswith("4") or (allowed and status == "200")):
+                hits.append(f"{method} {path} {sorted(headers)}: {status} {answer[:80]!r}")
+            if any(secret.encode() in answer for secret in secrets):
+                hits.append(f"{method} {path}: the answer has a key")
+    yield Attack(f"{server.name}: requests", "4xx, but 200 for what is open", seen, hits)
+
+
+def odd_bytes(rng: random.Random) -> Iterator[bytes]:
+    """Messages for a server of an unknown protocol: HTTP, TLS, torch's store, gloo, ZMQ, and noise."""
+    yield b"GET / HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n"
+    yield b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n"
+    yield b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5000
+    yield b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500)
+    yield b"\xff" + bytes(8) + b"\x01\x7f" + b"\x03\x00NULL" + bytes(48)
+    for value in (0, 1, 2**31, 2**63, 2**64 - 1):
+        yield struct.pack("<Q", value) * 64
+    yield from (bytes([code]) + struct.pack("<Q", 2**40) + b"key" for code in range(16))
+    yield from (rng.randbytes(size) for size in (1, 7, 8, 64, 4096, BIG))
+
+
+def attack_bytes(server: Server) -> Iterator[Attack]:
+    """Messages that are no requests. Nobody has to answer them."""
+    seen = dict[str, int]()
+    for message in odd_bytes(random.Random(server.port)):
+        result = "closed"
+        try:
+            with socket.create_connection((server.host, server.port), 3) as s:
+                s.settimeout(0.3)
+                s.sendall(message)
+                while s.recv(BIG):
+                    result = "answered"
+        except TimeoutError:
+            result = "silent"
+        except OSError as e:
+            result = errno.errorcode.get(e.errno or 0, "OSError")
+        seen[result] = seen.get(result, 0) + 1
+    yield Attack(f"{server.name}: bytes of other protocols", "the server lives", seen, [])
+
+
+def flood(servers: Iterable[Server], each: int, seconds: float) -> Iterator[Attack]:
+    """Connections that are idle, or send a head or a body slowly, to all servers at once, and are opened again."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    starts = (b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
+    held: dict[Server, list[socket.socket]] = {server: [] for server in servers}
+    opened, deadline = 0, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for server, connections in held.items():
+            alive = []
+            for s in connections:
+                with contextlib.suppress(OSError):
+                    s.send(b"x")
+                    alive.append(s)
+                    continue
+                s.close()
+            held[server] = alive
+            for i in range(min(each - len(alive), 100)):
+                s = socket.socket()
+                s.setblocking(False)
+                with contextlib.suppress(OSError):
+                    s.connect((server.host, server.port))
+                with contextlib.suppress(OSError):
+                    s.send(starts[i % 3])
+                alive.append(s)
+                opened += 1
+        time.sleep(0.2)
+    most = {server.name: len(connections) for server, connections in held.items()}
+    for s in (s for connections in held.values() for s in connections):
+        s.close()
+    yield Attack(f"{each} idle and slow connections to each server", "served", {"opened": opened, **most}, [])
+
+
+def attacks(target: Target) -> Iterator[Attack]:
+    yield from attack_folders(target)
+    yield from attack_files(target)
+    yield from attack_processes(target)
+    yield from attack_unix_sockets(target)
+    yield attack("listen at a server's port", ["EADDRINUSE"], listen_beside, target.servers)
+    http_servers = [server for server in target.servers if speaks_http(server)]
+
+    def attack_server(server: Server) -> list[Attack]:
+        requests = attack_http(server, target.secrets) if server in http_servers else ()
+        return [*requests, *attack_bytes(server)]
+
+    with ThreadPoolExecutor(len(target.servers)) as threads:
+        for found in threads.map(attack_server, target.servers):
+            yield from found
+    yield from flood(http_servers, 400, 12.0)
+
+
+def give_up_root(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def main() -> None:
+    target = Target.decode(sys.stdin.read())
+    give_up_root(target.uid)
+    for one in attacks(target):
+        print(json.dumps(asdict(one)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
