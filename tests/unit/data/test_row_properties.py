@@ -23,7 +23,7 @@ from rlsys.config.data import KeysConfig
 from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer
 from rlsys.data.row_source import RowSource, prompt_of_row, scan_rows
-from rlsys.data.rows import key_columns, quick_key, read_row
+from rlsys.data.rows import QuickKeys, read_row
 from rlsys.data.tables import Arrow, read_lines, read_parquet
 from tests.helpers.odd_values import ATOMS, instead, texts, values
 
@@ -32,6 +32,7 @@ MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
 CONFIG = Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "exact_answer"}})
 TOKENIZER = Tokenizer(MODEL)
 KEYS = KeysConfig()
+QUICK = QuickKeys(KEYS)
 HALF = "\ud83d"
 FIRST = {"prompt": "1+1="}
 """A file that begins with a list is one list of all rows."""
@@ -59,7 +60,7 @@ ROWS = st.one_of(
     st.fixed_dictionaries({"prompt": texts()}, optional={"images": values(1), "tools": values(2)}),
     instead(CHAT),
     st.dictionaries(texts(most=2), ATOMS, min_size=1, max_size=3),
-    st.dictionaries(st.sampled_from(key_columns(KEYS)), values(1), max_size=2).map(lambda more: CHAT | more),
+    st.dictionaries(st.sampled_from(QUICK.names), values(1), max_size=2).map(lambda more: CHAT | more),
     values(2),
 )
 
@@ -142,8 +143,8 @@ def test_the_quick_way_finds_what_the_whole_row_says(rows: list[Any]) -> None:
         file = Path(folder) / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         table = read_lines([file])
-        for i, few in enumerate(table.columns(key_columns(KEYS))):
-            if (key := quick_key(few, KEYS)) is not None:
+        for i, few in enumerate(table.columns(QUICK.names)):
+            if type(few) is tuple and (key := QUICK.key(few)) is not None:
                 assert key == read_row(table.row(i), KEYS, table.place(i)).key
         try:
             hashes = scan_rows(table, KEYS).hashes.tolist()
