@@ -94,6 +94,7 @@ class QuickKeys:
         self._data_source = self._places["data_source"]
         self._prompts = tuple(self._reader(path) for path in ((keys.prompt,) if keys.prompt else PROMPTS))
         self._tools = self._reader(keys.tools or "tools")
+        self._own_tools = keys.tools is not None
         self._answer = self._reader(keys.answer) if keys.answer else None
 
     def key(self, values: Sequence[Any]) -> str | None:
@@ -114,7 +115,7 @@ class QuickKeys:
             if prompt is not UNSET and prompt is not None:
                 break
         tools = self._tools(values)
-        if tools is not UNSET and tools is not None:
+        if tools is not None and (tools is not UNSET or self._own_tools):
             return None
         if self._answer is not None and self._answer(values) is UNSET:
             return None
