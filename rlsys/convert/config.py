@@ -419,7 +419,9 @@ _CAN_BE_READ = (
 
 
 def _quantised(raw: dict[str, Any], family: Family, where: str) -> Literal["", "mxfp4", "fp8"]:
-    told = raw.get("quantization_config")
+    told = raw.get("quantization_config") or raw.get(
+        "compression_config"
+    )  # of older compressed-tensors folders
     if not told:
         return ""
     given = told if isinstance(told, dict) else {"quant_method": told}

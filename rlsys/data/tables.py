@@ -294,7 +294,7 @@ def _content(path: Path) -> Data:
         with path.open("rb") as file:
             if head[:2] == b"\x1f\x8b":
                 return gzip.GzipFile(fileobj=file).read()
-            if head[:4] == b"\x28\xb5\x2f\xfd":
+            if head[:4] == b"\x28\xb5\x2f\xfd" or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
                 return _unzstd(file.read())
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if head else b""
     except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as e:
@@ -430,9 +430,13 @@ def _values(array: Any) -> Any:
 
 
 def _unzstd(data: bytes) -> bytes:
-    """All frames. Raises ZstdError also for one that is cut off."""
+    """All frames; skippable ones, with which pzstd begins a file, hold no content. Raises ZstdError also for one that
+    is cut off."""
     found = []
     while data:
+        if data[1:4] == b"\x2a\x4d\x18" and data[0] >> 4 == 5:
+            data = data[8 + int.from_bytes(data[4:8], "little") :]
+            continue
         frame = zstandard.ZstdDecompressor().decompressobj()
         found.append(frame.decompress(data))
         if not frame.eof:
