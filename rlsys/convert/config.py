@@ -272,9 +272,9 @@ _SHARED_EXPERTS = {"n_shared_experts", "num_shared_experts", "moe_num_shared_exp
 _NULLABLE = ("num_key_value_heads", "q_lora_rank", "shared_expert_intermediate_size")
 
 
-def _null_sizes(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, None]:
+def _null_sizes(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, None]:
     """Return the sizes that are null, which is not as if they were absent: as many as heads, no matrix, no expert."""
-    return {name: None for name in _NULLABLE if name in raw and name not in given}
+    return {name: None for name in _NULLABLE if name in raw and name not in fields}
 
 
 def _in_our_words(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:

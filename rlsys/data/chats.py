@@ -150,13 +150,13 @@ def _answer(
         raise UserError(f"{where}: {e}") from None
 
 
-def _margin(value: Any, where: str) -> float:
+def _margin(value: Any, location: str) -> float:
     if value is None:
         return 0.0
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_MARGIN:
         return float(value)
-    found = value if isinstance(value, float) else described(value)
-    raise UserError(f"{where}: margin is {found}; expected a number below {_LARGEST_MARGIN:g}")
+    words = value if isinstance(value, float) else described(value)
+    raise UserError(f"{location}: margin is {words}; expected a number below {_LARGEST_MARGIN:g}")
 
 
 def _ids(row: Entry, key: str, where: str, tokenizer: Tokenizer) -> list[int]:

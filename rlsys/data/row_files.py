@@ -50,9 +50,9 @@ def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
     def hidden(file: Path) -> bool:
         return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
-    everything = [file for file in sorted(folder.rglob("*")) if not hidden(file)]
-    _check_links(_named(everything, kind))
-    files = [file for file in everything if file.is_file()]
+    entries = [file for file in sorted(folder.rglob("*")) if not hidden(file)]
+    _check_links(_with_endings(entries, kind))
+    files = [file for file in entries if file.is_file()]
     rows = _rows(files, kind)
     if not any(file.name.lower().endswith(_endings(kind)) for file in rows):
         names = ", ".join(sorted({f.suffix or f.name for f in files})[:8]) or "nothing"
@@ -77,10 +77,10 @@ def _check_links(files: Sequence[Path]) -> None:
 
 def _rows(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
     """Those whose names say that they are rows; all, where none says so."""
-    return _named(files, kind) or list(files)
+    return _with_endings(files, kind) or list(files)
 
 
-def _named(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
+def _with_endings(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
     for endings in _ENDINGS[kind]:
         if named := [f for f in files if f.name.lower().endswith(_endings_of(endings))]:
             return named

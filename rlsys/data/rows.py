@@ -90,8 +90,8 @@ class QuickKeys:
         self.names = (*text, *MEDIA)
         self._media = len(text)
         self._no_media = (UNSET,) * len(MEDIA)
-        self._places = {name: place for place, name in enumerate(self.names)}
-        self._data_source = self._places["data_source"]
+        self._indices = {name: index for index, name in enumerate(self.names)}
+        self._data_source = self._indices["data_source"]
         self._prompts = tuple(self._reader(path) for path in ((keys.prompt,) if keys.prompt else PROMPTS))
         self._tools = self._reader(keys.tools or "tools")
         self._own_tools = keys.tools is not None
@@ -125,19 +125,21 @@ class QuickKeys:
 
     def data_source(self, values: Sequence[Any]) -> str:
         """Return the row's data_source; empty for none."""
-        found = values[self._data_source]
-        return "" if found is UNSET else str(found)
+        value = values[self._data_source]
+        return "" if value is UNSET else str(value)
 
     def _reader(self, path: str) -> Callable[[Sequence[Any]], Any]:
         """Return a function that gives the value at `a` or `a.b`; UNSET where there is none."""
-        whole = itemgetter(self._places[path])
+        full_path = itemgetter(self._indices[path])
         name = path.partition(".")[0]
         if name == path:
-            return whole
-        root = itemgetter(self._places[name])
+            return full_path
+        root = itemgetter(self._indices[name])
 
         def read(values: Sequence[Any]) -> Any:
-            if (value := whole(values)) is UNSET and (value := find({name: root(values)}, path)) is _MISSING:
+            if (value := full_path(values)) is UNSET and (
+                value := find({name: root(values)}, path)
+            ) is _MISSING:
                 return UNSET
             return value
 
