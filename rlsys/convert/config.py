@@ -144,11 +144,12 @@ class HFConfig:
             raise UserError(f"{where}: architectures = {named!r:.80}: expected a list with one name")
         family = family_of(named[0])
         given = _in_our_words(language_part(raw, where) if family.part_of_more else raw, family, where)
-        raw = {**family.defaults, **given}
+        part = raw["text_config"] if family.part_of_more else raw
+        raw = {**family.defaults, **given, **_null_sizes(part, given)}
         _check_numbers(raw, family, where)
         _check_supported(raw, family, where)
-        _check_layer_kinds(raw, given, family, where)
         try:
+            _check_layer_kinds(raw, given, family, where)
             heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
             experts = {
                 "experts": raw["num_experts"],
@@ -266,6 +267,14 @@ _EXPERT_COUNTS = ("num_experts", "num_experts_per_tok", "n_shared_experts")
 
 
 _SHARED_EXPERTS = {"n_shared_experts", "num_shared_experts", "moe_num_shared_experts"}
+
+
+_NULLABLE = ("num_key_value_heads", "q_lora_rank", "shared_expert_intermediate_size")
+
+
+def _null_sizes(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, None]:
+    """Return the sizes that are null, which is not as if they were absent: as many as heads, no matrix, no expert."""
+    return {name: None for name in _NULLABLE if name in raw and name not in fields}
 
 
 def _in_our_words(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -410,7 +419,9 @@ _CAN_BE_READ = (
 
 
 def _quantised(raw: dict[str, Any], family: Family, where: str) -> Literal["", "mxfp4", "fp8"]:
-    told = raw.get("quantization_config")
+    told = raw.get("quantization_config") or raw.get(
+        "compression_config"
+    )  # of older compressed-tensors folders
     if not told:
         return ""
     given = told if isinstance(told, dict) else {"quant_method": told}

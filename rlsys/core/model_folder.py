@@ -101,6 +101,8 @@ def read_stop_ids(folder: Path) -> frozenset[int]:
             continue
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(raw, dict):
+                raise UserError(f"{file}: expected a JSON object, found {type(raw).__name__}")
             parts = (raw, raw.get(_TEXT) or {})
             values = [part.get("eos_token_id") for part in parts]
             vocabulary += [n for part in parts if isinstance(n := part.get("vocab_size"), int)]

@@ -18,13 +18,15 @@ from rlsys.config.section import NonNegative, Positive, Section
 from rlsys.core.errors import UserError
 from rlsys.core.seeds import stable_hash
 from rlsys.data.row_source import Paths
-from rlsys.data.rows import Entry, Message, check_texts, described, read_messages, read_row
+from rlsys.data.rows import Entry, Message, check_texts, described, read_messages, read_row, tools_of
 from rlsys.data.tables import read_rows
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
 
 Batches = Callable[[int], list[Trace]]
 """The traces of a 0-based step, always the same ones."""
+_LARGEST_MARGIN = 1e6
+"""Difference of two rewards; also keeps NaN and infinities out of a loss."""
 
 
 class AnswerParams(Section):
@@ -57,10 +59,7 @@ def pairs(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
 
     def traces(row: Entry, where: str) -> list[Trace]:
         made = [_answer(row, key, where, config, tokenizer) for key in ("chosen", "rejected")]
-        margin = row.get("margin") or 0.0
-        if not isinstance(margin, int | float):
-            raise UserError(f"{where}: margin is {described(margin)}; expected a number")
-        made[0].margin = made[1].margin = float(margin)
+        made[0].margin = made[1].margin = _margin(row.get("margin"), where)
         made[1].liked = False
         return made
 
@@ -143,16 +142,26 @@ def _answer(
         if isinstance(answer, str) or not turns:
             raise UserError(f"{where}: {key} has no turn of the assistant, and there is no prompt beside it")
         first = turns[0] if every else turns[-1]
-        prompt, answer, tools = answer[:first], answer[first:], row.get("tools")
+        tools = tools_of(row, config.data.keys.tools, where)
+        prompt, answer = answer[:first], answer[first:]
     try:
         return written(tokenizer, prompt, answer, tools, every)
     except UserError as e:
         raise UserError(f"{where}: {e}") from None
 
 
+def _margin(value: Any, location: str) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_MARGIN:
+        return float(value)
+    words = value if isinstance(value, float) else described(value)
+    raise UserError(f"{location}: margin is {words}; expected a number below {_LARGEST_MARGIN:g}")
+
+
 def _ids(row: Entry, key: str, where: str, tokenizer: Tokenizer) -> list[int]:
     ids = row.get(key)
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise UserError(f"{where}: {key} is {described(ids)}; expected a list of ids")
     if (most := max(ids)) >= tokenizer.vocab_size or min(ids) < 0:
         raise UserError(

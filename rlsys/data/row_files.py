@@ -32,6 +32,7 @@ def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[
             found += _in_folder(path, kind)
         elif _MAGIC.search(str(path)) and not path.exists():
             matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+            _check_links(matches)
             files = _rows([match for match in matches if match.is_file()], kind)
             if not files:
                 files = [file for match in matches if match.is_dir() for file in _in_folder(match, kind)]
@@ -49,7 +50,9 @@ def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
     def hidden(file: Path) -> bool:
         return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not hidden(file)]
+    entries = [file for file in sorted(folder.rglob("*")) if not hidden(file)]
+    _check_links(_with_endings(entries, kind))
+    files = [file for file in entries if file.is_file()]
     rows = _rows(files, kind)
     if not any(file.name.lower().endswith(_endings(kind)) for file in rows):
         names = ", ".join(sorted({f.suffix or f.name for f in files})[:8]) or "nothing"
@@ -65,12 +68,23 @@ def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
     return rows
 
 
+def _check_links(files: Sequence[Path]) -> None:
+    """Raises UserError for a link to a file that is not there: its rows would be left out silently."""
+    for file in files:
+        if file.is_symlink() and not file.exists():
+            raise UserError(f"data.params: {file}: a link to {file.readlink()}, which does not exist")
+
+
 def _rows(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
     """Those whose names say that they are rows; all, where none says so."""
+    return _with_endings(files, kind) or list(files)
+
+
+def _with_endings(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
     for endings in _ENDINGS[kind]:
         if named := [f for f in files if f.name.lower().endswith(_endings_of(endings))]:
             return named
-    return list(files)
+    return []
 
 
 def _endings(kind: Literal["jsonl", "parquet"]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from rlsys.core.seeds import stable_hash
 from rlsys.core.texts import valid_text
 from rlsys.core.types import CensorCause, Prompt
 from rlsys.data.hub import read_dataset
-from rlsys.data.rows import check_texts, key_columns, quick_key, read_row
+from rlsys.data.rows import QuickKeys, check_texts, read_row
 from rlsys.data.source import HELDOUT_ONE_IN, SPLIT_SHIFT, PromptSource, split_hash
 from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import TextTooLong, Tokenizer
@@ -161,18 +161,21 @@ class Scan:
 
 def scan_rows(table: Table, keys: KeysConfig) -> Scan:
     """Raises RowError for the first that is no row with a prompt."""
-    names = key_columns(keys)
+    quick = QuickKeys(keys)
 
     def scan(start: int, stop: int) -> Scan:
         hashes, lengths = array("Q"), array("I")
         sources: set[str] = set()
-        for number, row in enumerate(table.columns(names, start, stop), start):
-            if (key := quick_key(row, keys)) is None:
+        for number, values in enumerate(table.columns(quick.names, start, stop), start):
+            key = quick.key(values) if type(values) is tuple else None
+            if key is None:
                 row = table.row(number)
                 key = read_row(row, keys, table.place(number)).key
+                sources.add(str(row.get("data_source", "")))
+            else:
+                sources.add(quick.data_source(values))
             hashes.append(split_hash(key))
             lengths.append(len(key))
-            sources.add(str(row.get("data_source", "")))
         return Scan(np.array(hashes, np.uint64), np.array(lengths, np.uint32), frozenset(sources))
 
     parts = map_ranges(len(table), scan, ROWS_A_PROCESS)

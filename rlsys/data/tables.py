@@ -38,8 +38,6 @@ _UNICODE = {
 _BOM = codecs.BOM_UTF8
 _CHUNK = 2**25
 _ROWS_AT_ONCE = 10_000
-_FEW = 8
-"""Columns that are looked at one by one; of the others, `columns` compares all at once."""
 _LONGEST_INTEGER = 4000
 """Digits; Python neither reads nor writes integers of more than 4,300."""
 
@@ -63,7 +61,8 @@ class Table(Protocol):
         ...
 
     def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
-        """Rows `start` to `stop` with the keys `names` only. May give a whole row, as `row` does."""
+        """Give of rows `start` to `stop` the values of `names`, a tuple with UNSET for those that a row has not; or
+        the whole row, as `row` does, which is no tuple."""
         ...
 
     @property
@@ -99,8 +98,6 @@ class Lines:
         fields = [(f"f{i}", Any, msgspec.UNSET) for i in range(len(names))]
         renamed = {f"f{i}": name for i, name in enumerate(names)}
         decode = msgspec.json.Decoder(msgspec.defstruct("Columns", fields, rename=renamed)).decode
-        usual = tuple(names)[:_FEW]
-        others = (msgspec.UNSET,) * (len(names) - len(usual))
         last = len(self) if stop is None else stop
         for file, first in zip(self._files, self._firsts.tolist(), strict=False):
             begin, end = max(start - first, 0), min(last - first, len(file))
@@ -108,16 +105,9 @@ class Lines:
             spans = zip(file.starts[begin:end].tolist(), file.ends[begin:end].tolist(), strict=True)
             for number, (a, b) in enumerate(spans, begin):
                 try:
-                    values = astuple(decode(data[a:b]))
+                    yield astuple(decode(data[a:b]))
                 except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
                     yield file.row(number)  # no object, or JSON as Python alone reads it
-                    continue
-                chosen = (
-                    zip(usual, values, strict=False)
-                    if values[_FEW:] == others
-                    else zip(names, values, strict=True)
-                )
-                yield {name: value for name, value in chosen if value is not msgspec.UNSET}
 
     @cached_property
     def digest(self) -> str:
@@ -304,7 +294,7 @@ def _content(path: Path) -> Data:
         with path.open("rb") as file:
             if head[:2] == b"\x1f\x8b":
                 return gzip.GzipFile(fileobj=file).read()
-            if head[:4] == b"\x28\xb5\x2f\xfd":
+            if head[:4] == b"\x28\xb5\x2f\xfd" or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
                 return _unzstd(file.read())
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if head else b""
     except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as e:
@@ -382,10 +372,11 @@ class Arrow:
             if isinstance(table, list):
                 yield from table
                 continue
-            chosen = [name for name in names if name in table.column_names]
-            found = [_values(table.column(name).combine_chunks()) for name in chosen]
-            for values in zip(*found, strict=True) if found else ((),) * len(table):
-                yield dict(zip(chosen, values, strict=True))
+            present, absent = set(table.column_names), [msgspec.UNSET] * len(table)
+            yield from zip(
+                *(_values(table.column(n).combine_chunks()) if n in present else absent for n in names),
+                strict=True,
+            )
 
     def _part(self, first: int, last: int) -> Any:
         if hasattr(self.rows, "to_pylist"):
@@ -439,9 +430,13 @@ def _values(array: Any) -> Any:
 
 
 def _unzstd(data: bytes) -> bytes:
-    """All frames. Raises ZstdError also for one that is cut off."""
+    """All frames; skippable ones, with which pzstd begins a file, hold no content. Raises ZstdError also for one that
+    is cut off."""
     found = []
     while data:
+        if data[1:4] == b"\x2a\x4d\x18" and data[0] >> 4 == 5:
+            data = data[8 + int.from_bytes(data[4:8], "little") :]
+            continue
         frame = zstandard.ZstdDecompressor().decompressobj()
         found.append(frame.decompress(data))
         if not frame.eof:

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.convert.config import HFConfig
+from rlsys.core.errors import UserError
+from tests.helpers import tiny
 from tests.helpers.published_configs import EXACT, ROOT, published, tried, verdict
 
 pytestmark = pytest.mark.integration
 
+NO_DEFAULTS = {"model_type", "num_nextn_predict_layers"}
+"""The latter: transformers has no layers for prediction, and no default for them."""
 CONFIGS = published(ROOT / "configs" / "models")
 
 
@@ -28,3 +33,45 @@ def test_a_verdict_is_one_line_or_a_fault() -> None:
     kind, words = verdict({**raw, "architectures": ["GemmaForCausalLM"]}, layers=False)
     assert kind == "refused" and "no conversion table" in words
     assert json.dumps(raw)  # unchanged
+
+
+@pytest.mark.parametrize("family", tiny.TINY)
+def test_an_absent_field_has_the_value_that_it_has_for_transformers(family: str) -> None:
+    """Or the config is refused, which names the field."""
+    import transformers
+
+    raw = tiny.raw_config(tiny.TINY[family])
+    kind = getattr(transformers, raw["architectures"][0]).config_class
+    inner = "text_config" if "text_config" in raw else None
+    if inner:
+        kind = kind.sub_configs[inner]
+    part = raw[inner] if inner else raw
+
+    def read(fields: dict[str, object]) -> str | HFConfig:
+        try:
+            return HFConfig.of({**raw, inner: fields} if inner else fields, "config.json")
+        except UserError as e:
+            return str(e)
+
+    whole = read(part)
+    assert isinstance(whole, HFConfig)
+    unused = {"num_key_value_heads"} if whole.latent else set()
+    others = []
+    for name in sorted(part):
+        default = getattr(kind, name, None)
+        if not isinstance(default, int | float | str) or name in unused | NO_DEFAULTS:
+            continue
+        rest = {n: value for n, value in part.items() if n != name}
+        absent = read(rest)
+        if isinstance(absent, HFConfig) and absent != read({**rest, name: default}):
+            others.append(name)
+    assert not others
+
+
+@pytest.mark.parametrize("family", tiny.TINY)
+def test_a_null_number_of_kv_heads_is_that_of_the_heads(family: str) -> None:
+    raw = tiny.raw_config(tiny.TINY[family])
+    part = raw.get("text_config", raw)
+    part["num_key_value_heads"] = None
+    hf = HFConfig.of(raw, "config.json")
+    assert hf.kv_heads == hf.heads

@@ -36,6 +36,7 @@ FAMILIES = (
         defaults={
             **SIGMOID,
             "routed_scaling_factor": 2.5,
+            "q_lora_rank": 1536,
             "first_k_dense_replace": 3,
             "n_group": 8,
             "topk_group": 4,
@@ -57,6 +58,7 @@ FAMILIES = (
             **SIGMOID,
             "rms_norm_eps": 1e-5,
             "routed_scaling_factor": 1.8,
+            "q_lora_rank": 768,
             "first_k_dense_replace": 1,
             "n_group": 1,
             "topk_group": 1,
@@ -76,6 +78,7 @@ FAMILIES = (
         defaults={
             **COMMON,
             "routed_scaling_factor": 1.0,
+            "q_lora_rank": 1536,
             "n_shared_experts": 2,
             "first_k_dense_replace": 0,
             "n_group": 1,

@@ -48,6 +48,7 @@ FAMILIES = (
             "tie_word_embeddings": True,
             "n_shared_experts": 2,
             "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
         },
         allowed={**PLAIN, "norm_topk_prob": (True,)},
         other_names=fused(),

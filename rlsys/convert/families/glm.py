@@ -42,6 +42,7 @@ FAMILIES = (
             "n_group": 1,
             "topk_group": 1,
             "partial_rotary_factor": 0.5,
+            "num_key_value_heads": 8,
         },
         allowed={**SIGMOID_ALLOWED, "attention_bias": (False, True)},
         other_names=fused(),

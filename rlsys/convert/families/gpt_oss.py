@@ -50,6 +50,8 @@ FAMILIES = (
             "attention_bias": True,
             "swiglu_limit": 7.0,
             "swiglu_alpha": 1.702,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
         },
         # quick_gelu has 1.702 in it
         allowed={**PLAIN, "attention_bias": (True,), "swiglu_alpha": (1.702,)},

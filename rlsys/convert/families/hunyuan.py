@@ -52,6 +52,8 @@ FAMILIES = (
             "mlp_bias": False,
             "moe_router_use_sigmoid": True,
             "moe_router_enable_expert_bias": True,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
         },
         allowed={
             **PLAIN,

@@ -45,6 +45,8 @@ FAMILIES = (
             "use_qk_norm": True,
             "qk_norm_type": "per_layer",
             "use_routing_bias": True,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
         },
         allowed={
             **SIGMOID_ALLOWED,

@@ -86,6 +86,8 @@ FAMILIES = (
             "head_dim": 256,
             "partial_rotary_factor": 0.25,
             "decoder_sparse_step": 1,
+            "num_key_value_heads": 2,
+            "shared_expert_intermediate_size": 512,
         },
         # SGLang and we take every layer to have experts
         allowed={**PLAIN, "decoder_sparse_step": (1,), "mlp_only_layers": (None, [])},

@@ -360,6 +360,10 @@ def test_newer_spellings_of_the_config_are_read() -> None:
             "the weights are quantised (fp8); expected bfloat16 or float32, or what can be read",
         ),
         (
+            {"compression_config": {"quant_method": "compressed-tensors"}},
+            "the weights are quantised (compressed-tensors); expected bfloat16 or float32, or what can be read",
+        ),
+        (
             {"architectures": ["DeepseekV4ForCausalLM"]},
             "architecture 'DeepseekV4ForCausalLM' is not supported: megatron-core 0.16.1 has no such layers",
         ),
@@ -601,7 +605,7 @@ def test_attention_costs_as_much_as_all_matrices_at_the_crossover() -> None:
 
 SIZES = {
     "vocab_size": 24, "hidden_size": 512, "intermediate_size": 20, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 64, "num_key_value_heads": 4,
 }  # fmt: skip
 SHARED = {"head_dim": 128, "norm_eps": 1e-6, "tied": False, "qk_norm": False, "qkv_bias": False}
 EXPERTS = {"num_experts_per_tok": 8, "moe_intermediate_size": 10}

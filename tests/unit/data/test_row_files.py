@@ -57,6 +57,7 @@ def lines_of(*paths: Path) -> tuple[list[Any], list[str]] | str:
             b"".join(zstandard.compress(line) for line in LINES.splitlines(keepends=True)),
             (1, 2),
         ),
+        ("rows.jsonl.zst", b"\x50\x2a\x4d\x18\x04\0\0\0size" + zstandard.compress(LINES), (1, 2)),  # as pzstd
         ("rows", gzip.compress(BOM + LINES), (1, 2)),
         ("rows.json", json.dumps(ROWS).encode(), (1, 1)),
         ("rows.json", json.dumps(ROWS).encode() + b"\n", (1, 1)),
@@ -76,6 +77,7 @@ def lines_of(*paths: Path) -> tuple[list[Any], list[str]] | str:
         "gzip, two members",
         "zstd",
         "zstd, two frames",
+        "zstd, a skippable frame",
         "gzip without an ending",
         "array",
         "array and line feed",
@@ -247,6 +249,19 @@ def test_all_rows_are_counted_that_cannot_be_used(tmp_path: Path) -> None:
     assert "75 rows have no right answer" in notes
     assert "75 rows are too long" in notes
     assert "75 rows cannot be read" in notes or "75 rows have half of a character" in notes
+
+
+def test_a_shard_that_is_a_dangling_link_is_named(tmp_path: Path) -> None:
+    """A part of the data that cannot be read is not left out silently."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(LINES)
+    (folder / "b.jsonl").symlink_to(tmp_path / "nothing")
+    for path in (folder, folder / "*.jsonl"):
+        words = lines_of(path)
+        assert isinstance(words, str) and "b.jsonl" in words and "link" in words
+    (folder / "b.jsonl").rename(folder / "b.md")
+    assert len(lines_of(folder)[0]) == 2
 
 
 def test_many_rows_are_opened_in_little_time(tmp_path: Path) -> None:

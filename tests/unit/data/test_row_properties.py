@@ -15,15 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import Config
 from rlsys.config.data import KeysConfig
 from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer
+from rlsys.data.chats import chats, labels, pairs
 from rlsys.data.row_source import RowSource, prompt_of_row, scan_rows
-from rlsys.data.rows import key_columns, quick_key, read_row
+from rlsys.data.rows import QuickKeys, read_row
 from rlsys.data.tables import Arrow, read_lines, read_parquet
 from tests.helpers.odd_values import ATOMS, instead, texts, values
 
@@ -32,6 +33,7 @@ MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
 CONFIG = Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "exact_answer"}})
 TOKENIZER = Tokenizer(MODEL)
 KEYS = KeysConfig()
+QUICK = QuickKeys(KEYS)
 HALF = "\ud83d"
 FIRST = {"prompt": "1+1="}
 """A file that begins with a list is one list of all rows."""
@@ -59,7 +61,7 @@ ROWS = st.one_of(
     st.fixed_dictionaries({"prompt": texts()}, optional={"images": values(1), "tools": values(2)}),
     instead(CHAT),
     st.dictionaries(texts(most=2), ATOMS, min_size=1, max_size=3),
-    st.dictionaries(st.sampled_from(key_columns(KEYS)), values(1), max_size=2).map(lambda more: CHAT | more),
+    st.dictionaries(st.sampled_from(QUICK.names), values(1), max_size=2).map(lambda more: CHAT | more),
     values(2),
 )
 
@@ -142,8 +144,8 @@ def test_the_quick_way_finds_what_the_whole_row_says(rows: list[Any]) -> None:
         file = Path(folder) / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         table = read_lines([file])
-        for i, few in enumerate(table.columns(key_columns(KEYS))):
-            if (key := quick_key(few, KEYS)) is not None:
+        for i, few in enumerate(table.columns(QUICK.names)):
+            if type(few) is tuple and (key := QUICK.key(few)) is not None:
                 assert key == read_row(table.row(i), KEYS, table.place(i)).key
         try:
             hashes = scan_rows(table, KEYS).hashes.tolist()
@@ -215,3 +217,85 @@ def test_deep_nesting_is_a_row_like_others_or_one_line(key: str, tmp_path: Path)
     prompt = prompt_of_row(table, 0, KEYS, TOKENIZER, 0)
     assert not prompt.refusal or (f"{file}:1" in prompt.refusal and "\n" not in prompt.refusal)
     assert not prompt_of_row(table, 1, KEYS, TOKENIZER, 1).refusal
+
+
+FIND = (Phase.explicit, Phase.generate)
+"""Without the search for the smallest case, which takes minutes on a busy host."""
+KEY_PATHS = st.sampled_from(
+    (None, "prompt", "note", "reward_model.ground_truth", "reward_model", "a.b", "answer")
+)
+OWN_KEYS = st.builds(KeysConfig, prompt=KEY_PATHS, answer=KEY_PATHS, tools=KEY_PATHS)
+
+
+@given(row=ROWS, keys=OWN_KEYS)
+@settings(max_examples=200, phases=FIND)
+def test_an_error_of_a_row_names_its_place_whatever_keys_are_read(row: Any, keys: KeysConfig) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_text(json.dumps(FIRST) + "\n" + json.dumps(row) + "\n")
+        table, quick = read_lines([file]), QuickKeys(keys)
+        prompt = prompt_of_row(table, 1, keys, TOKENIZER, 1)
+        if prompt.refusal:
+            assert f"{file}:2" in prompt.refusal
+            assert prompt.refusal.splitlines() == [prompt.refusal]
+        try:
+            scan_rows(table, keys)
+        except UserError as e:
+            assert f"{file}:" in str(e) and str(e).splitlines() == [str(e)]
+        (few,) = table.columns(quick.names, 1)
+        if type(few) is tuple and (key := quick.key(few)) is not None:
+            assert key == read_row(row, keys, "").key
+
+
+TURNS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(("system", "user", "assistant", "tool")), "content": CONTENTS}
+        ),
+        MESSAGES,
+    ),
+    max_size=3,
+)
+ANSWERED = {
+    "prompt": "1+1=", "messages": [MESSAGE, {"role": "assistant", "content": "2"}], "completion": "2",
+    "chosen": "2", "rejected": "3", "margin": 0.5, "label": True, "tools": None, "prompt_ids": [4],
+    "completion_ids": [5], "chosen_ids": [5], "rejected_ids": [6],
+}  # fmt: skip
+WHOLE = {
+    "chat": {"messages": ANSWERED["messages"], "tools": None},
+    "pair": {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5},
+    "label": {"prompt": "1+1=", "completion": "2", "label": True},
+}
+ANSWERED_ROWS = st.one_of(
+    *map(instead, WHOLE.values()),
+    st.builds(
+        lambda names, changed: {n: ANSWERED[n] for n in names} | changed,
+        st.lists(st.sampled_from(sorted(ANSWERED)), min_size=1, max_size=6, unique=True),
+        st.dictionaries(st.sampled_from(sorted(ANSWERED)), st.one_of(values(2), TURNS, texts()), max_size=2),
+    ),
+    values(2),
+)
+
+
+@pytest.mark.parametrize(("form", "whole"), [(chats, "chat"), (pairs, "pair"), (labels, "label")])
+@given(row=ANSWERED_ROWS)
+@example(row=WHOLE["pair"] | {"margin": math.nan})
+@example(row=WHOLE["pair"] | {"margin": 10**400})
+@example(row=WHOLE["pair"] | {"prompt_ids": [True], "chosen_ids": [True], "rejected_ids": [True]})
+@settings(max_examples=200, phases=FIND)
+def test_a_row_with_answers_is_learned_or_one_line_that_names_its_place(
+    form: Any, whole: str, row: Any
+) -> None:
+    first = {"prompt": "1+1=", "completion": "2"} if whole == "chat" else WHOLE[whole]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_text(json.dumps(first) + "\n" + json.dumps(row) + "\n")
+        try:
+            traces = form(CONFIG, TOKENIZER, path=[file], batch=2)(0)
+        except UserError as e:
+            assert f"{file}:2" in str(e) and str(e).splitlines() == [str(e)]
+            return
+        assert len(traces) == (4 if whole == "pair" else 2)
+        for trace in traces:
+            assert trace.response_ids and math.isfinite(trace.margin)
+            assert all(0 <= i < TOKENIZER.vocab_size for i in (*trace.prompt_ids, *trace.response_ids))

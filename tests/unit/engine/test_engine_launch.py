@@ -110,3 +110,6 @@ def test_unreadable_stop_ids_are_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json: cannot read eos_token_id: JSONDecodeError"):
         read_stop_ids(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config.json: expected a JSON object, found list"):
+        read_stop_ids(tmp_path)
