@@ -17,6 +17,7 @@ from rlsys.config.plugins import parse_params
 from rlsys.config.section import NonNegative, Positive, Section
 from rlsys.core.errors import UserError
 from rlsys.core.seeds import stable_hash
+from rlsys.data.row_files import of_field
 from rlsys.data.row_source import Paths
 from rlsys.data.rows import Entry, Message, check_texts, described, read_messages, read_row, tools_of
 from rlsys.data.tables import read_rows
@@ -92,7 +93,8 @@ class _Rows:
         traces: Callable[[Entry, str], list[Trace]],
     ) -> None:
         """`keys`: a row has the first of them, at least. `traces`: of a row and its place, for messages."""
-        self._table = read_rows(params.path)
+        with of_field("sft.params"):
+            self._table = read_rows(params.path)
         for i in range(len(self._table)):  # now, not in the middle of the run
             row = self._table.row(i)
             if not isinstance(row, dict) or not any(row.get(key) for key in keys):

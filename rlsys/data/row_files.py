@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,19 @@ _SPLIT = re.compile(
 _SAME = {"valid": "validation", "val": "validation", "dev": "validation"}
 
 
+class PathError(UserError):
+    """A path of rows that cannot be used; `of_field` adds the name of the config field."""
+
+
+@contextmanager
+def of_field(name: str) -> Iterator[None]:
+    """Add the config field to the message of a PathError."""
+    try:
+        yield
+    except PathError as e:
+        raise UserError(f"{name}: {e}") from None
+
+
 def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
     """The files of `paths`, each folder's and each glob's in the order of their names. Raises UserError for a folder
     or a glob without any, and for a folder with files of several splits."""
@@ -37,9 +51,7 @@ def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[
             if not files:
                 files = [file for match in matches if match.is_dir() for file in _in_folder(match, kind)]
             if not files:
-                raise UserError(
-                    f"data.params: {path}: no file matches; a path is seen from the folder where rlsys starts"
-                )
+                raise PathError(f"{path}: no file matches; a path is seen from the folder where rlsys starts")
             found += files
         else:
             found.append(path)
@@ -56,13 +68,11 @@ def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
     rows = _rows(files, kind)
     if not any(file.name.lower().endswith(_endings(kind)) for file in rows):
         names = ", ".join(sorted({f.suffix or f.name for f in files})[:8]) or "nothing"
-        raise UserError(
-            f"data.params: {folder}: a folder without {' or '.join(_ENDINGS[kind][0])} files; it has {names}"
-        )
+        raise PathError(f"{folder}: a folder without {' or '.join(_ENDINGS[kind][0])} files; it has {names}")
     splits = {_split_of(file.relative_to(folder)) for file in rows} - {None}
     if len(splits) > 1:
-        raise UserError(
-            f"data.params: {folder}: a folder with files of the splits {', '.join(sorted(map(str, splits)))}; "
+        raise PathError(
+            f"{folder}: a folder with files of the splits {', '.join(sorted(map(str, splits)))}; "
             f"expected those of one, for example {folder}/*train*, or data.source = dataset"
         )
     return rows
@@ -72,7 +82,7 @@ def _check_links(files: Sequence[Path]) -> None:
     """Raises UserError for a link to a file that is not there: its rows would be left out silently."""
     for file in files:
         if file.is_symlink() and not file.exists():
-            raise UserError(f"data.params: {file}: a link to {file.readlink()}, which does not exist")
+            raise PathError(f"{file}: a link to {file.readlink()}, which does not exist")
 
 
 def _rows(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:

@@ -22,6 +22,7 @@ from rlsys.core.seeds import stable_hash
 from rlsys.core.texts import valid_text
 from rlsys.core.types import CensorCause, Prompt
 from rlsys.data.hub import read_dataset
+from rlsys.data.row_files import of_field
 from rlsys.data.rows import QuickKeys, check_texts, read_row
 from rlsys.data.source import HELDOUT_ONE_IN, SPLIT_SHIFT, PromptSource, split_hash
 from rlsys.data.tables import Table, read_lines, read_parquet
@@ -208,5 +209,7 @@ def _of_files(
     read: Callable[[list[Path]], Table], config: Config, tokenizer: Tokenizer, params: dict[str, Any]
 ) -> PromptSource:
     p = parse_params("data.params", FileParams, params)
-    held = None if p.heldout_path is None else read(p.heldout_path)
-    return RowSource(config, tokenizer, read(p.path), held, p.shuffle_seed)
+    with of_field("data.params"):
+        held = None if p.heldout_path is None else read(p.heldout_path)
+        rows = read(p.path)
+    return RowSource(config, tokenizer, rows, held, p.shuffle_seed)

@@ -26,7 +26,7 @@ import zstandard
 from msgspec.structs import astuple
 
 from rlsys.core.errors import RowError, UserError
-from rlsys.data.row_files import row_files
+from rlsys.data.row_files import PathError, row_files
 
 _PARQUET = b"PAR1"
 """How a Parquet file begins."""
@@ -308,8 +308,8 @@ def _head(path: Path, size: int) -> bytes:
         with path.open("rb") as file:
             return file.read(size)
     except OSError as e:
-        raise UserError(
-            f"data.params: {path}: cannot read: {e.strerror or e}; a path is seen from the folder where rlsys starts"
+        raise PathError(
+            f"{path}: cannot read: {e.strerror or e}; a path is seen from the folder where rlsys starts"
         ) from None
 
 
@@ -330,9 +330,7 @@ def read_parquet(paths: Sequence[Path]) -> Arrow:
     try:
         table = pyarrow.concat_tables(tables, promote_options="default")
     except pyarrow.ArrowException as e:
-        raise UserError(
-            f"data.params.path: files with different columns: {' '.join(str(e).split())}"
-        ) from None
+        raise PathError(f"path: files with different columns: {' '.join(str(e).split())}") from None
     if not len(table):
         raise UserError(f"{', '.join(map(str, paths))}: no prompts in it")
     return Arrow(table, ", ".join(map(str, paths)))

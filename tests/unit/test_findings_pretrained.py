@@ -105,7 +105,6 @@ def test_pretrained_s3_explain_reads_the_rows_of_fine_tuning(
     assert code == 2
 
 
-@open_finding("S3: a mistake in sft.params is put down to data.params")
 def test_pretrained_s3_a_missing_file_names_its_field(tmp_path: Path) -> None:
     config = load_config(Path("quickstart_sft"), chats(tmp_path / "none.jsonl"))
     said = ""
