@@ -66,6 +66,39 @@ def test_a_mini_batch_without_a_trained_token_has_no_update() -> None:
     assert plan.trained == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("term", "acts"),
+    [
+        ({"name": "kl", "beta": 0.0}, False), ({"name": "kl", "beta": 0.1}, True), ("adaptive_kl", True),
+        ({"name": "kimi", "tau": 0.0}, False), ("kimi", True),
+        ({"name": "entropy", "coefficient": 0.0}, False), ("entropy", True),
+        ("adaptive_entropy", True), ({"name": "adaptive_entropy", "highest": 0.0}, False),
+        ({"name": "value", "coefficient": 0.0}, False), ("value", True),
+        ({"name": "positive_nll", "coefficient": 0.0, "correct": -1.0}, False), ("positive_nll", False),
+        ({"name": "positive_nll", "correct": -1.0}, True),
+        ("clip_cov", False), ("kl_cov", True), ({"name": "kl_cov", "coefficient": 0.0}, False),
+        ("dro", True), ("distill", True),
+    ],
+)  # fmt: skip
+def test_equal_rewards_make_an_update_only_where_a_term_acts_without_advantages(
+    term: Any, acts: bool
+) -> None:
+    """All rewards are 0. Momentum alone would move the weights, and `effective_groups` would not be 0."""
+    objective = Objective(section(loss=["clip", term]))
+    plan = objective.plan(table([0.0] * 4, [0, 0, 1, 1], [2] * 4))
+    columns = {
+        "old": [-1.0] * 8,
+        "now": [-1.0] * 8,
+        "entropy": [1.0] * 8,
+        "values": [0.5] * 8,
+        "ref": [-1.0] * 8,
+    }
+    part = packed([2] * 4, [-1.0] * 8, **columns)
+    objective.finish(plan, [part])
+    assert objective.trains([part]) is acts
+    assert plan.trained == ((0, 1, 2, 3) if acts else ())
+
+
 def test_over_active_divides_by_all_where_no_sample_is_active() -> None:
     """A KL term trains them all the same; divided by 1, its gradient would be six times as large."""
     for name, expected in (("token_mean", 6.0), ("sequence_mean", 2.0)):
