@@ -140,8 +140,10 @@ class Loss(Preparing):
         return torch.full_like(view.keep, self.ratio)
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        """Samples `[N]` or tokens `[T]` at which it can have a gradient with its present weight, bool. rewards: before
-        shaping. An update without any is left out."""
+        """Samples `[N]` or tokens `[T]` at which it can have a gradient with its present weight, bool.
+
+        rewards: before shaping. An update without any is left out.
+        """
         return (
             advantages != 0 if self.policy and not self.every_sample else torch.ones_like(advantages).bool()
         )
