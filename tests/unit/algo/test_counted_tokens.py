@@ -159,6 +159,16 @@ def test_rounding_of_equal_rewards_is_no_advantage(name: str) -> None:
     assert not build("advantage", name)(samples).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("start", [0.0, 0.1, 0.2, 0.6, 0.7])
+def test_rounding_chooses_no_window_of_gapo(start: float, dtype: torch.dtype) -> None:
+    """All windows of two have the same range, so that the lowest counts: (R - Q) / rms(R - Q), n - 1 = 3, by hand."""
+    rewards = torch.tensor([start + k / 10 for k in range(4)], dtype=dtype)
+    found = build("advantage", "gapo")(replace(table([0.0] * 4, [0] * 4), rewards=rewards))
+    scale = ((0.05**2 + 0.05**2 + 0.15**2 + 0.25**2) / 3) ** 0.5
+    assert found.tolist() == pytest.approx([d / scale for d in (-0.05, 0.05, 0.15, 0.25)], rel=1e-4)
+
+
 def test_dapo_drops_a_group_whose_rewards_differ_by_rounding() -> None:
     def group(rewards: list[float]) -> SampleGroup:
         return SampleGroup(0, 0, [Sample(i, 0, i, [1], 0, reward=r) for i, r in enumerate(rewards)])
