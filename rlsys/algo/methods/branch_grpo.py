@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Advantage, Eps
 from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.plugin import REWARD_TOLERANCE
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import groups_of
 
@@ -68,6 +69,7 @@ def by_depth(
     the nodes of its depth, std with n - 1; 0 where it is alone at its depth, or all rewards there agree.
     """
     found = paths(stems, forks)
+    least = max(1e-6, REWARD_TOLERANCE * float(rewards.abs().max()))  # the authors' bound, and rounding
     members: dict[Node, list[int]] = {}
     depth: dict[Node, int] = {}
     for place, nodes in enumerate(found):
@@ -79,7 +81,7 @@ def by_depth(
         nodes = [node for node, at in depth.items() if at == level]
         means = torch.stack([rewards[members[node]].mean() for node in nodes])
         spread = means.std() if len(nodes) > 1 else means.new_zeros(())
-        scaled = (means - means.mean()) / (spread + eps) if spread > 1e-6 else torch.zeros_like(means)
+        scaled = (means - means.mean()) / (spread + eps) if spread > least else torch.zeros_like(means)
         advantages |= dict(zip(nodes, scaled.tolist(), strict=True))
     return [[(node.start, advantages[node]) for node in nodes] for nodes in found]
 

@@ -64,6 +64,13 @@ def test_every_token_has_the_advantage_that_brute_force_finds(seed: int) -> None
     assert torch.allclose(found, expected, atol=1e-9)
 
 
+@pytest.mark.parametrize("reward", [0.7, 1000.1, 123456.7])
+def test_equal_rewards_of_any_size_are_no_advantage(reward: float) -> None:
+    """Means of two and of three samples differ by rounding."""
+    found = by_depth(torch.full((7,), reward), [-1, 0, 0, 1, -1, 4, 5], [0, 2, 4, 6, 0, 3, 5])
+    assert {advantage for nodes in found for _, advantage in nodes} == {0.0}
+
+
 def test_without_forks_it_is_grpo() -> None:
     world = World()
     lone = {"stem": torch.full((20,), -1), "fork_at": torch.zeros(20).long()}
