@@ -86,6 +86,7 @@ def test_equal_rewards_make_an_update_only_where_a_term_acts_without_advantages(
     """All rewards are 0. Momentum alone would move the weights, and `effective_groups` would not be 0."""
     objective = Objective(section(loss=["clip", term]))
     plan = objective.plan(table([0.0] * 4, [0, 0, 1, 1], [2] * 4))
+    assert plan.trained == (tuple(plan.rows) if acts else ())
     columns = {
         "old": [-1.0] * 8,
         "now": [-1.0] * 8,
