@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -53,22 +54,36 @@ def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
     return [path(place, float("inf")) for place in range(len(stems))]
 
 
-def sharers(stems: Sequence[int], forks: Sequence[int]) -> list[list[int]]:
-    """How many samples of a group have each of a sample's nodes, in order."""
-    found = paths(stems, forks)
-    count = Counter(node for nodes in found for node in nodes)
+def subtree(found: Sequence[list[Node]], counted: Sequence[bool]) -> list[list[Node]]:
+    """Of the nodes of each sample, those of the tree that the counted samples alone make; none of another sample.
+
+    What the same samples have is one node: nothing forks there any more.
+    """
+    having: dict[Node, set[int]] = {}
+    for place in (place for place, counts in enumerate(counted) if counts):
+        for node in found[place]:
+            having.setdefault(node, set()).add(place)
+    out = []
+    for nodes, counts in zip(found, counted, strict=True):
+        forks = [node for before, node in pairwise(nodes) if counts and having[before] != having[node]]
+        out.append([*nodes[:1], *forks] if counts else [])
+    return out
+
+
+def sharers(found: Sequence[list[Node]], kept: Sequence[bool]) -> list[list[int]]:
+    """How many kept samples of a group have each of a sample's nodes, in order."""
+    count = Counter(node for nodes, trained in zip(found, kept, strict=True) if trained for node in nodes)
     return [[count[node] for node in nodes] for nodes in found]
 
 
 def by_depth(
-    rewards: Tensor, stems: Sequence[int], forks: Sequence[int], eps: float = 1e-8
+    rewards: Tensor, found: Sequence[list[Node]], eps: float = 1e-8
 ) -> list[list[tuple[int, float]]]:
-    """Of each sample of a group, (first token, advantage) of its nodes in order.
+    """Of each sample of a group with these nodes, (first token, advantage) of its nodes in order.
 
     A node's reward is the mean over the samples `[n]` that have it. Its advantage is (R - mean) / (std + eps) among
     the nodes of its depth, std with n - 1; 0 where it is alone at its depth, or all rewards there agree.
     """
-    found = paths(stems, forks)
     least = max(1e-6, REWARD_TOLERANCE * float(rewards.abs().max()))  # the authors' bound, and rounding
     members: dict[Node, list[int]] = {}
     depth: dict[Node, int] = {}
@@ -93,8 +108,8 @@ class BranchGrpo(Advantage):
     A stretch has the mean reward of the samples that share it. BranchGRPO is a method for images, where a depth is a
     denoising step; that a depth is a number of forks is our reading for text. Without forks it is GRPO.
 
-    A stretch that k samples share is trained once, as by the authors (collect_all_transitions): it is in the batch k
-    times, each with 1 / k of its advantage.
+    A stretch that k trained samples share is trained once, as by the authors (collect_all_transitions): it is in the
+    batch k times, each with 1 / k of its advantage.
     """
 
     paper: ClassVar[str] = "BranchGRPO (arXiv 2509.06040), depth-wise advantage"
@@ -115,13 +130,15 @@ class BranchGrpo(Advantage):
     ) -> list[Tensor]:
         nodes: dict[int, list[tuple[int, float]]] = {}
         for rows in groups_of(samples.group_ids):
-            rows = rows[samples.column("counted")[rows]]
+            counted = samples.column("counted")[rows].tolist()
+            kept = counted if samples.kept is None else samples.kept[rows].tolist()
             place = {int(p): i for i, p in enumerate(samples.column("place")[rows])}
             stems = [place.get(int(s), -1) for s in samples.column("stem")[rows]]
             forks = [int(f) for f in samples.column("fork_at")[rows]]
-            found = by_depth(advantages[rows], stems, forks, self.eps)
-            for row, of_nodes, counts in zip(rows.tolist(), found, sharers(stems, forks), strict=True):
-                nodes[row] = [(at, a / k) for (at, a), k in zip(of_nodes, counts, strict=True)]
+            tree = subtree(paths(stems, forks), counted)
+            found = by_depth(advantages[rows], tree, self.eps)
+            for row, of_nodes, counts in zip(rows.tolist(), found, sharers(tree, kept), strict=True):
+                nodes[row] = [(at, a / max(k, 1)) for (at, a), k in zip(of_nodes, counts, strict=True)]
         return [part.masked(self._spread(part, nodes)) for part in parts]
 
     def _spread(self, part: Batch, nodes: dict[int, list[tuple[int, float]]]) -> Tensor:
