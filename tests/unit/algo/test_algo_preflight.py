@@ -179,6 +179,13 @@ def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str],
     assert "\n" not in str(caught.value)
 
 
+def test_a_weight_of_exact_tokens_that_is_not_1_is_said() -> None:
+    """Also of a correction that looks at the whole ratio."""
+    overrides = ["algo.anchor=old", "algo.minibatches=2", "algo.corrections=[{name: minpro, cap: 0.5}]"]
+    told = notes(load_config(CONFIGS / "quickstart.yaml", overrides))
+    assert any("(MinPro) multiplies tokens on which engine and trainer agree by 0.5" in note for note in told)
+
+
 def test_a_correction_that_only_rejects_multiplies_nothing_twice() -> None:
     def told(weighted: bool) -> list[str]:
         icepop = f"{{name: icepop, weighted: {str(weighted).lower()}}}"
