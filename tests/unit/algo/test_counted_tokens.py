@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlsys.algo import build
+from rlsys.algo.losses import View
 from rlsys.algo.objective import Objective
 from rlsys.algo.planners import Accept, Drop
 from rlsys.algo.reduction import alone
@@ -98,6 +99,14 @@ def test_equal_rewards_make_an_update_only_where_a_term_acts_without_advantages(
     objective.finish(plan, [part])
     assert objective.trains([part]) is acts
     assert plan.trained == ((0, 1, 2, 3) if acts else ())
+
+
+def test_a_sample_without_a_trained_token_divides_by_1() -> None:
+    """Its length is 0: too old, say, or only read."""
+    batch = packed([2, 2], mask=[0.0, 0.0, 1.0, 1.0], advantages=[1.0] * 4, weight=[1.0] * 4)
+    for lengths in (None, torch.tensor([0, 2])):
+        batch.sample_lengths = lengths
+        assert View(batch, batch.mu, batch.mu).sample_lengths.tolist() == [1, 1, 2, 2]
 
 
 def test_over_active_divides_by_all_where_no_sample_is_active() -> None:
