@@ -109,6 +109,20 @@ def test_a_sample_without_a_trained_token_divides_by_1() -> None:
         assert View(batch, batch.mu, batch.mu).sample_lengths.tolist() == [1, 1, 2, 2]
 
 
+def test_whitening_is_over_the_tokens_that_a_selector_leaves() -> None:
+    """Rewards 1, 0, 0 of two tokens each. The three tokens of most entropy stay: 1, 1, 0, of mean 2/3 and deviation
+    sqrt(1/3); over all six tokens it would be 1/3."""
+    selector = {"name": "top_entropy", "share": 0.5}
+    objective = Objective(section(loss=["reinforce"], advantage="reinforce_pp", selectors=[selector]))
+    plan = objective.plan(table([1.0, 0.0, 0.0], [0, 1, 2], [2] * 3))
+    part = packed([2] * 3, [-1.0] * 6, entropy=[6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    objective.finish(plan, [part])
+    assert part.counted_tokens.tolist() == [True] * 3 + [False] * 3
+    assert part.advantages is not None
+    expected = [x / (1 / 3) ** 0.5 for x in (1 / 3, 1 / 3, -2 / 3)]
+    assert part.advantages[:3].tolist() == pytest.approx(expected, rel=1e-5)
+
+
 def test_over_active_divides_by_all_where_no_sample_is_active() -> None:
     """A KL term trains them all the same; divided by 1, its gradient would be six times as large."""
     for name, expected in (("token_mean", 6.0), ("sequence_mean", 2.0)):
