@@ -179,17 +179,17 @@ class Objective:
         plan.trained = tuple(r for r in plan.rows if trained[r])
 
     def _acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        """Which samples `[N]` or tokens `[T]` have a gradient of some term, bool."""
+        """Return the samples `[N]` or tokens `[T]` at which some term has a gradient, bool."""
         return torch.stack([term.acts_on(advantages, rewards) for term in self.losses]).any(0)
 
     def trains(self, parts: Sequence[Batch], reduce: Reduce = alone) -> bool:
         """Whether a token of an update, of all its parts on all ranks, has a gradient. Without one, the optimizer
         would move the weights by its momentum alone. After `finish`."""
         acting = [self._acts_on(part.signal("advantages"), part.signal("rewards")) for part in parts]
-        found = [
+        counts = [
             (part.counted_tokens & acts).double().sum() for part, acts in zip(parts, acting, strict=True)
         ]
-        return bool(reduce(torch.stack(found).sum()))
+        return bool(reduce(torch.stack(counts).sum()))
 
     def _score(self, plan: StepPlan) -> None:
         """Advantages of the counted samples, weights of selectors, the denominator: in this order."""

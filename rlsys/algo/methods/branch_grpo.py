@@ -54,32 +54,30 @@ def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
     return [path(place, float("inf")) for place in range(len(stems))]
 
 
-def subtree(found: Sequence[list[Node]], counted: Sequence[bool]) -> list[list[Node]]:
-    """Of the nodes of each sample, those of the tree that the counted samples alone make; none of another sample.
+def subtree(nodes: Sequence[list[Node]], in_tree: Sequence[bool]) -> list[list[Node]]:
+    """Return each sample's nodes in the tree of the `in_tree` samples alone; none for another sample.
 
-    What the same samples have is one node: nothing forks there any more.
+    Nodes that the same samples have become one: nothing forks there any more.
     """
-    having: dict[Node, set[int]] = {}
-    for place in (place for place, counts in enumerate(counted) if counts):
-        for node in found[place]:
-            having.setdefault(node, set()).add(place)
+    members: dict[Node, set[int]] = {}
+    for row in (row for row, present in enumerate(in_tree) if present):
+        for node in nodes[row]:
+            members.setdefault(node, set()).add(row)
     out = []
-    for nodes, counts in zip(found, counted, strict=True):
-        forks = [node for before, node in pairwise(nodes) if counts and having[before] != having[node]]
-        out.append([*nodes[:1], *forks] if counts else [])
+    for own, present in zip(nodes, in_tree, strict=True):
+        forks = [node for previous, node in pairwise(own) if present and members[previous] != members[node]]
+        out.append([*own[:1], *forks] if present else [])
     return out
 
 
-def sharers(found: Sequence[list[Node]], kept: Sequence[bool]) -> list[list[int]]:
-    """How many kept samples of a group have each of a sample's nodes, in order."""
-    count = Counter(node for nodes, trained in zip(found, kept, strict=True) if trained for node in nodes)
-    return [[count[node] for node in nodes] for nodes in found]
+def sharers(nodes: Sequence[list[Node]], trained: Sequence[bool]) -> list[list[int]]:
+    """Count the trained samples of a group that have each of a sample's nodes, in order."""
+    count = Counter(node for own, trains in zip(nodes, trained, strict=True) if trains for node in own)
+    return [[count[node] for node in own] for own in nodes]
 
 
-def by_depth(
-    rewards: Tensor, found: Sequence[list[Node]], eps: float = 1e-8
-) -> list[list[tuple[int, float]]]:
-    """Of each sample of a group with these nodes, (first token, advantage) of its nodes in order.
+def by_depth(rewards: Tensor, tree: Sequence[list[Node]], eps: float = 1e-8) -> list[list[tuple[int, float]]]:
+    """Return (first token, advantage) of each sample's nodes in order, for a group with this tree.
 
     A node's reward is the mean over the samples `[n]` that have it. Its advantage is (R - mean) / (std + eps) among
     the nodes of its depth, std with n - 1; 0 where it is alone at its depth, or all rewards there agree.
@@ -87,7 +85,7 @@ def by_depth(
     least = max(1e-6, REWARD_TOLERANCE * float(rewards.abs().max()))  # the authors' bound, and rounding
     members: dict[Node, list[int]] = {}
     depth: dict[Node, int] = {}
-    for place, nodes in enumerate(found):
+    for place, nodes in enumerate(tree):
         for level, node in enumerate(nodes):
             members.setdefault(node, []).append(place)
             depth[node] = level
@@ -98,7 +96,7 @@ def by_depth(
         spread = means.std() if len(nodes) > 1 else means.new_zeros(())
         scaled = (means - means.mean()) / (spread + eps) if spread > least else torch.zeros_like(means)
         advantages |= dict(zip(nodes, scaled.tolist(), strict=True))
-    return [[(node.start, advantages[node]) for node in nodes] for nodes in found]
+    return [[(node.start, advantages[node]) for node in nodes] for nodes in tree]
 
 
 class BranchGrpo(Advantage):
@@ -130,14 +128,14 @@ class BranchGrpo(Advantage):
     ) -> list[Tensor]:
         nodes: dict[int, list[tuple[int, float]]] = {}
         for rows in groups_of(samples.group_ids):
-            counted = samples.column("counted")[rows].tolist()
-            kept = counted if samples.kept is None else samples.kept[rows].tolist()
+            in_tree = samples.column("counted")[rows].tolist()
+            trained = in_tree if samples.kept is None else samples.kept[rows].tolist()
             place = {int(p): i for i, p in enumerate(samples.column("place")[rows])}
             stems = [place.get(int(s), -1) for s in samples.column("stem")[rows]]
             forks = [int(f) for f in samples.column("fork_at")[rows]]
-            tree = subtree(paths(stems, forks), counted)
+            tree = subtree(paths(stems, forks), in_tree)
             found = by_depth(advantages[rows], tree, self.eps)
-            for row, of_nodes, counts in zip(rows.tolist(), found, sharers(tree, kept), strict=True):
+            for row, of_nodes, counts in zip(rows.tolist(), found, sharers(tree, trained), strict=True):
                 nodes[row] = [(at, a / max(k, 1)) for (at, a), k in zip(of_nodes, counts, strict=True)]
         return [part.masked(self._spread(part, nodes)) for part in parts]
 

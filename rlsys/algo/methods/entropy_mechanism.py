@@ -72,7 +72,6 @@ class ClipCov(Clip):
         return frozenset({"now"})
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        """Other tokens are in the means alone."""
         return advantages != 0
 
     def _drawn_from(self, batch: Batch, anchor: Tensor, of: Means) -> Tensor:
