@@ -24,7 +24,6 @@ class Asks:
     current: what one forward pass of the policy gives: no values, where the critic is a model of its own.
     late: advantages wait for a log-prob pass.
     prepares: a loss or a correction looks at all tokens of an update before its backward pass (Objective.prepare).
-    only_advantages: tokens of advantage 0 have no gradient.
     whole_samples: a loss or a correction takes something over all sequences of a sample; where one has several, `now`
     and Objective.prepare are needed.
     skips_zero: samples of advantage 0 need not be packed: they have no gradient, and nothing looks at them.
@@ -42,7 +41,6 @@ class Asks:
     current: frozenset[str]
     late: bool
     prepares: bool
-    only_advantages: bool
     whole_samples: bool
     skips_zero: bool
     looks_ahead: tuple[str, ...]
@@ -98,7 +96,6 @@ class Asks:
             current=frozenset(current),
             late=late,
             prepares=bool(preparing),
-            only_advantages=only_advantages,
             whole_samples=any(p.whole_samples for p in (*losses, *corrections)),
             skips_zero=not late
             and not advantage.changes_tokens()

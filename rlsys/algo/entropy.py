@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from rlsys.algo.losses import Figures, Loss, View
@@ -28,6 +29,9 @@ class EntropyBonus(Loss):
     def weight(self) -> float:
         """What the entropy is multiplied by."""
         return self.coefficient
+
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        return torch.full_like(advantages, self.weight() != 0, dtype=torch.bool)
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         if view.entropy is None:

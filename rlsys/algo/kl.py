@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
@@ -67,6 +68,9 @@ class Kl(Loss):
     def weight(self) -> float:
         """What the estimate is multiplied by."""
         return self.beta
+
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        return torch.full_like(advantages, self.weight() != 0, dtype=torch.bool)
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         batch = view.batch

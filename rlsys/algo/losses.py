@@ -139,6 +139,15 @@ class Loss(Preparing):
         """At which tokens the policy part has the ratio, `[T]` bool."""
         return torch.full_like(view.keep, self.ratio)
 
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        """Samples `[N]` or tokens `[T]` at which it can have a gradient with its present weight, bool.
+
+        rewards: before shaping. An update without any is left out.
+        """
+        return (
+            advantages != 0 if self.policy and not self.every_sample else torch.ones_like(advantages).bool()
+        )
+
     @classmethod
     def ratios(cls) -> frozenset[bool]:
         """What `has_ratio` can be of a token; empty where corrections do not apply."""
@@ -262,6 +271,9 @@ class ValueLoss(Loss):
 
     def needs(self) -> frozenset[str]:
         return frozenset({"values"})
+
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        return torch.full_like(advantages, self.coefficient != 0, dtype=torch.bool)
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         if view.values is None:

@@ -14,9 +14,11 @@ from rlsys.algo.methods.bapo import Bapo
 from rlsys.algo.methods.d3s import D3S
 from rlsys.algo.methods.dapo import Dapo
 from rlsys.algo.methods.dars import Dars
+from rlsys.algo.methods.grpo_roc import GrpoRoc
 from rlsys.algo.methods.m2po import M2PO
 from rlsys.algo.methods.maxrl import MaxRL
 from rlsys.algo.methods.mc_grpo import McGrpo
+from rlsys.algo.methods.rorecomp import RoRecomp
 from rlsys.algo.methods.vespo import Vespo
 from rlsys.algo.methods.xrpo_groups import Xrpo
 from rlsys.algo.objective import Objective
@@ -103,7 +105,11 @@ def _senseless(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
             f"algo.corrections ({_names(twice)}) multiply by exp(anchor - mu) more than once; name one"
         )
     if not any(term.policy for term in made["loss"]):
-        choosing = [p for p in made["planners"] if isinstance(p, Dapo | Dars | Xrpo)]
+        choosing = [
+            p
+            for p in (*made["planners"], *made["selectors"])
+            if isinstance(p, Dapo | Dars | Xrpo | D3S | GrpoRoc | RoRecomp)
+        ]
         names = _names([*choosing, *made["corrections"]])
         if names:
             found.append(
@@ -134,8 +140,6 @@ def _exact_tokens(made: Mapping[str, Sequence[Any]]) -> list[str]:
         groups=torch.arange(4),
     )  # fmt: skip
     for i, correction in enumerate(made["corrections"]):
-        if not correction.of_anchor:
-            continue
         prepared = correction.prepare([batch], [anchor], alone) if correction.prepares else None
         weight, keep = correction(View(batch, anchor, anchor), prepared)
         what = f"algo.corrections[{i}] ({type(correction).__name__})"

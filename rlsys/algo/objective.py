@@ -174,15 +174,22 @@ class Objective:
         """The rows that have a gradient, as far as weights and advantages of samples tell."""
         if plan.advantages is None:
             return
-        weight, advantages = plan.weight.tolist(), plan.advantages.tolist()
-        every = self.advantage.changes_tokens() or not self.asks.only_advantages
-        plan.trained = tuple(r for r in plan.rows if weight[r] and (every or advantages[r]))
+        acts = self._acts_on(plan.advantages, plan.samples.reward) | self.advantage.changes_tokens()
+        trained = (acts & (plan.weight != 0).to(acts.device)).tolist()
+        plan.trained = tuple(r for r in plan.rows if trained[r])
+
+    def _acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        """Return the samples `[N]` or tokens `[T]` at which some term has a gradient, bool."""
+        return torch.stack([term.acts_on(advantages, rewards) for term in self.losses]).any(0)
 
     def trains(self, parts: Sequence[Batch], reduce: Reduce = alone) -> bool:
         """Whether a token of an update, of all its parts on all ranks, has a gradient. Without one, the optimizer
         would move the weights by its momentum alone. After `finish`."""
-        tokens = [part.active if self.asks.only_advantages else part.counted_tokens for part in parts]
-        return bool(reduce(torch.stack([t.double().sum() for t in tokens]).sum()))
+        acting = [self._acts_on(part.signal("advantages"), part.signal("rewards")) for part in parts]
+        counts = [
+            (part.counted_tokens & acts).double().sum() for part, acts in zip(parts, acting, strict=True)
+        ]
+        return bool(reduce(torch.stack(counts).sum()))
 
     def _score(self, plan: StepPlan) -> None:
         """Advantages of the counted samples, weights of selectors, the denominator: in this order."""

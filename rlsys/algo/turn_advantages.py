@@ -65,6 +65,7 @@ class TurnAdvantage(Advantage):
         table[counted] = self.turns(samples.take(counted))
         out = []
         for part in parts:
-            rows, turns = part.rows[part.ids], part.signal("turns").clamp(min=0)
+            # Where no model sampled the token, its turn is -1: what that reads is masked.
+            rows, turns = part.rows[part.ids], part.signal("turns")
             out.append(part.masked(table.to(part.mu)[rows.to(part.mu.device), turns]))
         return out

@@ -287,9 +287,6 @@ class Config(Section):
             raise ValueError(
                 f"launch.spare_nodes = {self.launch.spare_nodes}: Ray takes any node that it has; leave it out"
             )
-        distilled = all(term.name == "distill" for term in self.algo.loss)  # no advantage is read
-        if r.group_size == 1 and self.algo.advantage.name == "grpo" and not (self.algo.planners or distilled):
-            raise ValueError("rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2")
         return self
 
     def _not_with_explorers(self) -> str:

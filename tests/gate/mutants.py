@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,7 +47,7 @@ PLACES = (
     "rlsys/convert",
     "launch/supervisor.py",
 )
-UNIT = "tests/unit"
+UNIT = ("tests/unit",)
 FIRST = 40
 """Tests tried first: they end most mutants, and few files are imported for them."""
 LEAST_SECONDS = 10.0
@@ -91,10 +91,10 @@ class CleanRun:
     seconds: dict[str, float]
 
     @classmethod
-    def made(cls, copy: Path, folder: Path, workers: int) -> CleanRun:
-        """Runs the tests in the copy. Raises SystemExit when one fails."""
+    def made(cls, copy: Path, folder: Path, workers: int, tests: Sequence[str] = UNIT) -> CleanRun:
+        """Runs the tests, files and folders, in the copy. Raises SystemExit when one fails."""
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not full and not slow", UNIT]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not full and not slow", *tests]
         command += ["-n", str(workers), "--dist", "worksteal", "-o", f"cache_dir={folder / 'cache'}"]
         command += ["--cov=rlsys", "--cov=launch", "--cov-context=test", "--cov-report="]
         recorded = environment(copy) | {"COVERAGE_FILE": str(folder / "coverage")}
@@ -215,6 +215,20 @@ def judged(mutants: list[Mutant], benches: list[Bench]) -> Iterator[Verdict]:
         yield from pool.map(one, mutants)
 
 
+def earlier_verdicts(file: Path, mutants: Iterable[Mutant]) -> dict[Mutant, Verdict]:
+    """Of the mutants, those that an earlier run noticed, by their text: what survived it is tried again."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    rows = {tuple(row.pop("key")): row for row in map(json.loads, lines) if row["outcome"] != "survived"}
+    return {mutant: Verdict(mutant, **rows[mutant.key]) for mutant in mutants if mutant.key in rows}
+
+
+def record(file: Path, verdict: Verdict) -> None:
+    """Append a line for `earlier_verdicts`."""
+    row = {name: value for name, value in vars(verdict).items() if name != "mutant"}
+    with file.open("a", encoding="utf-8") as out:
+        print(json.dumps({"key": verdict.mutant.key, **row}), file=out)
+
+
 def report(verdicts: list[Verdict]) -> str:
     counts = Counter(verdict.outcome for verdict in verdicts)
     noticed = 1 - counts["survived"] / max(1, len(verdicts))
@@ -231,6 +245,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--part", default=":", metavar="A:B", help="only these of the drawn mutants, from 0")
     parser.add_argument("--places", nargs="+", default=PLACES, help="files and folders to change")
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        default=UNIT,
+        metavar="PATH",
+        help="files and folders of the tests that may notice",
+    )
+    parser.add_argument(
+        "--verdicts",
+        type=Path,
+        metavar="FILE",
+        help="append each verdict, and do not repeat what a test noticed",
+    )
     parser.add_argument(
         "--clean", type=Path, metavar="FOLDER", help="keep the clean run there, and use one that is"
     )
@@ -249,17 +276,21 @@ def main() -> int:
     print("\n".join(known.stale(ROOT)), end="")
     first, last = (int(word) if word else None for word in given.part.split(":"))
     mutants = draw(ROOT, given.places, given.count, given.seed, known)[first:last]
-    verdicts = []
+    earlier = earlier_verdicts(given.verdicts, mutants) if given.verdicts else {}
+    verdicts = list(earlier.values())
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         copies = [copied(Path(name) / str(n)) for n in range(given.workers)]
         kept = given.clean or Path(name) / "clean"
         made = (kept / "coverage").exists()
-        clean = CleanRun.read(kept) if made else CleanRun.made(copies[0], kept, given.workers)
+        clean = CleanRun.read(kept) if made else CleanRun.made(copies[0], kept, given.workers, given.tests)
         reach = Reach(ROOT)
         benches = [Bench(copy, clean, reach, given.patience) for copy in copies]
-        for number, verdict in enumerate(judged(mutants, benches), start=first or 0):
+        for verdict in judged([mutant for mutant in mutants if mutant not in earlier], benches):
             verdicts.append(verdict)
+            if given.verdicts:
+                record(given.verdicts, verdict)
             mutant = verdict.mutant
+            number = mutants.index(mutant) + (first or 0)
             print(
                 f"{number} {verdict.outcome} {verdict.seconds:.0f} s {mutant.file}:{mutant.line} {verdict.by}",
                 flush=True,

@@ -188,8 +188,9 @@ async def test_a_prompt_prefilled_in_chunks_beside_others_has_the_same_samples(u
 
 async def test_retracted_requests_have_the_same_samples(url: str) -> None:
     """The cache is too small for all: requests are retracted in the middle, and their tokens computed once more."""
-    # Without ignore_eos, for which SGLang reserves the cache of the whole response.
-    sampling = {"max_new_tokens": 150, "logit_bias": {str(END): -100.0}}
+    # Without ignore_eos, for which SGLang reserves the cache of the whole response. Three of them fill the cache: on
+    # a busy machine requests begin one after the other, and few run at a time.
+    sampling = {"max_new_tokens": 300, "logit_bias": {str(END): -100.0}}
     async with engine_at(url) as engine:
         alone = [await engine.ids(PROMPT, seed, **sampling) for seed in SEEDS]
         before = await engine.retracted()

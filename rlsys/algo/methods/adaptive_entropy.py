@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Self
 
+import torch
 from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
@@ -50,6 +51,10 @@ class AdaptiveEntropy(EntropyBonus):
 
     def weight(self) -> float:
         return self._steered if self._entropy <= self.target else 0.0
+
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        """Everywhere, also with a weight of 0: only an update measures the entropy that makes it rise."""
+        return torch.full_like(advantages, self.highest > 0, dtype=torch.bool)
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         loss, _ = super().__call__(view, prepared)

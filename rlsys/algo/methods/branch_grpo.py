@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Advantage, Eps
 from rlsys.algo.batch import Batch, Samples
+from rlsys.algo.plugin import REWARD_TOLERANCE
 from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import groups_of
 
@@ -52,25 +54,38 @@ def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
     return [path(place, float("inf")) for place in range(len(stems))]
 
 
-def sharers(stems: Sequence[int], forks: Sequence[int]) -> list[list[int]]:
-    """How many samples of a group have each of a sample's nodes, in order."""
-    found = paths(stems, forks)
-    count = Counter(node for nodes in found for node in nodes)
-    return [[count[node] for node in nodes] for nodes in found]
+def subtree(nodes: Sequence[list[Node]], in_tree: Sequence[bool]) -> list[list[Node]]:
+    """Return each sample's nodes in the tree of the `in_tree` samples alone; none for another sample.
+
+    Nodes that the same samples have become one: nothing forks there any more.
+    """
+    members: dict[Node, set[int]] = {}
+    for row in (row for row, present in enumerate(in_tree) if present):
+        for node in nodes[row]:
+            members.setdefault(node, set()).add(row)
+    out = []
+    for own, present in zip(nodes, in_tree, strict=True):
+        forks = [node for previous, node in pairwise(own) if present and members[previous] != members[node]]
+        out.append([*own[:1], *forks] if present else [])
+    return out
 
 
-def by_depth(
-    rewards: Tensor, stems: Sequence[int], forks: Sequence[int], eps: float = 1e-8
-) -> list[list[tuple[int, float]]]:
-    """Of each sample of a group, (first token, advantage) of its nodes in order.
+def sharers(nodes: Sequence[list[Node]], trained: Sequence[bool]) -> list[list[int]]:
+    """Count the trained samples of a group that have each of a sample's nodes, in order."""
+    count = Counter(node for own, trains in zip(nodes, trained, strict=True) if trains for node in own)
+    return [[count[node] for node in own] for own in nodes]
+
+
+def by_depth(rewards: Tensor, tree: Sequence[list[Node]], eps: float = 1e-8) -> list[list[tuple[int, float]]]:
+    """Return (first token, advantage) of each sample's nodes in order, for a group with this tree.
 
     A node's reward is the mean over the samples `[n]` that have it. Its advantage is (R - mean) / (std + eps) among
     the nodes of its depth, std with n - 1; 0 where it is alone at its depth, or all rewards there agree.
     """
-    found = paths(stems, forks)
+    least = max(1e-6, REWARD_TOLERANCE * float(rewards.abs().max()))  # the authors' bound, and rounding
     members: dict[Node, list[int]] = {}
     depth: dict[Node, int] = {}
-    for place, nodes in enumerate(found):
+    for place, nodes in enumerate(tree):
         for level, node in enumerate(nodes):
             members.setdefault(node, []).append(place)
             depth[node] = level
@@ -79,9 +94,9 @@ def by_depth(
         nodes = [node for node, at in depth.items() if at == level]
         means = torch.stack([rewards[members[node]].mean() for node in nodes])
         spread = means.std() if len(nodes) > 1 else means.new_zeros(())
-        scaled = (means - means.mean()) / (spread + eps) if spread > 1e-6 else torch.zeros_like(means)
+        scaled = (means - means.mean()) / (spread + eps) if spread > least else torch.zeros_like(means)
         advantages |= dict(zip(nodes, scaled.tolist(), strict=True))
-    return [[(node.start, advantages[node]) for node in nodes] for nodes in found]
+    return [[(node.start, advantages[node]) for node in nodes] for nodes in tree]
 
 
 class BranchGrpo(Advantage):
@@ -91,8 +106,8 @@ class BranchGrpo(Advantage):
     A stretch has the mean reward of the samples that share it. BranchGRPO is a method for images, where a depth is a
     denoising step; that a depth is a number of forks is our reading for text. Without forks it is GRPO.
 
-    A stretch that k samples share is trained once, as by the authors (collect_all_transitions): it is in the batch k
-    times, each with 1 / k of its advantage.
+    A stretch that k trained samples share is trained once, as by the authors (collect_all_transitions): it is in the
+    batch k times, each with 1 / k of its advantage.
     """
 
     paper: ClassVar[str] = "BranchGRPO (arXiv 2509.06040), depth-wise advantage"
@@ -113,13 +128,15 @@ class BranchGrpo(Advantage):
     ) -> list[Tensor]:
         nodes: dict[int, list[tuple[int, float]]] = {}
         for rows in groups_of(samples.group_ids):
-            rows = rows[samples.column("counted")[rows]]
+            in_tree = samples.column("counted")[rows].tolist()
+            trained = in_tree if samples.kept is None else samples.kept[rows].tolist()
             place = {int(p): i for i, p in enumerate(samples.column("place")[rows])}
             stems = [place.get(int(s), -1) for s in samples.column("stem")[rows]]
             forks = [int(f) for f in samples.column("fork_at")[rows]]
-            found = by_depth(advantages[rows], stems, forks, self.eps)
-            for row, of_nodes, counts in zip(rows.tolist(), found, sharers(stems, forks), strict=True):
-                nodes[row] = [(at, a / k) for (at, a), k in zip(of_nodes, counts, strict=True)]
+            tree = subtree(paths(stems, forks), in_tree)
+            found = by_depth(advantages[rows], tree, self.eps)
+            for row, of_nodes, counts in zip(rows.tolist(), found, sharers(tree, trained), strict=True):
+                nodes[row] = [(at, a / max(k, 1)) for (at, a), k in zip(of_nodes, counts, strict=True)]
         return [part.masked(self._spread(part, nodes)) for part in parts]
 
     def _spread(self, part: Batch, nodes: dict[int, list[tuple[int, float]]]) -> Tensor:

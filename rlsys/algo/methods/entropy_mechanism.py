@@ -71,6 +71,9 @@ class ClipCov(Clip):
     def needs(self) -> frozenset[str]:
         return frozenset({"now"})
 
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        return advantages != 0
+
     def _drawn_from(self, batch: Batch, anchor: Tensor, of: Means) -> Tensor:
         """Tokens that may be dropped, `[T]` bool."""
         gap = batch.masked(batch.signal("now") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -111,6 +114,9 @@ class KlCov(Loss):
 
     def needs(self) -> frozenset[str]:
         return frozenset({"now"})
+
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        return (advantages != 0) | (self.coefficient != 0)
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
         """The means, and above which rank a token is held."""

@@ -108,7 +108,8 @@ class Gae(Advantage):
         if self.rewards == "response":
             return torch.where(last_token(part), part.expand(advantages), torch.zeros_like(part.mu))
         table = samples.column("turn_rewards").to(part.mu)
-        of_turn = table[part.rows.to(table.device)[part.ids], part.signal("turns").clamp(min=0)]
+        # Where no model sampled the token, its turn is -1: what that reads is masked.
+        of_turn = table[part.rows.to(table.device)[part.ids], part.signal("turns")]
         return torch.where(turn_ends(part), of_turn, torch.zeros_like(part.mu))
 
     def _estimate(self, part: Batch, rewards: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Advantage, Eps, by_group, middle
 from rlsys.algo.batch import Samples
+from rlsys.algo.plugin import REWARD_TOLERANCE
 
 
 def dense_centre(rewards: Tensor, share: float) -> Tensor:
-    """Median of the ceil(share n) sorted neighbours with the smallest range (the lower ones when ranges tie)."""
+    """Median of the ceil(share n) sorted neighbours with the smallest range (the lower ones when ranges tie, but for
+    rounding)."""
     k = max(1, math.ceil(share * len(rewards)))
     ordered = rewards.sort().values
-    start = int((ordered[k - 1 :] - ordered[: len(ordered) - k + 1]).argmin())
+    ranges = ordered[k - 1 :] - ordered[: len(ordered) - k + 1]
+    start = int((ranges <= ranges.min() + REWARD_TOLERANCE * rewards.abs().max()).int().argmax())
     return middle(ordered[start : start + k])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -24,6 +25,9 @@ class Kimi(Loss):
     reads_anchor: ClassVar[bool] = True
     tau: Annotated[float, Field(ge=0)] = 0.1
     """Weight."""
+
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        return torch.full_like(advantages, self.tau != 0, dtype=torch.bool)
 
     def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
         return self.tau / 2 * view.log_ratio**2, {}

@@ -30,6 +30,9 @@ class PositiveNll(Loss):
     correct: float = 0.5
     """A response is correct when its reward is above this."""
 
+    def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
+        return (rewards > self.correct) & (self.coefficient != 0)
+
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Tensor:
         """What the correct responses of the update weigh, a scalar."""
         weights = [p.masked(p.signal("weight") * self._correct(p)).double().sum() for p in parts]

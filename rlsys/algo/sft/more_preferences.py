@@ -19,8 +19,8 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 def imitation(answers: Answers) -> Tensor:
-    """Mean cross entropy of the chosen answers' tokens."""
-    return -answers.chosen(answers.logp).sum() / answers.chosen(answers.tokens).sum()
+    """Mean cross entropy of the tokens of the chosen answers; 0 where none is trained."""
+    return -answers.chosen(answers.logp).sum() / answers.chosen(answers.tokens).sum().clamp(min=1)
 
 
 class SimPo(Preference):

@@ -149,6 +149,13 @@ def test_minpro_by_hand() -> None:
     close(got, vector(0.5, 0.5, 0.25, 2, 2))
 
 
+def test_minpro_takes_the_ratio_to_what_sampled() -> None:
+    """Log-ratios -ln 2, 0: the second token has the first one's 1/2, whatever mu is."""
+    batch = packed([2], [-0.3, -1.2])
+    got = correct("minpro", batch, [0.0] * 2, logp=[-0.3 - LOG2, -1.2]).weight
+    close(got, vector(1, 0.5))
+
+
 def test_minpro_does_not_see_masked_tokens() -> None:
     batch = packed([3], mask=[1.0, 0.0, 1.0])
     close(correct("minpro", batch, [0.0] * 3, logp=[0.0, -9.0, 0.0]).weight[batch.keep], vector(1, 1))

@@ -163,12 +163,38 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             ["algo.shaping=[{name: overlong, cap: 500}]"],
             r"algo.shaping\[0\] \(Overlong\): cap = 500 less buffer = 64 is not below .*_tokens = 256",
         ),
+        (
+            ["algo.shaping=[{name: overlong, cap: 320}]"],
+            r"algo.shaping\[0\] \(Overlong\): cap = 320 less buffer = 64 is not below .*_tokens = 256",
+        ),
+        (
+            ["algo.corrections=[{name: icepop, low: 1.5, high: 1.5}]"],
+            "low = 1.5 must be below high = 1.5: nothing would be kept",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str], told: str) -> None:
     with pytest.raises(UserError, match=told) as caught:
         check(load_config(CONFIGS / "quickstart.yaml", overrides))
     assert "\n" not in str(caught.value)
+
+
+def test_a_weight_of_exact_tokens_that_is_not_1_is_said() -> None:
+    """Also of a correction that looks at the whole ratio."""
+    overrides = ["algo.anchor=old", "algo.minibatches=2", "algo.corrections=[{name: minpro, cap: 0.5}]"]
+    told = notes(load_config(CONFIGS / "quickstart.yaml", overrides))
+    assert any("(MinPro) multiplies tokens on which engine and trainer agree by 0.5" in note for note in told)
+
+
+def test_a_correction_that_only_rejects_multiplies_nothing_twice() -> None:
+    def told(weighted: bool) -> list[str]:
+        icepop = f"{{name: icepop, weighted: {str(weighted).lower()}}}"
+        overrides = ["algo.anchor=old", "algo.minibatches=2", f"algo.corrections=[tis, {icepop}]"]
+        return [
+            n for n in notes(load_config(CONFIGS / "quickstart.yaml", overrides)) if "more than once" in n
+        ]
+
+    assert told(True) and not told(False)
 
 
 def test_a_method_known_from_an_abstract_alone_says_so() -> None:

@@ -139,6 +139,32 @@ def test_rewards_that_are_no_numbers_with_a_fraction_are_refused() -> None:
         Samples(rewards=torch.zeros(2), group_ids=ids[:, None], lengths=ids)
 
 
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in TABLE.items() for name in names])
+def test_every_default_is_a_value_that_may_be_given(kind: str, name: str) -> None:
+    plugin = load(kind, TABLE[kind][name])
+    given = {
+        key: f.default
+        for key, f in plugin.model_fields.items()
+        if not f.is_required() and not f.default_factory
+    }
+    build(kind, name, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "published"),
+    [
+        ("loss", "gmpo", {"clip_low": 0.4, "clip_high": 0.4}),
+        ("loss", "bapo", {"low_min": 0.6, "low_max": 0.9, "high_min": 1.2, "high_max": 3.0}),
+        ("loss", "kimi", {"tau": 0.1}), ("loss", "dppo", {"low": 0.15, "high": 0.15, "cap": 20.0}),
+        ("advantage", "gdpo", {"eps": 1e-6}), ("advantage", "outcome_exploration", {"c": 0.1, "b0": 0.5}),
+        ("preference", "aot", {"beta": 0.1, "wrong": 0.0}),
+    ],
+)  # fmt: skip
+def test_defaults_are_the_published_ones(kind: str, name: str, published: dict[str, float]) -> None:
+    made = build(kind, name)
+    assert {key: getattr(made, key) for key in published} == published
+
+
 def test_show_names_types_as_they_are_written() -> None:
     assert "floor_low (float | None, at least 0, below 1, default None)" in render_show("m2po")
     assert "weights (list[float] | None, default None)" in render_show("gdpo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -186,6 +187,31 @@ def test_xrpo_holds_groups_until_their_round_closes() -> None:
         assert not planner.waiting()
 
 
+def test_planners_remember_nothing_of_a_group_that_is_done_or_gone() -> None:
+    aoi = build("planner", "aoi", samples=1)
+    for group_id in (0, 1):
+        aoi.hear_guidance(group_id, [1, 2])
+        assert aoi.decide(group([0, 0], group_id)) == More(1, (1, 2))
+    assert aoi.decide(group([0, 0, 1], 0)) == Accept()
+    aoi.forget(1)
+    assert aoi.state_dict() == {"mined": []}
+
+    xrpo = build("planner", "xrpo", groups=1, samples=2, share=1.0, exemplars=0)
+    assert xrpo.decide(group([0, 1], 3, 3)) == More(2)
+    assert xrpo.state_dict()["grown"] == [3]
+    xrpo.forget(3)
+    assert xrpo.state_dict()["grown"] == []
+
+
+def test_xrpo_gives_nothing_to_a_group_that_is_full() -> None:
+    xrpo = build("planner", "xrpo", groups=1, samples=2, share=1.0, largest=2, exemplars=0)
+    assert xrpo.decide(group([0, 1])) == Accept()
+
+
+def test_a_planner_without_probes_adds_no_sample_for_them() -> None:
+    assert build("planner", "fixed").hear_probes(0, [1.0]) == 0
+
+
 def test_a_released_group_goes_on_where_it_was_held() -> None:
     """dapo gave in to a group of equal rewards; asked a second time it would drop it."""
     planners = [build("planner", "dapo", drops=1), build("planner", "xrpo", groups=9, exemplars=0)]
@@ -203,6 +229,20 @@ def test_the_most_alike_share_what_others_lack() -> None:
     assert most_alike([1, 2, 5, 6, 9, 3], texts, 1) == [1]
     assert most_alike([1], [], 2) == []
     assert most_alike([], [[], [1]], 2) == [1, 0]  # of equals the later first
+
+
+def test_the_most_alike_have_the_largest_cosine() -> None:
+    """By dense vectors of all terms."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        texts = [rng.integers(0, 6, rng.integers(3, 12)).tolist() for _ in range(7)]
+        counts = [Counter([*t, *itertools.pairwise(t)]) for t in texts]
+        known = sorted({term for c in counts for term in c}, key=str)
+        table = np.array([[c[term] for term in known] for c in counts], dtype=float)
+        table *= np.log((1 + len(texts)) / (table > 0).sum(0))
+        cosines = table[:-1] @ table[-1] / np.linalg.norm(table[:-1], axis=1) / np.linalg.norm(table[-1])
+        found = most_alike(texts[-1], texts[:-1], 6)
+        assert np.all(np.diff(cosines[found]) <= 1e-12)
 
 
 def solved_or_not(
@@ -240,6 +280,8 @@ def test_xrpo_shows_the_solved_problems_most_like_the_one_that_nobody_solves() -
     for index, prompt, right in solved:
         xrpo.decide(solved_or_not(index, index, {right: 1.0, (1,) * 6: 1.0, (2,): 0.0}, prompt))
     expected = (4, 9, 4, 4, 7, 8, 8, 7, 8, 9)  # the nearest last; the third's response is too long
+    assert xrpo.seeded_prompt(hard) == expected
+    hard.samples[-1].prompt_ids = [4, 5]  # as of one that was seeded: the group's own prompt is the first's
     assert xrpo.seeded_prompt(hard) == expected
     assert xrpo.decide(hard) == More(3, expected)
     again = build("planner", "xrpo")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlsys.algo import build
+from rlsys.algo.losses import View
 from rlsys.algo.objective import Objective
 from rlsys.algo.planners import Accept, Drop
 from rlsys.algo.reduction import alone
@@ -64,6 +65,62 @@ def test_a_mini_batch_without_a_trained_token_has_no_update() -> None:
     objective.finish(plan, parts)
     assert [objective.trains([part]) for part in parts] == [True, False]
     assert plan.trained == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("term", "acts"),
+    [
+        ({"name": "kl", "beta": 0.0}, False), ({"name": "kl", "beta": 0.1}, True), ("adaptive_kl", True),
+        ({"name": "kimi", "tau": 0.0}, False), ("kimi", True),
+        ({"name": "entropy", "coefficient": 0.0}, False), ("entropy", True),
+        ("adaptive_entropy", True), ({"name": "adaptive_entropy", "highest": 0.0}, False),
+        ({"name": "value", "coefficient": 0.0}, False), ("value", True),
+        ({"name": "positive_nll", "coefficient": 0.0, "correct": -1.0}, False), ("positive_nll", False),
+        ({"name": "positive_nll", "correct": -1.0}, True),
+        ("clip_cov", False), ("kl_cov", True), ({"name": "kl_cov", "coefficient": 0.0}, False),
+        ("dro", True), ("distill", True),
+    ],
+)  # fmt: skip
+def test_equal_rewards_make_an_update_only_where_a_term_acts_without_advantages(
+    term: Any, acts: bool
+) -> None:
+    """All rewards are 0. Momentum alone would move the weights, and `effective_groups` would not be 0."""
+    objective = Objective(section(loss=["clip", term]))
+    plan = objective.plan(table([0.0] * 4, [0, 0, 1, 1], [2] * 4))
+    assert plan.trained == (tuple(plan.rows) if acts else ())
+    columns = {
+        "old": [-1.0] * 8,
+        "now": [-1.0] * 8,
+        "entropy": [1.0] * 8,
+        "values": [0.5] * 8,
+        "ref": [-1.0] * 8,
+    }
+    part = packed([2] * 4, [-1.0] * 8, **columns)
+    objective.finish(plan, [part])
+    assert objective.trains([part]) is acts
+    assert plan.trained == ((0, 1, 2, 3) if acts else ())
+
+
+def test_a_sample_without_a_trained_token_divides_by_1() -> None:
+    """Its length is 0: too old, say, or only read."""
+    batch = packed([2, 2], mask=[0.0, 0.0, 1.0, 1.0], advantages=[1.0] * 4, weight=[1.0] * 4)
+    for lengths in (None, torch.tensor([0, 2])):
+        batch.sample_lengths = lengths
+        assert View(batch, batch.mu, batch.mu).sample_lengths.tolist() == [1, 1, 2, 2]
+
+
+def test_whitening_is_over_the_tokens_that_a_selector_leaves() -> None:
+    """Rewards 1, 0, 0 of two tokens each. The three tokens of most entropy stay: 1, 1, 0, of mean 2/3 and deviation
+    sqrt(1/3); over all six tokens it would be 1/3."""
+    selector = {"name": "top_entropy", "share": 0.5}
+    objective = Objective(section(loss=["reinforce"], advantage="reinforce_pp", selectors=[selector]))
+    plan = objective.plan(table([1.0, 0.0, 0.0], [0, 1, 2], [2] * 3))
+    part = packed([2] * 3, [-1.0] * 6, entropy=[6.0, 5.0, 4.0, 3.0, 2.0, 1.0])
+    objective.finish(plan, [part])
+    assert part.counted_tokens.tolist() == [True] * 3 + [False] * 3
+    assert part.advantages is not None
+    expected = [x / (1 / 3) ** 0.5 for x in (1 / 3, 1 / 3, -2 / 3)]
+    assert part.advantages[:3].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_over_active_divides_by_all_where_no_sample_is_active() -> None:
@@ -124,6 +181,16 @@ def test_rounding_of_equal_rewards_is_no_advantage(name: str) -> None:
     samples = table([10.0] * 5, [0] * 5, [3, 1, 4, 1, 5], prompt_index=torch.zeros(5).long(), **columns)
     samples = replace(samples, rewards=rewards)
     assert not build("advantage", name)(samples).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("start", [0.0, 0.1, 0.2, 0.6, 0.7])
+def test_rounding_chooses_no_window_of_gapo(start: float, dtype: torch.dtype) -> None:
+    """All windows of two have the same range, so that the lowest counts: (R - Q) / rms(R - Q), n - 1 = 3, by hand."""
+    rewards = torch.tensor([start + k / 10 for k in range(4)], dtype=dtype)
+    found = build("advantage", "gapo")(replace(table([0.0] * 4, [0] * 4), rewards=rewards))
+    scale = ((0.05**2 + 0.05**2 + 0.15**2 + 0.25**2) / 3) ** 0.5
+    assert found.tolist() == pytest.approx([d / scale for d in (-0.05, 0.05, 0.15, 0.25)], rel=1e-4)
 
 
 def test_dapo_drops_a_group_whose_rewards_differ_by_rounding() -> None:

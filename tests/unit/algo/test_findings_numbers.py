@@ -525,6 +525,7 @@ SENSELESS = {
     "icepop above 1": [OLD, "algo.corrections=[{name: icepop, low: 1.1, high: 2.0}]"],
     "icepop veto of 1": [OLD, "algo.corrections=[{name: icepop, veto: 1.0}]"],
     "rejection of exact tokens": [OLD, "algo.corrections=[{name: rejection, kind: k1, high: -0.1}]"],
+    "tis above 1": [OLD, "algo.corrections=[{name: tis, floor: 1.5}]"],
     "dppo without room": ["algo.loss=[{name: dppo, low: 0, high: 0}]"],
     "d3s with gae": ["algo.advantage=gae", "algo.loss=[clip, value]", "algo.selectors=[d3s]"],
     "d3s with optimal_token_baseline": [
@@ -533,6 +534,13 @@ SENSELESS = {
     "d3s with reinforce_pp": ["algo.advantage=reinforce_pp", "algo.selectors=[d3s]"],
     "distill with dapo": [
         "algo.loss=[distill]", "algo.planners=[dapo]", "algo.teacher={path: configs/models/quickstart-moe}",
+    ],
+    "distill with d3s": [
+        "algo.loss=[distill]", "algo.selectors=[d3s]", "algo.teacher={path: configs/models/quickstart-moe}",
+    ],
+    "distill with rorecomp": [
+        "algo.loss=[distill, kl]", "algo.selectors=[rorecomp]",
+        "algo.teacher={path: configs/models/quickstart-moe}",
     ],
 }  # fmt: skip
 
@@ -544,7 +552,9 @@ def test_numbers_n11_a_combination_without_sense_is_refused_or_noted(overrides: 
 
 def test_numbers_n12_distillation_alone_takes_one_response_a_prompt() -> None:
     teacher = "algo.teacher={path: configs/models/quickstart-moe}"
-    assert accepted("algo.loss=[distill]", "rollout.group_size=1", teacher) == ""
+    for loss in ("distill", "distill, kl", "distill, entropy", "distill, positive_nll", "distill, kimi"):
+        assert accepted(f"algo.loss=[{loss}]", "rollout.group_size=1", teacher) == "", loss
+    assert "group_size >= 2" in accepted("algo.loss=[distill, clip]", "rollout.group_size=1", teacher)
 
 
 # -- N13, N14 ------------------------------------------------------------------------------------------------------

@@ -60,6 +60,24 @@ def test_by_hand(name: str, params: dict[str, Any], expected: float) -> None:
     assert float(build("preference", name, **params)(two())) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", TABLE["preference"])
+@pytest.mark.parametrize("tokens", [[0, 2], [2, 0], [0, 0]])
+def test_an_answer_without_a_trained_token_has_a_finite_loss_and_gradient(
+    name: str, tokens: list[int]
+) -> None:
+    """There is nothing to imitate: the cross entropy of no token is 0."""
+    params = {"imitate": 1.0} if name == "simpo" else {}
+    logp = torch.tensor([-0.5 * n for n in tokens], dtype=torch.float64, requires_grad=True)
+    value = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    answers = two(
+        logp=logp, ref=logp.detach() - 0.1, tokens=torch.tensor(tokens), drift=torch.zeros(2), value=value
+    )
+    found = build("preference", name, **params)(answers)
+    gradients = torch.autograd.grad(found, [logp, value], allow_unused=True)
+    assert math.isfinite(found)
+    assert all(g is None or bool(g.isfinite().all()) for g in gradients)
+
+
 def test_kto_never_starts_below_the_reference() -> None:
     behind = two(drift=torch.tensor([-3.0, 1.0]))
     expected = ((1 - sigmoid(0.2)) + (1 - sigmoid(0.1))) / 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rlsys.algo import build
-from tests.helpers.algo_world import DOUBLE
+from rlsys.algo.objective import Objective
+from tests.helpers.algo_world import DOUBLE, section
 
 close = torch.testing.assert_close
 
@@ -25,6 +26,12 @@ def test_it_moves_every_second_step_by_hand() -> None:
         seen.append(float(hook.reference()["a"][0]))
     assert seen == [0.0, 0.5, 0.5, 1.375, 1.375]
     close(hook.reference()["b"], torch.tensor([[2.375]]))
+
+
+def test_an_objective_starts_its_hooks() -> None:
+    objective = Objective(section(loss=["clip", "kl"], hooks=["sync_ref"]))
+    objective.start(lambda: weights(3.0))
+    assert objective.reference()["a"].tolist() == [3, 3]
 
 
 def test_it_keeps_a_copy_of_the_first_weights_and_changes_none_of_the_policys() -> None:

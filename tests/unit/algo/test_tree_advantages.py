@@ -31,7 +31,7 @@ def test_the_nodes_of_a_tree_by_hand() -> None:
 
 def test_depth_wise_advantages_by_hand() -> None:
     """A trunk of mean 0.5 beside a lone sample of 1; two branches of 1 and 0."""
-    found = by_depth(torch.tensor([1.0, 0.0, 1.0]), [-1, 0, -1], [0, 3, 0], eps=0.0)
+    found = by_depth(torch.tensor([1.0, 0.0, 1.0]), paths([-1, 0, -1], [0, 3, 0]), eps=0.0)
     half = 0.5**0.5  # (1 - 0.5) / std([1, 0]) with n - 1, and as well (1 - 0.75) / std([0.5, 1])
     expected = [[(0, -half), (3, half)], [(0, -half), (3, -half)], [(0, half)]]
     for own, wanted in zip(found, expected, strict=True):
@@ -62,6 +62,49 @@ def test_every_token_has_the_advantage_that_brute_force_finds(seed: int) -> None
     (found,) = method.per_token(method(samples), samples, [batch], alone)
     expected = torch.tensor(depth_wise_advantages(rewards, texts), dtype=DOUBLE).flatten()
     assert torch.allclose(found, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_branches_of_a_dropped_stem_still_share_its_tokens(seed: int) -> None:
+    """A `before` selector drops samples: what is left has the advantages of the tree that is left."""
+    r = random.Random(seed)
+    stems, forks = random_tree(r, 6)
+    texts = token_names(stems, forks, [12] * 6)
+    rewards = [r.choice([0.0, 0.5, 1.0]) for _ in texts]
+    left = sorted(r.sample(range(6), 4))
+    tree = {"place": torch.arange(6), "stem": torch.tensor(stems), "fork_at": torch.tensor(forks)}
+    counted = torch.tensor([row in left for row in range(6)])
+    samples = replace(table(rewards, [0] * 6, [12] * 6, **tree), counted=counted)
+    batch = packed([12] * 4)
+    batch.rows = torch.tensor(left)
+    method = build("advantage", "branch_grpo")
+    (found,) = method.per_token(method(samples), samples, [batch], alone)
+    expected = depth_wise_advantages([rewards[row] for row in left], [texts[row] for row in left])
+    assert torch.allclose(found, torch.tensor(expected, dtype=DOUBLE).flatten(), atol=1e-9)
+
+
+def test_a_shared_stretch_is_trained_once_by_the_samples_that_are_kept() -> None:
+    """Three samples share two tokens; one of them was cut off. Its reward counts, its tokens are not trained."""
+    tree = {
+        "place": torch.arange(4),
+        "stem": torch.tensor([-1, 0, 0, -1]),
+        "fork_at": torch.tensor([0, 2, 2, 0]),
+    }
+    every, kept = torch.ones(4, dtype=torch.bool), torch.tensor([True, True, False, True])
+    samples = replace(table([1.0, 0.0, 1.0, 0.0], [0] * 4, [4] * 4, **tree), counted=every, kept=kept)
+    batch, method = packed([4] * 4), build("advantage", "branch_grpo", eps=0.0)
+    (found,) = method.per_token(method(samples), samples, [batch], alone)
+    tokens = found.view(4, 4)[kept]
+    root = 0.5**0.5  # of the means 2/3 and 0, deviation with n - 1
+    assert float(tokens[:2, 0].sum()) == pytest.approx(root)
+    assert float(tokens[2, 0]) == pytest.approx(-root)
+
+
+@pytest.mark.parametrize("reward", [0.7, 1000.1, 123456.7])
+def test_equal_rewards_of_any_size_are_no_advantage(reward: float) -> None:
+    """Means of two and of three samples differ by rounding."""
+    found = by_depth(torch.full((7,), reward), paths([-1, 0, 0, 1, -1, 4, 5], [0, 2, 4, 6, 0, 3, 5]))
+    assert {advantage for nodes in found for _, advantage in nodes} == {0.0}
 
 
 def test_without_forks_it_is_grpo() -> None:

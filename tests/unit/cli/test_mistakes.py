@@ -160,7 +160,6 @@ TABLE: list[tuple[str, str]] = [
         "data.reward.0.wieght: unknown key; did you mean data.reward.0.weight?",
     ),
     # numbers
-    ("rollout.group_size=1", "rollout.group_size = 1 leaves grpo without a baseline; use group_size >= 2"),
     ("rollout.temperature=warm", "rollout.temperature = 'warm': expected a number"),
     ("rollout.max_turns=3", "it is the generator's: rollout.generator_params={max_turns: 4}"),
 ]

@@ -22,7 +22,7 @@ from tests.gate.mutant_drawing import (
     operators,
     statement_lines,
 )
-from tests.gate.mutants import PASS, PLACES, CleanRun, Verdict, report
+from tests.gate.mutants import PASS, PLACES, CleanRun, Verdict, earlier_verdicts, record, report
 from tests.gate.selection import ROOT, Reach
 from tests.helpers.python_path import python_path
 
@@ -230,3 +230,14 @@ def test_the_last_line_has_the_counts_and_the_share() -> None:
     assert (
         told == f"20 mutants: 16 killed, 1 timed out, 3 survived; 85.0% noticed, at least {PASS:.0%} expected"
     )
+
+
+def test_a_mutant_that_an_earlier_run_noticed_is_not_tried_again(tmp_path: Path) -> None:
+    """Not even where its line has moved; one that survived is."""
+    file, known = tmp_path / "verdicts", Mutant("a.py", 1, "f", "x < 1", "x <= 1", "old text")
+    survivor = Mutant("a.py", 2, "f", "y < 1", "y <= 1", "old text")
+    for mutant, outcome in ((known, "killed"), (survivor, "survived")):
+        record(file, Verdict(mutant, outcome, "test", 3, 1.0))
+    moved = Mutant("a.py", 5, "f", "x < 1", "x <= 1", "new text")
+    assert earlier_verdicts(file, [moved, survivor]) == {moved: Verdict(moved, "killed", "test", 3, 1.0)}
+    assert earlier_verdicts(tmp_path / "none", [moved]) == {}
