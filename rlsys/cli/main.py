@@ -201,9 +201,9 @@ def resume_point(run: Path) -> str:
     checkpoint = newest_checkpoint_step(run)
     if checkpoint >= last_step:
         return f"after train step {last_step}, which is saved"
-    saved = f"the newest checkpoint is of step {checkpoint}" if checkpoint else "no checkpoint exists"
+    newest = f"the newest checkpoint is of step {checkpoint}" if checkpoint else "no checkpoint exists"
     repeated = f"{checkpoint + 1} to {last_step}" if last_step > checkpoint + 1 else str(last_step)
-    return f"after train step {last_step}; {saved}, so train step {repeated} will be repeated"
+    return f"after train step {last_step}; {newest}, so train step {repeated} will be repeated"
 
 
 def request_requeue(config: Config, run: Path, backend: Backend, display: Display) -> None:

@@ -158,8 +158,9 @@ def _contain_exits_of_tasks() -> None:
             return task
         return asyncio.Task(coroutine, loop=loop, **options)
 
-    create_task.contains_exits = True  # type: ignore[attr-defined]
-    loop.set_task_factory(create_task)
+    factory: Any = create_task
+    factory.contains_exits = True
+    loop.set_task_factory(factory)
 
 
 def _is_cancelled() -> bool:
