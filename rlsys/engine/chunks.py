@@ -106,6 +106,13 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         mu, kept = meta.output_token_sampling_logprobs or [], meta.output_token_sampling_mask or []
     else:
         mu, kept = [entry.value for entry in meta.output_token_logprobs or []], []
+    if meta.completion_tokens and len(ids) > meta.completion_tokens - received >= 0:
+        # A server without --incremental-streaming-output repeats all tokens so far, and may add later ones, whose
+        # log-probs are in its next chunk.
+        new = slice(received, meta.completion_tokens)
+        ids, mu, kept = ids[new], mu[new], kept[new]
+        if meta.output_top_logprobs is not None:
+            meta.output_top_logprobs = meta.output_top_logprobs[new]
     if not meta.prompt_tokens:
         # Aborted in the queue, where a request that has run before may wait for memory: this closing chunk then
         # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.
