@@ -37,8 +37,8 @@ class Rendering:
         tools: Sequence[Mapping[str, Any]],
         chat_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a first question. `chat_args`: further variables of the chat template. Raises BadRequest for messages
-        that the template refuses, or tools that it does not show."""
+        """Ids of a first question. `chat_args`: further variables of the chat template. Raises BadRequest for
+        messages that the template refuses, or tools that it does not show."""
         text = self._render(messages, tools, chat_args)
         if tools:
             key = json.dumps(list(tools), sort_keys=True)

@@ -13,7 +13,7 @@ from rlsys.core.errors import UserError
 from rlsys.gateway.fleet import FleetInterruption, is_host
 from rlsys.gateway.front import FrontLimits
 from rlsys.gateway.serve import RouterOptions, run_router
-from rlsys.router.strategy import UNMEASURED
+from rlsys.router.strategy import STRATEGIES
 
 
 def router(args: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="FILE",
         help="the engines' --config file, with api-key and admin-api-key",
     )
-    sub.add_argument("--strategy", choices=sorted(UNMEASURED), default="prefix_affinity")
+    sub.add_argument("--strategy", choices=sorted(STRATEGIES), default="prefix_affinity")
     sub.add_argument(
         "--interruption",
         choices=get_args(FleetInterruption),

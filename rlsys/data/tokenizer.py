@@ -197,8 +197,8 @@ class Tokenizer:
         chat_args: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat template over `messages` ({"role", "content", ...}); `generate` opens the assistant's turn.
-        `tools`: schemas of functions, in the place of those of the chat arguments. `chat_args`: beside the tokenizer's
-        own.
+        `tools`: schemas of functions, in the place of those of the chat arguments. `chat_args`: beside those of the
+        tokenizer.
 
         Raises UserError when the folder has no template, or that has no use for a chat argument, RowError when it
         refuses the messages.

@@ -110,7 +110,8 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         # A server without --incremental-streaming-output repeats all tokens so far, and may add later ones, whose
         # log-probs are in its next chunk.
         new = slice(received, meta.completion_tokens)
-        ids, mu, kept = ids[new], mu[new], kept[new]
+        ids, mu = ids[new], mu[new]
+        kept[:] = kept[new]
         if meta.output_top_logprobs is not None:
             meta.output_top_logprobs = meta.output_top_logprobs[new]
     if not meta.prompt_tokens:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 RESERVED_TOKENS = 6
 """SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
 DEATHS_POISONOUS = 2
-"""Engine deaths under a client's request after which it is refused: one try more. Fewer than for a sample of a run
-(router/ladder.py), which holds only what the run has made: a client may send what a check overlooks."""
+"""Engine deaths under a client's request after which it is refused. Fewer than for a sample of a run
+(router/failure_policy.py): a client may send what a check overlooks."""
 
 
 class RefusedPrompt(ValueError):

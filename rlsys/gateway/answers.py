@@ -2,7 +2,7 @@
 
 Answer.events     the events of a stream for the tokens that have arrived since the last call, one response each
 Answer.closing    the events after those of all responses
-Answer.whole      the JSON of a complete answer
+Answer.result     the JSON of a complete answer
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ class Answer:
         self._request, self._generations, self._model = request, generations, model
         self._name, self._created = uuid.uuid4().hex, int(time.time())
         self._texts = [ResponseText(g.request, model) for g in generations]
-        self._sent = [0] * len(generations)
+        self._sent_tokens = [0] * len(generations)
         """Number of tokens of each response that the client has."""
 
-    def events(self, index: int, *, ended: bool) -> AsyncIterator[Json]:
+    def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
         raise NotImplementedError
 
     def closing(self) -> Iterator[Json]:
         return iter(())
 
-    async def whole(self) -> Json | list[Json]:
+    async def result(self) -> Json | list[Json]:
         raise NotImplementedError
 
-    def _advance(self, index: int, *, ended: bool) -> tuple[str, slice]:
+    def _advance(self, index: int, *, final: bool) -> tuple[str, slice]:
         """Return the new text of a response, and its new tokens."""
         generation, text = self._generations[index], self._texts[index]
-        new = slice(self._sent[index], len(generation.ids))
-        self._sent[index] = new.stop
-        if ended:
-            return text.conclude(generation.ids, stopped=generation.stopped), new
+        new = slice(self._sent_tokens[index], len(generation.ids))
+        self._sent_tokens[index] = new.stop
+        if final:
+            return text.conclude(generation.ids, at_stop=generation.is_stopped), new
         return text.advance(generation.ids), new
 
     def _text(self, index: int) -> str:
         generation = self._generations[index]
-        return self._texts[index].final(generation.ids, stopped=generation.stopped)
+        return self._texts[index].final(generation.ids, at_stop=generation.is_stopped)
 
     def _usage(self) -> Json:
         """Return the number of tokens; a prompt counts once, however many responses it has."""
@@ -78,21 +78,21 @@ class Answer:
 class GenerateAnswer(Answer):
     """SGLang's /generate."""
 
-    async def events(self, index: int, *, ended: bool) -> AsyncIterator[Json]:
-        text, new = self._advance(index, ended=ended)
-        if new.stop > new.start or ended:
+    async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
+        text, new = self._advance(index, final=final)
+        if new.stop > new.start or final:
             if not self._model.incremental:
                 text, new = self._texts[index].sent_text, slice(0, new.stop)
-            yield self._result(index, text, new, ended=ended)
+            yield self._response(index, text, new, final=final)
 
-    async def whole(self) -> Json | list[Json]:
-        found = [
-            self._result(i, self._text(i), slice(0, len(g.ids)), ended=True)
+    async def result(self) -> Json | list[Json]:
+        results = [
+            self._response(i, self._text(i), slice(0, len(g.ids)), final=True)
             for i, g in enumerate(self._generations)
         ]
-        return found if self._request.batch else found[0]
+        return results if self._request.batch else results[0]
 
-    def _result(self, index: int, text: str, tokens: slice, *, ended: bool) -> Json:
+    def _response(self, index: int, text: str, tokens: slice, *, final: bool) -> Json:
         result: Json = {"output_ids": list(self._generations[index].ids[tokens])}
         if self._model.tokenizer is not None:
             result = {"text": text, **result}
@@ -100,15 +100,15 @@ class GenerateAnswer(Answer):
             result["index"] = index
         if self._request.body.get("return_prompt_token_ids"):
             result["prompt_token_ids"] = self._generations[index].request.prompt_ids
-        return {**result, "meta_info": self._meta(index, tokens, ended=ended)}
+        return {**result, "meta_info": self._meta(index, tokens, final=final)}
 
-    def _meta(self, index: int, tokens: slice, *, ended: bool) -> Json:
+    def _meta(self, index: int, tokens: slice, *, final: bool) -> Json:
         generation = self._generations[index]
         request, sample = generation.request, generation.sample
         labels = [(_label(s.version), s.start, s.end) for s in sample.spans]
         meta: Json = {
             "id": self._name if len(self._generations) == 1 else f"{self._name}-{index}",
-            "finish_reason": self._finish_reason(generation) if ended else None,
+            "finish_reason": self._finish_reason(generation) if final else None,
             "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(generation.ids),
             "cached_tokens": sample.cached_tokens,
@@ -116,23 +116,23 @@ class GenerateAnswer(Answer):
             "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in labels],
         }
         if request.logprobs:
-            places = range(tokens.start, tokens.stop)
-            pairs = [(sample.mu[i], generation.ids[i]) for i in places]
+            positions = range(tokens.start, tokens.stop)
+            pairs = [(sample.mu[i], generation.ids[i]) for i in positions]
             meta["output_token_logprobs"] = [self._entry(*pair) for pair in pairs]
             if request.top_logprobs:
                 meta["output_top_logprobs"] = [
-                    [self._entry(*pair) for pair in self._tops(index, i)] for i in places
+                    [self._entry(*pair) for pair in self._tops(index, i)] for i in positions
                 ]
-        if ended and request.routes:
+        if final and request.routes:
             meta["routed_experts"] = _routes(sample, self._model.experts_per_token)
         return meta
 
     def _entry(self, logprob: float, token: int) -> list[Any]:
-        named = self._request.body.get("return_text_in_logprobs")
-        return [logprob, token, self._model.decode([token]) if named else None]
+        with_text = self._request.body.get("return_text_in_logprobs")
+        return [logprob, token, self._model.decode([token]) if with_text else None]
 
     def _finish_reason(self, generation: Generation) -> Json:
-        if not generation.stopped:
+        if not generation.is_stopped:
             return {"type": "length", "length": len(generation.ids)}
         text = self._model.decode(generation.ids)
         matched = next((t for t in generation.request.stop_texts if t in text), generation.ids[-1])
@@ -142,18 +142,18 @@ class GenerateAnswer(Answer):
 class CompletionAnswer(Answer):
     """OpenAI's completions."""
 
-    async def events(self, index: int, *, ended: bool) -> AsyncIterator[Json]:
-        text, new = self._advance(index, ended=ended)
-        if text or ended or (new.stop > new.start and self._generations[index].request.logprobs):
-            yield {**self._head, "choices": [self._choice(index, text, new, ended=ended)]}
+    async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
+        text, new = self._advance(index, final=final)
+        if text or final or (new.stop > new.start and self._generations[index].request.logprobs):
+            yield {**self._head, "choices": [self._choice(index, text, new, final=final)]}
 
     def closing(self) -> Iterator[Json]:
         if self._includes_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
-    async def whole(self) -> Json:
+    async def result(self) -> Json:
         choices = [
-            self._choice(i, self._text(i), slice(0, len(g.ids)), ended=True)
+            self._choice(i, self._text(i), slice(0, len(g.ids)), final=True)
             for i, g in enumerate(self._generations)
         ]
         return {**self._head, "choices": choices, "usage": self._usage()}
@@ -168,21 +168,21 @@ class CompletionAnswer(Answer):
             "model": model,
         }
 
-    def _choice(self, index: int, text: str, tokens: slice, *, ended: bool) -> Json:
+    def _choice(self, index: int, text: str, tokens: slice, *, final: bool) -> Json:
         generation = self._generations[index]
         logprobs = None
         if generation.request.logprobs:
-            places = range(tokens.start, tokens.stop)
+            positions = range(tokens.start, tokens.stop)
             logprobs = {
-                "tokens": [self._model.decode([generation.ids[i]]) for i in places],
-                "token_logprobs": [generation.sample.mu[i] for i in places],
+                "tokens": [self._model.decode([generation.ids[i]]) for i in positions],
+                "token_logprobs": [generation.sample.mu[i] for i in positions],
                 "top_logprobs": [
                     {self._model.decode([token]): value for value, token in self._tops(index, i)}
-                    for i in places
+                    for i in positions
                 ],
-                "text_offset": [-1] * len(places),
+                "text_offset": [-1] * len(positions),
             }
-        finish = _finish(generation) if ended else None
+        finish = _finish(generation) if final else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -201,13 +201,13 @@ class ChatAnswer(Answer):
         self._opened = [False] * len(generations)
         self._messages: dict[int, agents.Answer] = {}
 
-    async def events(self, index: int, *, ended: bool) -> AsyncIterator[Json]:
+    async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
         if not self._opened[index]:
             self._opened[index] = True
             yield self._chunk(index, chat.OPENING)
-        if self._reader is not None and not ended:
+        if self._reader is not None and not final:
             return
-        text, new = self._advance(index, ended=ended)
+        text, new = self._advance(index, final=final)
         logprobs = self._logprobs(index, new)
         if self._reader is None:
             if text or logprobs:
@@ -216,7 +216,7 @@ class ChatAnswer(Answer):
             for delta in chat.deltas(await self._parse(index)):
                 yield self._chunk(index, delta, logprobs=logprobs)
                 logprobs = None
-        if ended:
+        if final:
             answer = await self._parse(index)
             yield self._chunk(index, {}, answer.finish)
 
@@ -224,7 +224,7 @@ class ChatAnswer(Answer):
         if self._includes_usage:
             yield {**self._head(chat.CHUNK), "choices": [], "usage": self._usage()}
 
-    async def whole(self) -> Json:
+    async def result(self) -> Json:
         choices = [
             chat.choice(await self._parse(i), i, self._logprobs(i, slice(0, len(g.ids))))
             for i, g in enumerate(self._generations)
@@ -272,12 +272,12 @@ class ChatAnswer(Answer):
         request, ids = generation.request, list(generation.ids)
         turn = Turn(self._text(index))
         if self._reader is not None:
-            if generation.stopped and ids and ids[-1] in request.stop_ids:
+            if generation.is_stopped and ids and ids[-1] in request.stop_ids:
                 ids = ids[:-1]
-            text, before = self._model.decode(ids), self._model.decode(request.prompt_ids[-TAIL_IDS:])
-            if generation.stopped:
+            text, preceding_text = self._model.decode(ids), self._model.decode(request.prompt_ids[-TAIL_IDS:])
+            if generation.is_stopped:
                 text = text[: self._texts[index].stop_position(text)]
-            turn = await self._reader(text, before, self._request.tools)
+            turn = await self._reader(text, preceding_text, self._request.tools)
             if request.skip_special:
                 tokenizer = self._model.require_tokenizer("messages")
                 turn = Turn(
@@ -308,7 +308,7 @@ def answer_to(request: ApiRequest, generations: Sequence[Generation], model: Ser
 
 
 def _finish(generation: Generation) -> str:
-    return "stop" if generation.stopped else "length"
+    return "stop" if generation.is_stopped else "length"
 
 
 def _label(version: int) -> str:
@@ -321,8 +321,8 @@ def _routes(sample: Sample, experts_per_token: int) -> str | None:
     rows, end = [], 0
     for span in sample.routes:
         positions = span.end - span.start
-        width, rest = divmod(len(span.experts), positions * experts_per_token)
-        if span.start != end or rest or width not in (1, 2):
+        width, remainder = divmod(len(span.experts), positions * experts_per_token)
+        if span.start != end or remainder or width not in (1, 2):
             return None
         rows.append(np.frombuffer(span.experts, f"<u{width}").astype("<i4"))
         end = span.end

@@ -26,11 +26,11 @@ KEY_CHARACTERS = 512
 _SEED_BITS = 31
 _LARGEST_SEED = 2**63 - 1
 _PASSED_ON = ("top_p", "top_k", "min_p", "logit_bias", "ignore_eos")
-_COUNTED = "an interrupted response continues from its tokens, which the engine then counts as the prompt's"
+_PENALTIES = "an interrupted response continues from its tokens, which the engine then counts as the prompt's"
 _NOT_CONTINUED: Mapping[str, Rule] = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), not_served(_COUNTED, 0, 0.0)),
-    "repetition_penalty": not_served(_COUNTED, 1, 1.0),
-    **dict.fromkeys(("min_new_tokens", "min_tokens"), not_served(_COUNTED, 0)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), not_served(_PENALTIES, 0, 0.0)),
+    "repetition_penalty": not_served(_PENALTIES, 1, 1.0),
+    **dict.fromkeys(("min_new_tokens", "min_tokens"), not_served(_PENALTIES, 0)),
 }
 
 
@@ -133,27 +133,27 @@ def read_request(path: str, body: Mapping[str, Any], limits: Limits, model: Serv
     else:
         if body.get("prompt") is None:
             raise RefusedPrompt("prompt: expected text or token ids", "prompt")
-        prompts = [_prompt_ids(one, "prompt", model) for one in _prompts(body, "prompt")]
+        prompts = [_prompt_ids(prompt, "prompt", model) for prompt in _prompts(body, "prompt")]
         logprobs, tops = body.get("logprobs") is not None, body.get("logprobs") or 0
         default_tokens = COMPLETION_TOKENS
         if body.get("best_of") not in (None, body.get("n") or 1):
             raise RefusedPrompt(f"best_of = {body['best_of']}: not served: expected n", "best_of")
-    found = []
+    generations = []
     seeds = _seeds(body.get("seed"))
     for number, ids in enumerate(prompts):
         limits.check_prompt(ids)
         for _ in range(int(body.get("n") or 1)):
             row = {"max_new_tokens": default_tokens, **sampling, "sampling_seed": next(seeds)}
-            found.append(_generation(row, ids, number, body, model, logprobs, tops))
-    return ApiRequest(path, body, found, tools=tools)
+            generations.append(_generation(row, ids, number, body, model, logprobs, tops))
+    return ApiRequest(path, body, generations, tools=tools)
 
 
 def _read_generate(body: Mapping[str, Any], limits: Limits, model: ServedModel) -> ApiRequest:
     name = "text" if body.get("input_ids") is None else "input_ids"
-    prompts = [_prompt_ids(one, name, model) for one in _prompts(body, name)]
+    prompts = [_prompt_ids(prompt, name, model) for prompt in _prompts(body, name)]
     rows = body.get("sampling_params") or {}
     rows = [dict(row) for row in rows] if isinstance(rows, list) else [dict(rows)] * len(prompts)
-    found = []
+    generations = []
     for number, (ids, row) in enumerate(zip(prompts, rows, strict=True)):
         limits.check_prompt(ids)
         start = _of_prompt(body, "logprob_start_len", number)
@@ -167,8 +167,12 @@ def _read_generate(body: Mapping[str, Any], limits: Limits, model: ServedModel) 
         seeds = _seeds(row.get("sampling_seed"))
         for _ in range(int(row.get("n") or 1)):
             seeded = {**row, "sampling_seed": next(seeds)}
-            found.append(_generation(seeded, ids, number, body, model, logprobs, tops if logprobs else 0))
-    return ApiRequest(GENERATE, body, found, batch=prompt_count(body) is not None or len(found) > 1)
+            generations.append(
+                _generation(seeded, ids, number, body, model, logprobs, tops if logprobs else 0)
+            )
+    return ApiRequest(
+        GENERATE, body, generations, batch=prompt_count(body) is not None or len(generations) > 1
+    )
 
 
 def _generation(
@@ -195,11 +199,11 @@ def _generation(
             "return_routed_experts",
         )
     ignores_ends = params.get("ignore_eos") is True
-    most = params.get("max_new_tokens")
+    limit = params.get("max_new_tokens")
     return GenerationRequest(
         prompt_ids=ids,
         seed=params["sampling_seed"],
-        max_new_tokens=GENERATE_TOKENS if most is None else most,
+        max_new_tokens=GENERATE_TOKENS if limit is None else limit,
         temperature=float(params.get("temperature", 1.0)),
         sampling={name: params[name] for name in _PASSED_ON if name in params},
         stop_texts=stop_texts,

@@ -140,7 +140,7 @@ class Fleet:
             raise UserError(str(e)) from None
 
     def join(self, url: str) -> None:
-        """As `add`, for an engine that asks by HTTP. Raises UserError for one on a host that is not allowed."""
+        """Add an engine by HTTP. Raises UserError for one on a host that is not allowed, and as `add`."""
         if is_engine_url(url) and not is_allowed(URL(url).host or "", self._allowed):
             raise UserError(
                 f"engine URL {url[:200]!r}: no engine may join from there; expected {', '.join(self._allowed)} "
@@ -149,14 +149,14 @@ class Fleet:
         self.add(url)
 
     def drain(self, url: str) -> None:
-        """It gets nothing new and leaves when it is empty. Raises UserError when it is not here."""
+        """Remove an engine once its requests have ended. Raises UserError if there is no such engine."""
         engine = self.pool.find(url)
         if engine is None:
             raise UserError(f"{url[:200]} is not in the pool: {describe_states(self.pool)}")
         engine.draining = True
 
     async def watch(self) -> None:
-        """For the life of the process."""
+        """Probe the engines until cancelled, and read their limits."""
         self.router.resume()
         while True:
             await self.pool.probe()
@@ -169,7 +169,7 @@ class Fleet:
             await asyncio.sleep(PROBE_SECONDS)
 
     def _bring_up_to_date(self) -> None:
-        """Beside the watch, each engine by itself: a folder may take minutes to load, and one that hangs longer."""
+        """Start loading the folder in stale engines, each in a task of its own: it may take minutes."""
         for url in [url for url, task in self._loading.items() if task.done()]:
             self._loading.pop(url).result()
         if self._updating.locked():
@@ -195,26 +195,26 @@ class Fleet:
             info = await engine.client.info()
         except (*DeadEngine, EngineError):
             return
-        before, folder = self.limits, self._folder_of(info)
+        previous, folder = self.limits, self._folder_of(info)
         size = self._vocab_size
         if size is None:
             try:
                 size = int(read_fields(folder)["vocab_size"])
             except (OSError, ValueError, KeyError, TypeError) as e:
-                if before is None:
+                if previous is None:
                     raise UserError(
                         f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
                     ) from None
-                size = before.vocab_size  # its folder is on another machine
+                size = previous.vocab_size  # its folder is on another machine
         length = info.get("max_req_input_len")
-        if before is not None and type(length) is not int:
-            context = before.context_length
+        if previous is not None and type(length) is not int:
+            context = previous.context_length
         else:
             context = int(info["max_req_input_len"]) + RESERVED_TOKENS
         limits = Limits(size, context, deterministic=bool(info.get("enable_deterministic_inference", True)))
         self._engine_limits[engine.url] = engine.deaths, limits
         urls = {e.url for e in self.pool.engines}
-        self._engine_limits = {url: one for url, one in self._engine_limits.items() if url in urls}
+        self._engine_limits = {url: entry for url, entry in self._engine_limits.items() if url in urls}
         strictest = functools.reduce(Limits.strictest, (limits for _, limits in self._engine_limits.values()))
         if self.model is None:
             self.model = await asyncio.to_thread(ServedModel, folder, info)
@@ -238,20 +238,22 @@ class Fleet:
         async with self._updating:
             if self._loading:  # two loads at once in one engine would mix their tensors
                 await asyncio.wait(self._loading.values())
-            before = self.pool.version, self._folder
-            if version is not None and version <= before[0]:
-                raise UserError(f"weight_version = {version}: expected more than {before[0]}, which is there")
+            previous = self.pool.version, self._folder
+            if version is not None and version <= previous[0]:
+                raise UserError(
+                    f"weight_version = {version}: expected more than {previous[0]}, which is there"
+                )
             hold = self._interruption != "abort"
             engines: list[EngineState] = []
             try:
                 await self.router.interrupt((lambda _: True) if hold else None)
-                self.pool.version, self._folder = version or before[0] + 1, folder
+                self.pool.version, self._folder = version or previous[0] + 1, folder
                 engines = self.pool.alive()
                 done = await asyncio.gather(*(self._try_load(e) for e in engines))
                 if not any(ok for ok, _ in done):
-                    self.pool.version, self._folder = before
+                    self.pool.version, self._folder = previous
                     raise RunError(
-                        f"no engine could load {folder}: {'; '.join(why for _, why in done)[:500]}"
+                        f"no engine could load {folder}: {'; '.join(reason for _, reason in done)[:500]}"
                     )
                 return self.pool.version
             finally:
@@ -270,7 +272,7 @@ class Fleet:
         return True, ""
 
     async def _load(self, engine: EngineState) -> None:
-        """What it reports on the way is not yet what it may serve with: its cache is of the old weights.
+        """Load the folder in an engine, which serves only when its cache of the old weights is empty.
 
         Once probes find it dead nobody waits for it any longer, as for any flight.
         """

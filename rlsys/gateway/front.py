@@ -148,7 +148,7 @@ class Front:
                     # In a thread: a long text takes seconds to tokenize.
                     api_request = await asyncio.to_thread(read_request, request.path, body, limits, model)
                 except (RefusedPrompt, BadRequest):
-                    self._metrics.refused.inc()
+                    self._metrics.refusals.inc()
                     raise
                 identity = hashlib.sha256(request.path.encode() + b" " + raw).digest()
                 async with self._generations.running(api_request, model, identity) as generations:
@@ -156,7 +156,7 @@ class Front:
                     if api_request.stream:
                         return await self._stream(request, answer, generations)
                     await asyncio.gather(*(g.task for g in generations))
-                    body_bytes = msgspec.json.encode(await answer.whole())
+                    body_bytes = msgspec.json.encode(await answer.result())
                     return web.Response(body=body_bytes, content_type="application/json")
 
     async def _stream(
@@ -165,8 +165,8 @@ class Front:
         stream = EventStream(request)
 
         async def send(index: int, generation: Generation) -> None:
-            async for ended in generation.arrivals():
-                async for event in answer.events(index, ended=ended):
+            async for final in generation.arrivals():
+                async for event in answer.events(index, final=final):
                     await stream.write(msgspec.json.encode(event))
 
         tasks = [asyncio.create_task(send(i, g)) for i, g in enumerate(generations)]

@@ -50,8 +50,8 @@ class DeathHistory:
 
     def record(self, identity: bytes, url: str, death: int) -> None:
         """Record a death. `death`: its number among those of the engine."""
-        before = self._deaths[identity][0] if self.count(identity) else set()
-        self._deaths[identity] = before | {(url, death)}, self._clock()
+        deaths = self._deaths[identity][0] if self.count(identity) else set()
+        self._deaths[identity] = deaths | {(url, death)}, self._clock()
         self._deaths.move_to_end(identity)
         if len(self._deaths) > MOST_SUSPECTS:
             self._deaths.popitem(last=False)
@@ -72,7 +72,7 @@ class Generation:
         self.task: asyncio.Task[None]
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether a stop token or stop text ended it."""
         return self.sample.status is Status.FINISHED
 
@@ -118,12 +118,18 @@ class Generations:
     ) -> AsyncIterator[list[Generation]]:
         """Generate the responses of a request; those that still run at the end are cancelled."""
         generations = []
-        for number, one in enumerate(request.generations):
-            group = zlib.crc32(one.group.encode(errors="surrogatepass"))
-            sample = Sample(next(self._numbers), group % GROUPS, number, one.prompt_ids, seed=one.seed)
+        for number, generation_request in enumerate(request.generations):
+            group = zlib.crc32(generation_request.group.encode(errors="surrogatepass"))
+            sample = Sample(
+                next(self._numbers),
+                group % GROUPS,
+                number,
+                generation_request.prompt_ids,
+                seed=generation_request.seed,
+            )
             name = b"%d %s" % (number, identity)
             sample.deaths = self._history.count(name)
-            generations.append(Generation(one, sample, name))
+            generations.append(Generation(generation_request, sample, name))
         try:
             for generation in generations:
                 self._by_sample[generation.sample.sample_id] = generation
@@ -172,6 +178,6 @@ class Generations:
             return
         self._history.record(generation.identity, engine.url, engine.deaths)
         deaths = self._history.count(generation.identity)
-        for other in self._by_sample.values():
-            if other.identity == generation.identity:
-                other.sample.deaths = other.recorded_deaths = deaths
+        for equal in self._by_sample.values():
+            if equal.identity == generation.identity:
+                equal.sample.deaths = equal.recorded_deaths = deaths

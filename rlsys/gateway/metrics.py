@@ -22,7 +22,7 @@ class Metrics:
         self._seconds = Histogram(
             "rlsys_router_request_seconds", "Time to the end of an answer", ["path"], registry=self._registry
         )
-        self.refused = Counter(
+        self.refusals = Counter(
             "rlsys_router_refused", "Requests that no engine may see", registry=self._registry
         )
         self.connections: Mapping[str, int] = {}

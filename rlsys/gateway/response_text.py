@@ -25,28 +25,28 @@ class ResponseText:
         self.sent_text = ""
         """Text that `advance` and `conclude` have returned."""
 
-    def final(self, ids: Sequence[int], *, stopped: bool) -> str:
-        """Return the text of a complete response. `stopped`: a stop token or stop text ended it."""
-        if stopped and not self._request.keep_stop and ids and ids[-1] in self._request.stop_ids:
+    def final(self, ids: Sequence[int], *, at_stop: bool) -> str:
+        """Return the text of a complete response. `at_stop`: a stop token or stop text ended it."""
+        if at_stop and not self._request.keep_stop and ids and ids[-1] in self._request.stop_ids:
             ids = ids[:-1]
         text = self._model.decode(ids, skip_special=self._request.skip_special)
-        return text[: self.stop_position(text)] if stopped else text
+        return text[: self.stop_position(text)] if at_stop else text
 
     def advance(self, ids: Sequence[int]) -> str:
         """Return the text that is certain since the last call, of a response that goes on. `ids`: all its tokens."""
         skip = self._request.skip_special
-        known = self._model.decode(ids[self._context : self._decoded], skip_special=skip)
+        known_text = self._model.decode(ids[self._context : self._decoded], skip_special=skip)
         text = self._model.decode(ids[self._context :], skip_special=skip)
         if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(ids) - self._decoded >= LONGEST_CHARACTER:
-            self._text += text[len(known) :]
+            self._text += text[len(known_text) :]
             self._context, self._decoded = self._decoded, len(ids)
         if ids and ids[-1] in self._request.stop_ids:
             return ""
         return self._send(self._text[: self._certain_length()])
 
-    def conclude(self, ids: Sequence[int], *, stopped: bool) -> str:
+    def conclude(self, ids: Sequence[int], *, at_stop: bool) -> str:
         """Return the rest of the text of a complete response."""
-        return self._send(self.final(ids, stopped=stopped))
+        return self._send(self.final(ids, at_stop=at_stop))
 
     def _send(self, text: str) -> str:
         new = text[len(self.sent_text) :]

@@ -74,10 +74,8 @@ def test_the_openai_client_cannot_tell_the_router_from_the_engine(router: str, e
         "type": "function",
         "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
     }
-    assert (
-        chat(through, tools=[tool]).choices[0].finish_reason
-        == chat(direct, tools=[tool]).choices[0].finish_reason
-    )
+    with pytest.raises(openai.BadRequestError, match="shows no tools"):
+        chat(through, tools=[tool])
     wants = {"model": "any", "prompt": PROMPT, "max_tokens": 10, "seed": 3, "logprobs": 2, "temperature": 1.0}
     p, q = (c.completions.create(**wants).choices[0] for c in (through, direct))
     assert (p.text, p.logprobs.tokens) == (q.text, q.logprobs.tokens)
@@ -219,7 +217,7 @@ def second_engine(engine_config: Config, tmp_path_factory: pytest.TempPathFactor
 def test_requests_in_a_stopped_engine_are_answered_by_another(
     engine: str, second_engine: str, tiny_moe: Path, tmp_path: Path
 ) -> None:
-    """SIGSTOP: its sockets stay open without an answer. Each response continues from its tokens on the other engine."""
+    """SIGSTOP: its sockets stay open without an answer. Each response continues on the other engine."""
 
     def body(i: int) -> dict[str, Any]:
         sampling = {**LONG, "sampling_seed": i, "ignore_eos": True}

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from rlsys.core.spans import RouteSpan
 from rlsys.core.types import Sample, Status
@@ -19,6 +20,7 @@ from rlsys.gateway.response_text import ResponseText
 from rlsys.gateway.served_model import ServedModel
 from rlsys.generators.parser_client import Call, Turn
 from tests.helpers.front_rig import MODEL, PROMPT, Rig, generate, made, parse, serving
+from tests.helpers.http_engine import HttpEngine
 
 QUESTION = [{"role": "user", "content": "12+30="}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -184,6 +186,28 @@ async def test_a_stream_is_the_whole_answer(path: str) -> None:
         logprobs = [c["choices"][0]["logprobs"] for c in chunks[:-1] if c["choices"][0]["logprobs"]]
         name = "tokens" if path == COMPLETIONS else "content"
         assert [x for row in logprobs for x in row[name]] == whole["choices"][0]["logprobs"][name]
+
+
+class Stock(HttpEngine):
+    """SGLang as it starts without arguments: each event repeats all tokens, and the weights have no number."""
+
+    def _answer(self, *args: Any, only_last: bool = False, **more: Any) -> dict[str, Any]:
+        answer = super()._answer(*args, **more)
+        answer["meta_info"]["weight_version"] = "default"
+        return answer
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": "default"})
+
+
+async def test_a_server_that_was_started_without_arguments_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.helpers.front_rig.HttpEngine", Stock)
+    async with serving() as rig:
+        status, answer = await rig.post("/generate", generate(return_logprob=True))
+        assert (status, answer["output_ids"]) == (200, made(8))
+        assert [e[1] for e in answer["meta_info"]["output_token_logprobs"]] == made(8)
+        assert answer["meta_info"]["weight_version"] == "default"
+        assert rig.fleet.pool.engines[0].deaths == 0
 
 
 # -- interruptions and deaths ----------------------------------------------------------------------------------
@@ -364,20 +388,20 @@ def test_a_possible_stop_text_is_withheld(cut: int) -> None:
     for end in range(cut, len(ids) - 2, cut):
         pieces.append(text.advance(ids[:end]))
     assert "".join(pieces) in "abSTab" and not "".join(pieces).endswith(("S", "ST", "STO"))
-    pieces.append(text.conclude(ids[:-2], stopped=True))
+    pieces.append(text.conclude(ids[:-2], at_stop=True))
     assert "".join(pieces) == "abSTab"
     full = response_text(stop=["STOP"], no_stop_trim=True)
-    assert full.final(ids[:-2], stopped=True) == "abSTabSTOP"
-    assert response_text(stop=["STOP"]).conclude(ids[:4], stopped=False) == "abST", "it was none"
+    assert full.final(ids[:-2], at_stop=True) == "abSTabSTOP"
+    assert response_text(stop=["STOP"]).conclude(ids[:4], at_stop=False) == "abST", "it was none"
 
 
 def test_the_end_token_and_special_tokens_are_left_out() -> None:
     special = [10, 1, 11, 2]
-    assert response_text().final(special, stopped=True) == "01"
-    assert response_text(skip_special_tokens=False).final(special, stopped=True) == "0<bos>1"
-    kept = response_text(skip_special_tokens=False, no_stop_trim=True).final(special, stopped=True)
+    assert response_text().final(special, at_stop=True) == "01"
+    assert response_text(skip_special_tokens=False).final(special, at_stop=True) == "0<bos>1"
+    kept = response_text(skip_special_tokens=False, no_stop_trim=True).final(special, at_stop=True)
     assert kept == "0<bos>1<eos>"
-    unchecked = response_text(ignore_eos=True, skip_special_tokens=False).final(special, stopped=False)
+    unchecked = response_text(ignore_eos=True, skip_special_tokens=False).final(special, at_stop=False)
     assert unchecked == kept
 
 
@@ -428,7 +452,7 @@ async def test_calls_and_reasoning_are_parsed_at_the_end(stream: bool) -> None:
         reasoning = "".join(d.get("reasoning_content") or "" for d in deltas)
         finish = events[-1]["choices"][0]["finish_reason"]
     else:
-        choice = (await answer.whole())["choices"][0]
+        choice = (await answer.result())["choices"][0]
         calls, finish = choice["message"]["tool_calls"], choice["finish_reason"]
         content, reasoning = choice["message"]["content"], choice["message"]["reasoning_content"]
     assert (content, reasoning, finish) == ("so", "because", "tool_calls")
@@ -444,5 +468,5 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 async def chunks_of(answer: Any) -> Any:
     """Events of a stream of one response, in two steps."""
-    for ended in (False, True):
-        yield [event async for event in answer.events(0, ended=ended)]
+    for final in (False, True):
+        yield [event async for event in answer.events(0, final=final)]
