@@ -109,11 +109,11 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
     if meta.completion_tokens and len(ids) > meta.completion_tokens - received >= 0:
         # A server without --incremental-streaming-output repeats all tokens so far, and may add later ones, whose
         # log-probs are in its next chunk.
-        new = slice(received, meta.completion_tokens)
-        ids, mu = ids[new], mu[new]
-        kept[:] = kept[new]
+        unread = slice(received, meta.completion_tokens)
+        ids, mu = ids[unread], mu[unread]
+        kept[:] = kept[unread]
         if meta.output_top_logprobs is not None:
-            meta.output_top_logprobs = meta.output_top_logprobs[new]
+            meta.output_top_logprobs = meta.output_top_logprobs[unread]
     if not meta.prompt_tokens:
         # Aborted in the queue, where a request that has run before may wait for memory: this closing chunk then
         # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.

@@ -68,7 +68,8 @@ class Generation:
         self.request, self.sample, self.identity = request, sample, identity
         self.tops = TopLogprobs(request.top_logprobs) if request.top_logprobs else None
         self.arrival = asyncio.Event()
-        self.recorded_deaths = sample.deaths
+        self.recorded_deaths = 0
+        """Deaths of engines under equal requests, as in the history."""
         self.task: asyncio.Task[None]
 
     @property
@@ -118,31 +119,24 @@ class Generations:
     ) -> AsyncIterator[list[Generation]]:
         """Generate the responses of a request; those that still run at the end are cancelled."""
         generations = []
-        for number, generation_request in enumerate(request.generations):
-            group = zlib.crc32(generation_request.group.encode(errors="surrogatepass"))
-            sample = Sample(
-                next(self._numbers),
-                group % GROUPS,
-                number,
-                generation_request.prompt_ids,
-                seed=generation_request.seed,
-            )
-            name = b"%d %s" % (number, identity)
-            sample.deaths = self._history.count(name)
-            generations.append(Generation(generation_request, sample, name))
+        for number, response in enumerate(request.generations):
+            group = zlib.crc32(response.group.encode(errors="surrogatepass")) % GROUPS
+            sample = Sample(next(self._numbers), group, number, response.prompt_ids, seed=response.seed)
+            generation = Generation(response, sample, b"%d %s" % (number, identity))
+            sample.deaths = generation.recorded_deaths = self._history.count(generation.identity)
+            self._by_sample[sample.sample_id] = generation
+            generation.task = asyncio.create_task(self._generate(generation, model))
+            generation.task.add_done_callback(lambda _, arrival=generation.arrival: arrival.set())  # type: ignore[misc]
+            generations.append(generation)
         try:
-            for generation in generations:
-                self._by_sample[generation.sample.sample_id] = generation
-                generation.task = asyncio.create_task(self._generate(generation, model))
-                generation.task.add_done_callback(lambda _, g=generation: g.arrival.set())  # type: ignore[misc]
             yield generations
         finally:
-            tasks = [g.task for g in generations if hasattr(g, "task")]
+            tasks = [generation.task for generation in generations]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for generation in generations:
-                self._by_sample.pop(generation.sample.sample_id, None)
+                del self._by_sample[generation.sample.sample_id]
 
     async def _generate(self, generation: Generation, model: ServedModel) -> None:
         request, sample = generation.request, generation.sample

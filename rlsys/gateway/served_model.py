@@ -57,8 +57,7 @@ class ServedModel:
         if server_info.get("sampling_defaults", "model") == "model":
             self.sampling_defaults = read_sampling_defaults(folder)
         if self.parses_calls or self.parses_reasoning:
-            model = {"path": folder, "trust_remote_code": bool(server_info.get("trust_remote_code"))}
-            self.reader = TurnReader(Config.model_validate({"model": model, "engine": parsers}))
+            self.reader = TurnReader(Config.model_validate({"model": {"path": folder}, "engine": parsers}))
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlsys.config.rollout import Truncation
 from rlsys.core.spans import TopLogprobs
@@ -47,6 +48,17 @@ class Turn:
     sampling: Mapping[str, object] = field(default_factory=dict)
     routes: bool = False
     admission_timeout: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the rarer arguments of EngineClient.generate."""
+        options: dict[str, Any] = {}
+        if self.tops is not None:
+            options["tops"] = self.tops.k
+        if self.sampling:
+            options["sampling"] = self.sampling
+        if self.routes:
+            options["store_routes"] = False
+        return options
 
     def status(self, sample: Sample, finish: str | None = None) -> Status:
         """Return the status before a request, or after one that ended with `finish`.
@@ -159,9 +171,7 @@ class RequestSender:
                     routes_from=self._routes_from(sample) if self._routes or turn.routes else None,
                     cache_key=self._cache_key(engine, sample),
                     truncation=turn.truncation,
-                    **({} if turn.tops is None else {"tops": turn.tops.k}),
-                    **({"sampling": turn.sampling} if turn.sampling else {}),
-                    **({"store_routes": False} if turn.routes else {}),
+                    **turn.options(),
                 )
                 async with aclosing(stream):
                     async for segment in stream:
