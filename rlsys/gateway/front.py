@@ -26,7 +26,7 @@ from aiohttp import web
 
 from rlsys.agents.messages import BadRequest
 from rlsys.core.descriptors import RESERVE
-from rlsys.core.errors import UserError
+from rlsys.core.errors import RunError, UserError
 from rlsys.engine.wire import DeadEngine
 from rlsys.engine_requests import API_FIELDS, RefusedPrompt, short
 from rlsys.gateway.answers import Answer, answer_to
@@ -48,9 +48,9 @@ _SECRET = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Arguments of engines that clients must not see."""
 RETRY_SECONDS = "1"
 STATUSES: Mapping[type[Exception], int] = {
-    RefusedPrompt: 400, BadRequest: 400, RefusedRequest: 400, PoisonRequest: 422, Unavailable: 503
+    RefusedPrompt: 400, BadRequest: 400, RefusedRequest: 400, PoisonRequest: 422, Unavailable: 503, RunError: 500
 }  # fmt: skip
-"""HTTP statuses of errors. 422 for a poisonous request: clients send a request again after a 5xx."""
+"""HTTP statuses of errors, subclasses first. 422 for a poisonous request: clients repeat a request after a 5xx."""
 
 
 @dataclass(frozen=True)
