@@ -153,7 +153,7 @@ async def once(url: str, path: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_generate_request_continues_from_its_tokens(
+def test_a_generate_request_goes_on_from_its_tokens(
     stream: bool, aborting_router: str, engine: str, tiny_moe: Path
 ) -> None:
     """Aborted in the middle, it equals the unbroken one: ids, text, log-probs, routes."""
