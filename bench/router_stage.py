@@ -34,14 +34,19 @@ ENGINES, GROUP_SIZE = 4, 8
 
 
 async def serve_instantly(port: int) -> None:
-    """SGLang's /generate as it answers without streaming, and what a router asks an engine before it serves."""
+    """SGLang's /generate, in one event where it is a stream, and what a router asks an engine before it serves."""
 
     async def generate(request: web.Request) -> web.Response:
         body = await request.json()
         n = body["sampling_params"]["max_new_tokens"]
         finish = {"type": "length", "length": n}
         meta = {"finish_reason": finish, "prompt_tokens": len(body["input_ids"]), "completion_tokens": n}
-        return web.json_response({"text": "", "output_ids": [5] * n, "meta_info": meta})
+        meta |= {"weight_version": "0", "output_token_logprobs": [[-0.5, 5, None]] * n}
+        answer = {"text": "", "output_ids": [5] * n, "meta_info": meta}
+        if not body.get("stream"):
+            return web.json_response(answer)
+        events = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+        return web.Response(text=events, content_type="text/event-stream")
 
     def fixed(value: dict[str, Any]) -> Any:
         async def handle(_: web.Request) -> web.Response:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlsys.agents.messages import (
     Answer,
     Asked,
     BadRequest,
+    Message,
     check_fields,
     read_message,
     read_most,
@@ -20,6 +21,9 @@ from rlsys.agents.messages import (
 )
 
 PATH = "/v1/chat/completions"
+COMPLETION, CHUNK = "chat.completion", "chat.completion.chunk"
+OPENING: Mapping[str, Any] = {"role": "assistant", "content": ""}
+"""Delta with which a stream begins."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logprobs": (None, False), "top_logprobs": (None, 0), "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto"), "parallel_tool_calls": (None, True), "modalities": (None, ["text"]),
@@ -37,13 +41,11 @@ _NO_MATTER = {
 def read(body: Mapping[str, Any]) -> Asked:
     """Raises BadRequest."""
     check_fields(body, _NEUTRAL, _NO_MATTER)
-    rows = body.get("messages")
-    if not isinstance(rows, list) or not rows:
-        raise BadRequest("messages: expected a list with at least one message", "messages")
+    messages, tools = read_conversation(body)
     most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     return Asked(
-        [read_message(row, f"messages[{i}]") for i, row in enumerate(rows)],
-        read_tools(body.get("tools"), "tools"),
+        messages,
+        tools,
         read_most(body, most),
         read_stop(body, "stop"),
         read_stream(body),
@@ -51,33 +53,52 @@ def read(body: Mapping[str, Any]) -> Asked:
     )
 
 
+def read_conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[Mapping[str, Any]]]:
+    """Return the messages and the tools of a request. Raises BadRequest."""
+    rows = body.get("messages")
+    if not isinstance(rows, list) or not rows:
+        raise BadRequest("messages: expected a list with at least one message", "messages")
+    messages = [read_message(row, f"messages[{i}]") for i, row in enumerate(rows)]
+    return messages, read_tools(body.get("tools"), "tools")
+
+
 def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
     """As one JSON object."""
-    said = answer.content or (None if answer.calls else "")
-    message = {**answer.message, "content": said, "refusal": None}
+    return {**head(answer.id, body, COMPLETION), "choices": [choice(answer)], "usage": usage([answer])}
+
+
+def choice(answer: Answer, index: int = 0, logprobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return an answer as a choice of a completion."""
+    content = answer.content or (None if answer.calls else "")
+    message = {**answer.message, "content": content, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
-    choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
-    return {**_head(answer, body, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+    return {"index": index, "message": message, "finish_reason": answer.finish, "logprobs": logprobs}
+
+
+def deltas(answer: Answer) -> Iterator[Mapping[str, Any]]:
+    """Iterate over the parts of an answer, as the deltas of a stream."""
+    if answer.reasoning:
+        yield {"reasoning_content": answer.reasoning}
+    if answer.content:
+        yield {"content": answer.content}
+    for i, call in enumerate(answer.message.get("tool_calls", ())):
+        yield {"tool_calls": [{"index": i, **call}]}
 
 
 def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
     """As the events of a stream: the turn is whole, since an interruption may fall into any other."""
-    head = _head(answer, body, "chat.completion.chunk")
+    common = head(answer.id, body, CHUNK)
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
-        return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+        return event({**common, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
 
-    yield chunk({"role": "assistant", "content": ""})
-    if answer.reasoning:
-        yield chunk({"reasoning_content": answer.reasoning})
-    if answer.content:
-        yield chunk({"content": answer.content})
-    for i, call in enumerate(answer.message.get("tool_calls", ())):
-        yield chunk({"tool_calls": [{"index": i, **call}]})
+    yield chunk(OPENING)
+    for delta in deltas(answer):
+        yield chunk(delta)
     yield chunk({}, answer.finish)
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield event({**head, "choices": [], "usage": _usage(answer)})
+        yield event({**common, "choices": [], "usage": usage([answer])})
     yield b"data: [DONE]\n\n"
 
 
@@ -85,18 +106,13 @@ def event(value: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-def _head(answer: Answer, body: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{answer.id}",
-        "object": kind,
-        "created": 0,
-        "model": str(body.get("model") or "policy"),
-    }
+def head(name: str, body: Mapping[str, Any], kind: str, created: int = 0) -> dict[str, Any]:
+    """Return the fields that all events of an answer have. `created`: Unix time in seconds."""
+    model = str(body.get("model") or "policy")
+    return {"id": f"chatcmpl-{name}", "object": kind, "created": created, "model": model}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.tokens,
-        "total_tokens": answer.prompt_tokens + answer.tokens,
-    }
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Return the tokens of answers to one prompt, which counts once."""
+    prompt, completion = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

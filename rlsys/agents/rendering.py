@@ -31,14 +31,19 @@ class Rendering:
         self._tokenizer = tokenizer
         self._shown: dict[str, bool] = {}  # of tools: whether the template shows them
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a first question. Raises BadRequest for messages that the template refuses, or tools that it does
-        not show."""
-        text = self._render(messages, tools)
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        chat_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of a first question. `chat_args`: further variables of the chat template. Raises BadRequest for
+        messages that the template refuses, or tools that it does not show."""
+        text = self._render(messages, tools, chat_args)
         if tools:
             key = json.dumps(list(tools), sort_keys=True)
             if key not in self._shown:
-                self._shown[key] = text != self._render(messages, ())
+                self._shown[key] = text != self._render(messages, (), chat_args)
             if not self._shown[key]:
                 raise BadRequest(
                     f"the chat template of {self._tokenizer.path} shows no tools, so the model would not know of "
@@ -56,9 +61,15 @@ class Rendering:
             raise BadRequest("the chat template does not show what an assistant said", "messages")
         return self._tokenizer.encode(rest.removeprefix(last))
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        chat_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        rows = [_for_template(m) for m in messages]
         try:
-            return self._tokenizer.apply_chat([_for_template(m) for m in messages], tools=list(tools) or None)
+            return self._tokenizer.apply_chat(rows, tools=list(tools) or None, chat_args=chat_args)
         except UserError as e:
             raise BadRequest(str(e), "messages") from None
 

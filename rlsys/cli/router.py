@@ -13,7 +13,7 @@ from rlsys.core.errors import UserError
 from rlsys.gateway.fleet import FleetInterruption, is_host
 from rlsys.gateway.front import FrontLimits
 from rlsys.gateway.serve import RouterOptions, run_router
-from rlsys.router.strategy import UNMEASURED
+from rlsys.router.strategy import STRATEGIES
 
 
 def router(args: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def router(args: argparse.Namespace) -> int:
             strategy=args.strategy,
             interruption=args.interruption,
             vocab_size=args.vocab_size,
-            patterns=args.allow_patterns,
+            model_path=args.model_path,
             queue_seconds=args.queue_seconds,
             limits=FrontLimits(math.ceil(args.max_body_mb * 2**20), args.concurrency, args.queue),
         )
@@ -83,7 +83,7 @@ def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="FILE",
         help="the engines' --config file, with api-key and admin-api-key",
     )
-    sub.add_argument("--strategy", choices=sorted(UNMEASURED), default="prefix_affinity")
+    sub.add_argument("--strategy", choices=sorted(STRATEGIES), default="prefix_affinity")
     sub.add_argument(
         "--interruption",
         choices=get_args(FleetInterruption),
@@ -94,9 +94,10 @@ def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--vocab-size", type=int, metavar="N", help="vocabulary size, if the model folder is not readable"
     )
     sub.add_argument(
-        "--allow-patterns",
-        action="store_true",
-        help="accept stop_regex, regex, ebnf and structural tags, which can stall an engine for all clients",
+        "--model-path",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the model's tokenizer (default: the one that the engines name)",
     )
     sub.add_argument(
         "--queue-seconds", type=float, default=120.0, help="maximum wait for an engine in seconds"

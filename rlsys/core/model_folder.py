@@ -116,6 +116,31 @@ def read_stop_ids(folder: Path) -> frozenset[int]:
     return frozenset(i for i in stop_ids if 0 <= i < max(vocabulary, default=i + 1))
 
 
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+
+
+def read_sampling_defaults(folder: Path) -> dict[str, float]:
+    """Return the sampling parameters of generation_config.json, by SGLang's names; empty if there is no such file.
+
+    SGLang's OpenAI server samples with them where a request names no value.
+
+    Raises:
+        UserError: the file is unreadable, or a value is not a number.
+    """
+    file = folder / "generation_config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        defaults = {name: raw[name] for name in _SAMPLING_DEFAULTS if raw.get(name) is not None}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as e:
+        raise UserError(f"{file}: cannot read the sampling parameters: {type(e).__name__} {e}") from None
+    for name, value in defaults.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{file}: {name} = {value!r}: expected a number")
+    return defaults | ({"top_k": -1} if defaults.get("top_k") == 0 else {})
+
+
 def language_model_overrides(folder: Path) -> dict[str, Any]:
     """Return changes of config.json with which SGLang serves the language part of a model without its vision tower.
 

@@ -130,16 +130,16 @@ class Tokenizer:
         opens_a_turn = before.endswith(behind)  # of templates that open another turn whatever they are asked
         return ids[0] if ids and ids[0] in self.special_ids and not opens_a_turn else self.eos_id
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text` as it stands: no bos or eos is added. Raises ValueError for half of a character, TextTooLong
-        for a text of megabytes that the model's context cannot hold."""
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of `text` as it stands: no bos or eos is added, unless `special`. Raises ValueError for half of a
+        character, TextTooLong for a text of megabytes that the model's context cannot hold."""
         if len(text) > ALWAYS_READ and len(text) > self._most_characters:
             raise TextTooLong(
                 f"a text of {len(text):,} characters; there is room for {self._most_characters:,} at most"
             )
         if not is_valid_text(text):
             raise ValueError(f"a text with half of a character (a lone UTF-16 surrogate): {text!a:.80}")
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return list(self._fast.encode(text, add_special_tokens=special).ids)
 
     @cached_property
     def _most_characters(self) -> int:
@@ -157,9 +157,10 @@ class Tokenizer:
         found = {c: self.encode(c) for c in sorted(set(text)) if not c.isspace()}
         return [c for c, ids in found.items() if not ids or unknown in ids]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included. Ids of a padded vocabulary that it lacks give nothing."""
-        return self._fast.decode(list(ids), skip_special_tokens=False)
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of `ids`, special tokens included unless `skip_special`. Ids of a padded vocabulary that it lacks give
+        nothing."""
+        return self._fast.decode(list(ids), skip_special_tokens=skip_special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each id; together they are `decode(ids)`. Of ids that only together are a character, the last
@@ -193,14 +194,16 @@ class Tokenizer:
         *,
         generate: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_args: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat template over `messages` ({"role", "content", ...}); `generate` opens the assistant's turn.
-        `tools`: schemas of functions, in the place of those of the chat arguments.
+        `tools`: schemas of functions, in the place of those of the chat arguments. `chat_args`: beside those of the
+        tokenizer.
 
         Raises UserError when the folder has no template, or that has no use for a chat argument, RowError when it
         refuses the messages.
         """
-        given = {"tools": None, "documents": None, **self._names, **self.chat_args}
+        given = {"tools": None, "documents": None, **self._names, **self.chat_args, **(chat_args or {})}
         if tools is not None:
             given["tools"] = list(tools)
         template = self._template_of("tool_use" if given["tools"] is not None else "default")

@@ -106,6 +106,14 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         mu, kept = meta.output_token_sampling_logprobs or [], meta.output_token_sampling_mask or []
     else:
         mu, kept = [entry.value for entry in meta.output_token_logprobs or []], []
+    if meta.completion_tokens and len(ids) > meta.completion_tokens - received >= 0:
+        # A server without --incremental-streaming-output repeats all tokens so far, and may add later ones, whose
+        # log-probs are in its next chunk.
+        unread = slice(received, meta.completion_tokens)
+        ids, mu = ids[unread], mu[unread]
+        kept[:] = kept[unread]
+        if meta.output_top_logprobs is not None:
+            meta.output_top_logprobs = meta.output_top_logprobs[unread]
     if not meta.prompt_tokens:
         # Aborted in the queue, where a request that has run before may wait for memory: this closing chunk then
         # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import aiohttp
@@ -71,6 +72,8 @@ class EngineClient(Wire):
         truncation: Truncation | None = None,
         stop_texts: Sequence[str] = (),
         tops: int = 0,
+        sampling: Mapping[str, object] = MappingProxyType({}),
+        store_routes: bool = True,
     ) -> AsyncGenerator[Segment, None]:
         """Segments of new tokens as they come; the last one alone has `finish`, and routes if they are asked for.
 
@@ -78,28 +81,30 @@ class EngineClient(Wire):
         been read before, and a new pass over it may have chosen others. `cache_key`: requests share cached prefixes
         only with those of the same key. `truncation`: each token's `mu` is then its log-prob among the ids that
         sampling kept, which segments name. `stop_texts`: looked for in what this request makes, so not across its
-        beginning. `tops`: so many of the most probable ids in the place of each token are told as well.
+        beginning. `tops`: so many of the most probable ids in the place of each token are told as well. `sampling`:
+        further parameters, by SGLang's names. `store_routes`: an engine of a run may write the routes to a file.
 
         `rid` must not be in use on this server, nor be the beginning of one that is. When the last segment has
         `prompt_tokens` 0, the server dropped the request from its queue and did not count its tokens in
         `generated_tokens`. Raises one of `DeadEngine` also when the stream ends without a finish.
         """
-        sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        sampling |= {"skip_special_tokens": False, "stop_token_ids": list(stop_ids)}
+        params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        params |= {"skip_special_tokens": False, "stop_token_ids": list(stop_ids)}
         if seed is not None:
-            sampling["sampling_seed"] = seed
-        body = {"input_ids": ids, "rid": rid, "sampling_params": sampling, **_STREAMED, **self._adapter}
+            params["sampling_seed"] = seed
+        body = {"input_ids": ids, "rid": rid, "sampling_params": params, **_STREAMED, **self._adapter}
         if routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
-            sampling["custom_params"] = {ROUTES_PARAM: True}
+            if store_routes:
+                params["custom_params"] = {ROUTES_PARAM: True}
         if cache_key is not None:
             body["extra_key"] = cache_key
         if tops:
             body["top_logprobs_num"] = tops
         if stop_texts:
-            sampling["stop"] = list(stop_texts)
+            params["stop"] = list(stop_texts)
         if truncation is not None:
-            sampling |= truncation._asdict()
+            params |= truncation._asdict()
             body["return_sampling_mask"] = True
         async with self.request("POST", "/generate", json=body) as answer:
             if answer.status != 200:

@@ -105,14 +105,6 @@ def most_probable(limits: Limits, name: str, value: Any) -> None:
         raise RefusedPrompt(f"{name} = {value}: expected 0 to {limits.vocab_size}, the vocabulary", name)
 
 
-def choice(*known: Any) -> Rule:
-    def check(limits: Limits, name: str, value: Any) -> None:
-        if not any(value == one and type(value) is type(one) for one in known):
-            raise refuse(name, value, " or ".join(map(repr, known)))
-
-    return check
-
-
 def not_served(reason: str, *neutral: Any) -> Rule:
     """A known field; only values that ask for nothing are taken."""
 

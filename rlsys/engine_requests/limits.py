@@ -8,8 +8,8 @@ from dataclasses import dataclass
 RESERVED_TOKENS = 6
 """SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
 DEATHS_POISONOUS = 2
-"""Engine deaths under a client's request after which it is refused: one try more. Fewer than for a sample of a run
-(router/ladder.py), which holds only what the run has made: a client may send what a check overlooks."""
+"""Engine deaths under a client's request after which it is refused. Fewer than for a sample of a run
+(router/failure_policy.py): a client may send what a check overlooks."""
 
 
 class RefusedPrompt(ValueError):
@@ -28,16 +28,11 @@ class Limits:
         vocab_size: Number of token ids.
         context_length: The most tokens of prompt and response together, RESERVED_TOKENS included.
         deterministic: The engines draw from seeds; SGLang's scheduler asserts that such a request has no `min_p`.
-        adapters: The engines serve LoRA adapters.
-        patterns: Clients may send regular expressions and grammars. A scheduler runs `stop_regex` with Python's `re`,
-            whose time grows exponentially with the response for some patterns; all other requests wait.
     """
 
     vocab_size: int
     context_length: int
     deterministic: bool = False
-    adapters: bool = True
-    patterns: bool = False
 
     @property
     def room(self) -> int:
@@ -71,8 +66,6 @@ class Limits:
             min(self.vocab_size, other.vocab_size),
             min(self.context_length, other.context_length),
             self.deterministic or other.deterministic,
-            self.adapters and other.adapters,
-            self.patterns and other.patterns,
         )
 
 

@@ -13,7 +13,6 @@ from rlsys.engine_requests.fields import (
     Rule,
     any_of,
     check_fields,
-    choice,
     flag,
     inert,
     json_value,
@@ -22,37 +21,30 @@ from rlsys.engine_requests.fields import (
     number,
     refuse,
     text,
-    token_ids,
     unknown,
 )
 from rlsys.engine_requests.limits import Limits, RefusedPrompt
 from rlsys.engine_requests.sampling import (
     ALIASES,
     MOST_CHOICES,
+    NO_GRAMMAR,
     SAMPLING,
     check_sampling,
-    check_schema,
     check_together,
-    pattern,
 )
 
 _INT32 = 2**31 - 1
 _NO_MEDIA = "the model reads text only"
 _NO_SESSION = "the whole prompt is to be sent"
 _NO_PROCESSOR = "a logit processor is code"
-
-
-def _adapter(limits: Limits, name: str, value: Any) -> None:
-    text(limits, name, value)
-    if value and not limits.adapters:
-        raise refuse(name, value, "null: the engine serves no adapters (--enable-lora)")
+_NO_ADAPTER = "the engines' model is served, without adapters"
 
 
 def _model(limits: Limits, name: str, value: Any) -> None:
-    """`model:adapter` chooses an adapter."""
+    """SGLang's `model:adapter` chooses an adapter."""
     text(limits, name, value)
-    if ":" in value and not limits.adapters:
-        raise refuse(name, value, "a name without ':': the engine serves no adapters (--enable-lora)")
+    if ":" in value:
+        raise refuse(name, value, f"a name without ':': {_NO_ADAPTER}")
 
 
 def _start(limits: Limits, name: str, value: Any) -> None:
@@ -61,19 +53,6 @@ def _start(limits: Limits, name: str, value: Any) -> None:
 
 def _ids(limits: Limits, name: str, value: Any) -> None:
     """Prompts as token ids, see check_prompts."""
-
-
-def _response_format(limits: Limits, name: str, value: Any) -> None:
-    json_value(dict, "an object")(limits, name, value)
-    choice("text", "json_object", "json_schema", "structural_tag")(limits, f"{name}.type", value.get("type"))
-    if value["type"] == "structural_tag":
-        pattern()(limits, name, str(value))
-    if value["type"] == "json_schema":
-        inner = value.get("json_schema")
-        if inner is not None and not isinstance(inner, dict):
-            raise refuse(f"{name}.json_schema", inner, "an object")
-        schema = (inner or {}).get("schema", value.get("schema"))
-        check_schema(limits, f"{name}.json_schema.schema", schema)
 
 
 _TEMPLATE_SWITCHES: Mapping[str, Rule] = dict.fromkeys(
@@ -98,9 +77,7 @@ def _stream_options(limits: Limits, name: str, value: Any) -> None:
     check_fields(limits, value, {"include_usage": flag, "continuous_usage_stats": flag}, f"{name}.")
 
 
-_FOR_ROUTING: Mapping[str, Rule] = dict.fromkeys(
-    ("session_id", "routing_key", "conversation_id", "extra_key", "cache_salt"), text
-)
+_FOR_ROUTING: Mapping[str, Rule] = dict.fromkeys(("session_id", "routing_key", "conversation_id"), text)
 """Texts by which requests belong together."""
 
 INERT = frozenset(
@@ -109,8 +86,7 @@ INERT = frozenset(
         "safety_identifier", "no_logs", "log_metrics", "custom_labels", "priority",
     }
 )  # fmt: skip
-"""Fields that ask for nothing in sampling. Engines do not get them; by a client's `rid`, another client's abort could
-end its request, since an engine aborts all whose id begins with a given one."""
+"""Fields that ask for nothing in sampling. Engines do not get them."""
 
 _REFUSED: Mapping[str, Rule] = {
     **dict.fromkeys(
@@ -120,48 +96,42 @@ _REFUSED: Mapping[str, Rule] = {
     "session_params": not_served(_NO_SESSION, {}),
     "custom_logit_processor": not_served(_NO_PROCESSOR, ""),
     "return_hidden_states": not_served("engines return no hidden states", False),
+    "return_sampling_mask": not_served("masks are for a run's own samples", False),
+    "sampling_logprobs_mode": not_served("masks are for a run's own samples"),
+    "lora_path": not_served(_NO_ADAPTER, ""),
+    **dict.fromkeys(("extra_key", "cache_salt"), not_served("all requests share the engines' caches", "")),
     "custom_params": SAMPLING["custom_params"],
     "watermark": SAMPLING["watermark"],
 }
 """Known to SGLang, served to nobody."""
 
-_OF_ROUTES: Mapping[str, Rule] = {
-    "return_routed_experts": flag,
-    "routed_experts_start_len": number(0, _INT32, whole=True),
-}
-
 _PER_PROMPT: Mapping[str, Rule] = {
     "return_logprob": flag,
     "logprob_start_len": _start,
     "top_logprobs_num": most_probable,
-    "token_ids_logprob": token_ids,
-    "return_sampling_mask": flag,
-    "sampling_logprobs_mode": choice("selected", "support"),
-    "lora_path": _adapter,
-    "extra_key": text,
-    "cache_salt": text,
 }
 """Of /generate: one value for all prompts, or a list with one for each of several prompts."""
 
 GENERATE: Mapping[str, Rule] = {
     **_FOR_ROUTING,
     **_REFUSED,
-    **_OF_ROUTES,
     **_PER_PROMPT,
     **dict.fromkeys(INERT, inert),
     "input_ids": _ids,
     "text": _ids,
     "sampling_params": _ids,
     "stream": flag,
+    "return_routed_experts": flag,
+    "routed_experts_start_len": not_served("the routes of the whole sequence are returned", 0),
     "return_text_in_logprobs": flag,
     "return_prompt_token_ids": flag,
-    "return_entropy": flag,
+    "return_entropy": not_served("engines return no entropy", False),
+    "token_ids_logprob": not_served("log-probs are those of the sampled and the most probable tokens", []),
 }
 
 _OPENAI: Mapping[str, Rule] = {
     **_FOR_ROUTING,
     **_REFUSED,
-    **_OF_ROUTES,
     **dict.fromkeys(INERT, inert),
     **{
         name: SAMPLING[ALIASES.get(name, name)]
@@ -173,19 +143,20 @@ _OPENAI: Mapping[str, Rule] = {
     },
     "max_tokens": number(1, _INT32, whole=True),
     "model": _model,
-    "lora_path": _adapter,
     "stream": flag,
     "stream_options": _stream_options,
-    "response_format": _response_format,
-    "return_cached_tokens_details": flag,
-    "return_token_ids": flag,
+    "response_format": not_served(NO_GRAMMAR, {"type": "text"}),
+    **dict.fromkeys(
+        ("return_cached_tokens_details", "return_token_ids", "return_routed_experts"),
+        not_served("/generate returns token ids, routed experts and the number of cached tokens", False),
+    ),
 }  # fmt: skip
 
 COMPLETIONS: Mapping[str, Rule] = {
     **_OPENAI,
     "prompt": _ids,
     "best_of": number(1, MOST_CHOICES, whole=True),
-    "echo": flag,
+    "echo": not_served("an answer is the response alone", False),
     "logprobs": most_probable,
     "suffix": not_served("a response follows its prompt", ""),
     "json_schema": SAMPLING["json_schema"],
@@ -195,20 +166,19 @@ CHAT: Mapping[str, Rule] = {
     **_OPENAI,
     "messages": json_value(list, "a list of messages"),
     "tools": json_value(list, "a list of functions"),
-    "tool_choice": any_of(choice("auto", "none", "required"), json_value(dict, "an object")),
-    "parallel_tool_calls": flag,
+    "tool_choice": not_served(NO_GRAMMAR, "auto", "none"),
+    "parallel_tool_calls": not_served(NO_GRAMMAR, True),
     "max_completion_tokens": number(1, _INT32, whole=True),
     "logprobs": flag,
     "top_logprobs": most_probable,
     "reasoning_effort": any_of(text, number(0, 0.99)),
     "chat_template_kwargs": _template_switches,
-    "continue_final_message": flag,
+    "continue_final_message": not_served("a response is a turn of its own", False),
     "separate_reasoning": flag,
     "stream_reasoning": flag,
-    "return_prompt_token_ids": flag,
-    "return_meta_info": flag,
-    "return_sampling_mask": flag,
-    "sampling_logprobs_mode": choice("selected", "support"),
+    **dict.fromkeys(
+        ("return_prompt_token_ids", "return_meta_info"), not_served("/generate returns them", False)
+    ),
     "verbosity": inert,
     "functions": not_served("use tools", []),
     "function_call": not_served("use tool_choice"),
@@ -225,8 +195,6 @@ API_FIELDS: Mapping[str, Mapping[str, Rule]] = {
 """By path."""
 
 _ANY_API: Mapping[str, Rule] = {**CHAT, **COMPLETIONS, **GENERATE}
-_LISTS = ("token_ids_logprob",)
-"""Of _PER_PROMPT: what is a list for one prompt already."""
 
 
 def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
@@ -245,7 +213,7 @@ def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if name not in known:
             raise unknown(name, known)
-        if isinstance(value, list) and path != "/generate" and name in _PER_PROMPT and name not in _LISTS:
+        if isinstance(value, list) and path != "/generate" and name in _PER_PROMPT:
             raise refuse(name, value, "one value")
 
 
@@ -257,8 +225,6 @@ def _check_values(
         if value is None or name not in rules or name == "sampling_params":
             continue
         rows = isinstance(value, list) and name in _PER_PROMPT
-        if rows and name in _LISTS:
-            rows = any(isinstance(row, list) for row in value)
         if not rows:
             rules[name](limits, name, value)
             continue

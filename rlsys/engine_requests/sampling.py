@@ -5,15 +5,12 @@ Ranges are those that SGLang verifies, closed where it does not: 32 and 64 bits,
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.engine_requests.fields import (
     MOST_IDS,
     Rule,
-    check_depth,
     check_fields,
     finite,
     flag,
@@ -33,72 +30,9 @@ MOST_STOPS = 32
 """SGLang's own (MAX_STOP_COUNT)."""
 LONGEST_STOP = 1024
 """Characters."""
-LONGEST_GRAMMAR = 64 * 1024
-"""Characters of a JSON schema. An engine compiles it beside all other requests."""
-LARGEST_BOUND = 100_000
-"""In a JSON schema: of lengths and counts, which the compiler unrolls."""
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _ID_DIGITS = 18
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_SCHEMA_PATTERNS = ("pattern", "patternProperties")
-_NEED = "the engine runs it beside all other requests; `rlsys router --allow-patterns` allows it"
-
-
-def pattern(*, compiled: bool = False) -> Rule:
-    """A regular expression or a grammar. `compiled`: one that Python's `re` must accept."""
-
-    def check(limits: Limits, name: str, value: Any) -> None:
-        if value in ("", []):
-            return
-        texts(MOST_STOPS if compiled else 1, LONGEST_STOP if compiled else LONGEST_GRAMMAR)(
-            limits, name, value
-        )
-        if not limits.patterns:
-            raise RefusedPrompt(f"{name} = {short(value)}: not served: {_NEED}", name)
-        for one in value if compiled and isinstance(value, list) else [value] if compiled else []:
-            try:
-                re.compile(one)
-            except (re.error, RecursionError, OverflowError) as e:
-                raise RefusedPrompt(f"{name} = {short(one)}: not a regular expression: {e}", name) from None
-
-    return check
-
-
-def json_schema(limits: Limits, name: str, value: Any) -> None:
-    """As text."""
-    if value == "":
-        return
-    if not isinstance(value, str):
-        raise refuse(name, value, "a JSON schema as text")
-    if len(value) > LONGEST_GRAMMAR:
-        raise RefusedPrompt(f"{name}: {len(value)} characters, expected at most {LONGEST_GRAMMAR}", name)
-    try:
-        schema = json.loads(value)
-    except (ValueError, RecursionError):
-        raise refuse(name, value, "a JSON schema as text") from None
-    check_schema(limits, name, schema)
-
-
-def check_schema(limits: Limits, name: str, schema: Any) -> None:
-    """An object, no deeper than others, without what a compiler unrolls or runs as a regular expression."""
-    if not isinstance(schema, dict):
-        raise refuse(name, schema, "a JSON schema, an object")
-    check_depth(name, schema)
-    pending: list[Any] = [schema]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, list):
-            pending += part
-        if not isinstance(part, dict):
-            continue
-        pending += part.values()
-        for word in _COUNTS:
-            bound = part.get(word)
-            if isinstance(bound, int | float) and not 0 <= bound <= LARGEST_BOUND:
-                raise RefusedPrompt(f"{name}: {word} = {short(bound)}: expected 0 to {LARGEST_BOUND}", name)
-        for word in _SCHEMA_PATTERNS:
-            if not limits.patterns and isinstance(part.get(word), str if word == "pattern" else dict):
-                raise RefusedPrompt(f"{name}: {word} = {short(part[word])}: not served: {_NEED}", name)
+NO_GRAMMAR = "no grammars or patterns: an interrupted response continues from its tokens, without their state"
 
 
 def min_p(limits: Limits, name: str, value: Any) -> None:
@@ -149,11 +83,9 @@ SAMPLING: Mapping[str, Rule] = {
     "sampling_seed": number(-(2**63), _INT64, whole=True),
     "stop": texts(MOST_STOPS, LONGEST_STOP),
     "stop_token_ids": token_ids,
-    "stop_regex": pattern(compiled=True),
-    "json_schema": json_schema,
-    "regex": pattern(),
-    "ebnf": pattern(),
-    "structural_tag": pattern(),
+    **dict.fromkeys(
+        ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag"), not_served(NO_GRAMMAR, "", [])
+    ),
     "logit_bias": logit_bias,
     "ignore_eos": flag,
     "skip_special_tokens": flag,
@@ -174,8 +106,6 @@ ALIASES: Mapping[str, str] = {
 }
 """OpenAI's names -> SGLang's."""
 
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-
 
 def check_sampling(limits: Limits, params: Mapping[str, Any], inside: str = "sampling_params.") -> None:
     """Raises RefusedPrompt: not known, out of its range, or excluded by another one."""
@@ -190,8 +120,6 @@ def check_together(params: Mapping[str, Any]) -> None:
         raise RefusedPrompt(
             f"min_new_tokens = {fewest}: expected at most max_new_tokens = {most}", "min_new_tokens"
         )
-    if len(grammars := [name for name in _GRAMMARS if params.get(name)]) > 1:
-        raise RefusedPrompt(f"{' and '.join(grammars)}: expected one of them", grammars[0])
 
 
 def check_stop(value: Any, name: str = "stop") -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A router that stands alone: its engines, what they are, and their weights, which nobody but them knows.
+"""Fleet: the engines of a stand-alone router, their limits and their weights.
 
 Engines serve with the highest version that one of them reports at the start. Weights change by folder
 (`POST /update_weights_from_disk`); an engine that joins, restarts or failed an update is then brought to the same
@@ -12,25 +12,25 @@ import functools
 import ipaddress
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 from yarl import URL
 
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.identity import ANONYMOUS, Identity
-from rlsys.core.model_folder import read_fields, read_stop_ids
+from rlsys.core.model_folder import read_fields
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.engine_requests import RESERVED_TOKENS, Limits
-from rlsys.gateway.proxy import Proxy
-from rlsys.router.dispatch import Dispatcher
+from rlsys.gateway.generation import POISON
+from rlsys.gateway.served_model import ServedModel
+from rlsys.router.attest import Bounds
 from rlsys.router.engine_state import EngineState, Flight
-from rlsys.router.pool import Pool
 from rlsys.router.push import PROBE_SECONDS, describe_states
-from rlsys.router.strategy import STRATEGIES
+from rlsys.router.router import Router
 
 log = logging.getLogger("rlsys.router")
 
@@ -78,10 +78,14 @@ def network_of(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | Non
 
 
 class Fleet:
-    """Owns the pool of a stand-alone router. `limits` are None until an engine has answered.
+    """Owns the router of the engines. `limits` and `model` are None until an engine has answered.
 
-    `allowed`: where engines that join may be, host names, addresses or networks; none given: on the hosts of `urls`.
-    `identity`: the keys that all engines ask for. `patterns`: clients may send regular expressions and grammars.
+    Args:
+        allowed: host names, addresses or networks of engines that may join; by default the hosts of `urls`.
+        identity: the keys of all engines.
+        queue_seconds: time that a request waits for an engine at most.
+        vocab_size: number of token ids, for a model folder that is not readable here.
+        model_path: a folder with the tokenizer; by default the one that the engines name.
     """
 
     def __init__(
@@ -95,25 +99,36 @@ class Fleet:
         interruption: FleetInterruption,
         queue_seconds: float,
         vocab_size: int | None = None,
-        patterns: bool = False,
+        model_path: Path | None = None,
     ) -> None:
         self._session = session
         self._identity = identity
         self._allowed = tuple(allowed) or tuple({URL(url).host or "" for url in urls if is_engine_url(url)})
-        self.pool = Pool([], skip_attestation=True)
+        self.router = Router(
+            [],
+            vocab_size=1,
+            context_length=1,
+            stop_ids=(),
+            bounds=Bounds(1.0, 1.0),
+            strategy=strategy,
+            interruption=interruption,
+            skip_attestation=True,
+            poison=POISON,
+        )
+        self.pool, self.dispatcher = self.router.pool, self.router.dispatcher
         for url in urls:
             self.add(url)
-        self.dispatcher = Dispatcher(self.pool, STRATEGIES[strategy])
-        self.proxy = Proxy(self.dispatcher, queue_seconds)
+        self.queue_seconds = queue_seconds
         self._interruption = interruption
-        self._vocab_size, self._patterns = vocab_size, patterns
-        self._limits_of: dict[str, tuple[int, Limits]] = {}
-        """By URL, of engines that have answered: how often it had died by then, and its limits."""
+        self._vocab_size, self._model_path = vocab_size, model_path
+        self._engine_limits: dict[str, tuple[int, Limits]] = {}
+        """URL of an engine -> its number of deaths when its limits were read, and these."""
         self.limits: Limits | None = None
+        self.model: ServedModel | None = None
         self._folder: str | None = None
         self._updating = asyncio.Lock()
         self._loading: dict[str, asyncio.Task[bool]] = {}  # by URL: engines that are being brought up to date
-        self._told: set[str] = set()  # engines that nothing can bring up to date
+        self._unusable: set[str] = set()  # engines that nothing can bring up to date
 
     def add(self, url: str) -> None:
         """Raises UserError for something that is no URL, or an engine that is here already."""
@@ -125,7 +140,7 @@ class Fleet:
             raise UserError(str(e)) from None
 
     def join(self, url: str) -> None:
-        """As `add`, for an engine that asks by HTTP. Raises UserError for one on a host that is not allowed."""
+        """Add an engine by HTTP. Raises UserError for one on a host that is not allowed, and as `add`."""
         if is_engine_url(url) and not is_allowed(URL(url).host or "", self._allowed):
             raise UserError(
                 f"engine URL {url[:200]!r}: no engine may join from there; expected {', '.join(self._allowed)} "
@@ -134,27 +149,27 @@ class Fleet:
         self.add(url)
 
     def drain(self, url: str) -> None:
-        """It gets nothing new and leaves when it is empty. Raises UserError when it is not here."""
+        """Remove an engine once its requests have ended. Raises UserError if there is no such engine."""
         engine = self.pool.find(url)
         if engine is None:
             raise UserError(f"{url[:200]} is not in the pool: {describe_states(self.pool)}")
         engine.draining = True
 
     async def watch(self) -> None:
-        """For the life of the process."""
-        self.dispatcher.resume()
+        """Probe the engines until cancelled, and read their limits."""
+        self.router.resume()
         while True:
             await self.pool.probe()
             for engine in self.pool.serving():
-                if self._limits_of.get(engine.url, (-1, None))[0] != engine.deaths:
-                    await self._learn(engine)
+                if self._engine_limits.get(engine.url, (-1, None))[0] != engine.deaths:
+                    await self._read_limits(engine)
             self._bring_up_to_date()
             if self.pool.serving() and self.limits is not None:
                 self.dispatcher.wake()
             await asyncio.sleep(PROBE_SECONDS)
 
     def _bring_up_to_date(self) -> None:
-        """Beside the watch, each engine by itself: a folder may take minutes to load, and one that hangs longer."""
+        """Start loading the folder in stale engines, each in a task of its own: it may take minutes."""
         for url in [url for url, task in self._loading.items() if task.done()]:
             self._loading.pop(url).result()
         if self._updating.locked():
@@ -163,52 +178,51 @@ class Fleet:
             if self._folder is not None and engine.url not in self._loading:
                 load = self.dispatcher.attempt(engine, self._load(engine))
                 self._loading[engine.url] = asyncio.create_task(load)
-            elif self._folder is None and engine.url not in self._told:
-                self._told.add(engine.url)
+            elif self._folder is None and engine.url not in self._unusable:
+                self._unusable.add(engine.url)
                 log.warning(
                     "%s has weight version %d, the pool %d: it serves after POST /update_weights_from_disk",
                     engine.url, engine.version, self.pool.version,
                 )  # fmt: skip
 
-    async def _learn(self, engine: EngineState) -> None:
-        """What requests must keep to, whichever engine gets them: the strictest limits of all.
+    async def _read_limits(self, engine: EngineState) -> None:
+        """Update the limits of requests, the strictest of all engines, since any engine may get a request.
 
-        Raises UserError when the vocabulary's size is nowhere to be read, of the first engine.
+        Raises:
+            UserError: the size of the vocabulary is unknown, of the first engine.
         """
         try:
             info = await engine.client.info()
         except (*DeadEngine, EngineError):
             return
-        known, folder = self.limits, Path(str(info.get("model_path")))
+        previous, folder = self.limits, self._folder_of(info)
         size = self._vocab_size
         if size is None:
             try:
                 size = int(read_fields(folder)["vocab_size"])
             except (OSError, ValueError, KeyError, TypeError) as e:
-                if known is None:
+                if previous is None:
                     raise UserError(
                         f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
                     ) from None
-                size = known.vocab_size  # its folder is on another machine
+                size = previous.vocab_size  # its folder is on another machine
         length = info.get("max_req_input_len")
-        if known is not None and type(length) is not int:
-            context = known.context_length
+        if previous is not None and type(length) is not int:
+            context = previous.context_length
         else:
             context = int(info["max_req_input_len"]) + RESERVED_TOKENS
-        own = Limits(
-            size,
-            context,
-            deterministic=bool(info.get("enable_deterministic_inference", True)),
-            adapters=bool(info.get("enable_lora", False)),
-            patterns=self._patterns,
-        )
-        self._limits_of[engine.url] = engine.deaths, own
+        limits = Limits(size, context, deterministic=bool(info.get("enable_deterministic_inference", True)))
+        self._engine_limits[engine.url] = engine.deaths, limits
         urls = {e.url for e in self.pool.engines}
-        self._limits_of = {url: found for url, found in self._limits_of.items() if url in urls}
-        self.limits = functools.reduce(Limits.strictest, (limits for _, limits in self._limits_of.values()))
-        if known is None:
-            self.proxy.incremental = bool(info.get("incremental_streaming_output"))
-            self.proxy.stop_ids = read_stop_ids(folder) if folder.is_dir() else ()
+        self._engine_limits = {url: entry for url, entry in self._engine_limits.items() if url in urls}
+        strictest = functools.reduce(Limits.strictest, (limits for _, limits in self._engine_limits.values()))
+        if self.model is None:
+            self.model = await asyncio.to_thread(ServedModel, folder, info)
+        self.router.set_limits(strictest)
+        self.limits = strictest
+
+    def _folder_of(self, info: Mapping[str, Any]) -> Path:
+        return self._model_path or Path(str(info.get("tokenizer_path") or info.get("model_path")))
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -224,28 +238,28 @@ class Fleet:
         async with self._updating:
             if self._loading:  # two loads at once in one engine would mix their tensors
                 await asyncio.wait(self._loading.values())
-            before = self.pool.version, self._folder
-            if version is not None and version <= before[0]:
-                raise UserError(f"weight_version = {version}: expected more than {before[0]}, which is there")
+            previous = self.pool.version, self._folder
+            if version is not None and version <= previous[0]:
+                raise UserError(
+                    f"weight_version = {version}: expected more than {previous[0]}, which is there"
+                )
             hold = self._interruption != "abort"
             engines: list[EngineState] = []
             try:
-                await self.dispatcher.abort_all((lambda _: True) if hold else None)
-                if hold:
-                    await self.dispatcher.pause(self._interruption, self.pool.engines)
-                self.pool.version, self._folder = version or before[0] + 1, folder
+                await self.router.interrupt((lambda _: True) if hold else None)
+                self.pool.version, self._folder = version or previous[0] + 1, folder
                 engines = self.pool.alive()
                 done = await asyncio.gather(*(self._try_load(e) for e in engines))
                 if not any(ok for ok, _ in done):
-                    self.pool.version, self._folder = before
+                    self.pool.version, self._folder = previous
                     raise RunError(
-                        f"no engine could load {folder}: {'; '.join(why for _, why in done)[:500]}"
+                        f"no engine could load {folder}: {'; '.join(reason for _, reason in done)[:500]}"
                     )
                 return self.pool.version
             finally:
                 for engine in engines or self.pool.alive():
                     await self.dispatcher.attempt(engine, self.dispatcher.unpause(engine))
-                self.dispatcher.resume()
+                self.router.resume()
 
     async def _try_load(self, engine: EngineState) -> tuple[bool, str]:
         try:
@@ -258,7 +272,7 @@ class Fleet:
         return True, ""
 
     async def _load(self, engine: EngineState) -> None:
-        """What it reports on the way is not yet what it may serve with: its cache is of the old weights.
+        """Load the folder in an engine, which serves only when its cache of the old weights is empty.
 
         Once probes find it dead nobody waits for it any longer, as for any flight.
         """

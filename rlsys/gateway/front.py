@@ -1,21 +1,22 @@
-"""The HTTP front of a stand-alone router: SGLang's /generate, OpenAI's completions and chat, and its own affairs.
+"""Front: the HTTP server of a stand-alone router, with SGLang's /generate and OpenAI's completions and chat.
 
-    POST /generate  /v1/completions  /v1/chat/completions     to an engine, streamed or whole (proxy.py)
+    POST /generate  /v1/completions  /v1/chat/completions     by Router.generate, streamed or whole
     GET  /v1/models /model_info /server_info                  from any engine
     GET  /health (it lives)  /ready (an engine serves)  /metrics (Prometheus)
     GET, POST, DELETE /engines                                list, add {"url": ...}, drain {"url": ...}
     POST /update_weights_from_disk {"model_path": ..., "weight_version": ...}
 
-Two tokens: clients' opens requests for engines, the administrators' opens everything. Without the second, nobody who
-has to show the first may change engines or weights.
+The clients' token admits requests for responses, the administrators' token admits everything. If there is a clients'
+token but no administrators' token, the engines and their weights cannot be changed.
 
 Every refusal is JSON: {"error": {"message", "type", "code"}}.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,34 +24,46 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rlsys.agents.messages import BadRequest
 from rlsys.core.descriptors import RESERVE
-from rlsys.core.errors import UserError
+from rlsys.core.errors import RunError, UserError
 from rlsys.engine.wire import DeadEngine
-from rlsys.engine_requests import API_FIELDS, RefusedPrompt, check_request, short
-from rlsys.gateway.fair_queue import Places
+from rlsys.engine_requests import API_FIELDS, RefusedPrompt, short
+from rlsys.gateway.answers import Answer, answer_to
+from rlsys.gateway.api_requests import read_request, sample_count
+from rlsys.gateway.event_stream import EventStream, SlowClient
 from rlsys.gateway.fleet import Fleet
+from rlsys.gateway.generation import Generation, Generations, Unavailable
 from rlsys.gateway.metrics import Metrics
-from rlsys.gateway.proxy import Job, Unavailable, error_body
-from rlsys.gateway.requests import engine_bodies, samples_of
 from rlsys.http_server.connections import ServerLimits
 from rlsys.http_server.server import LIMITER, Refusal, bearer_token, guarded_app, same_secret
-from rlsys.router.failure_policy import PoisonRequest
+from rlsys.router.failure_policy import PoisonRequest, RefusedRequest
 
-FORWARDED = tuple(API_FIELDS)
-ASKED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+FORWARDED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
 OPEN = ("/health", "/ready")
-"""What needs no token: it tells nothing and costs nothing."""
+"""Paths that need no token: they disclose nothing and cost nothing."""
 ADMIN = ("/engines", "/update_weights_from_disk")
-"""For administrators alone: others' prompts go where these say."""
+"""Paths for administrators only: they decide where the prompts of other clients go."""
 _SECRET = ("api_key", "admin_api_key", "ssl_keyfile_password")
-"""What engines tell of their arguments, and clients must not hear."""
+"""Arguments of engines that clients must not see."""
 RETRY_SECONDS = "1"
+STATUSES: Mapping[type[Exception], int] = {
+    RefusedPrompt: 400, BadRequest: 400, RefusedRequest: 400, PoisonRequest: 422, Unavailable: 503, RunError: 500
+}  # fmt: skip
+"""HTTP statuses of errors, subclasses first. 422 for a poisonous request: clients repeat a request after a 5xx."""
 
 
 @dataclass(frozen=True)
 class FrontLimits:
-    """In samples, of which a request may ask for several: `queue` wait while `concurrency` others are being served;
-    more are refused with 429, and a request for more than `concurrency` with 413."""
+    """Limits of requests and connections.
+
+    Args:
+        body_bytes: size of a request's body.
+        concurrency: samples in engines, of which a request may ask for several. A request for more is refused with
+            413.
+        queue: samples that wait; further ones are refused with 429.
+        body_seconds: time for the body of a request to arrive.
+    """
 
     body_bytes: int = 16 * 2**20
     concurrency: int = 1024
@@ -58,31 +71,36 @@ class FrontLimits:
     body_seconds: float = 10.0
 
     @property
-    def places(self) -> int:
+    def samples(self) -> int:
+        """Number of samples in progress at most."""
         return self.concurrency + self.queue
 
 
 class Front:
-    """Owns how many samples are inside."""
+    """Owns the number of samples in progress.
+
+    Args:
+        token: of clients; without any token everything is open, on loopback only.
+        admin_token: of administrators.
+    """
 
     def __init__(
         self, fleet: Fleet, token: str | None, limits: FrontLimits, admin_token: str | None = None
     ) -> None:
-        """Without any token everything is open: for loopback alone."""
         self._fleet = fleet
         self._token, self._admin_token = token, admin_token
         self._limits = limits
-        self._metrics = Metrics(fleet, lambda: self._inside)
-        self._inside = 0
-        self._places = Places(limits.concurrency)
+        self._metrics = Metrics(fleet, lambda: self._samples)
+        self._samples = 0
+        self._generations = Generations(fleet.router, limits.concurrency, fleet.queue_seconds)
 
     def app(self) -> web.Application:
         limits = ServerLimits(
-            self._limits.places + RESERVE, self._limits.body_bytes, body_seconds=self._limits.body_seconds
+            self._limits.samples + RESERVE, self._limits.body_bytes, body_seconds=self._limits.body_seconds
         )
         routes = [
-            *(web.post(path, self._forward) for path in FORWARDED),
-            *(web.get(path, self._ask) for path in ASKED),
+            *(web.post(path, self._generate) for path in API_FIELDS),
+            *(web.get(path, self._forward) for path in FORWARDED),
             web.get("/health", self._health),
             web.get("/ready", self._ready),
             web.get("/metrics", self._scrape),
@@ -91,66 +109,99 @@ class Front:
             web.delete("/engines", self._drain),
             web.post("/update_weights_from_disk", self._update),
         ]
-        statuses = {RefusedPrompt: 400, PoisonRequest: 422, Unavailable: 503}  # 422: clients send a 5xx again
-        app = guarded_app(routes, limits, _error, statuses, self._check_token, self._observe)
+        app = guarded_app(routes, limits, _error, STATUSES, self._check_token, self._observe)
         self._metrics.connections = app[LIMITER].counts
         return app
 
     def _observe(self, request: web.Request, status: int, seconds: float) -> None:
-        known = request.match_info.route.resource
-        self._metrics.observe(known.canonical if known else "other", status, seconds)
+        resource = request.match_info.route.resource
+        self._metrics.observe(resource.canonical if resource else "other", status, seconds)
 
     def _check_token(self, request: web.Request) -> None:
         if request.path in OPEN or (self._token is None and self._admin_token is None):
             return
-        if _knows(request, self._admin_token):
+        if _has_token(request, self._admin_token):
             return
         if request.path in ADMIN:
-            if _knows(request, self._token):
+            if _has_token(request, self._token):
                 raise Refusal(403, f"{request.path} is for administrators (--admin-token-file)")
-        elif self._token is None or _knows(request, self._token):
+        elif self._token is None or _has_token(request, self._token):
             return
         raise Refusal(401, "a bearer token is required: Authorization: Bearer TOKEN")
 
     # -- requests for engines -----------------------------------------------------------------------------------
 
-    async def _forward(self, request: web.Request) -> web.StreamResponse:
-        with self._inside_for(1):  # before its body is read
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        with self._admitted(1):  # before its body is read
             raw = await request.read()
             body = _object(raw)
-            samples = samples_of(body)
+            samples = sample_count(body)
             if samples > self._limits.concurrency:
                 raise Refusal(
                     413, f"{samples} samples in one request; expected at most {self._limits.concurrency}"
                 )
-            with self._inside_for(samples - 1):
-                limits = self._fleet.limits
-                if limits is None:
+            with self._admitted(samples - 1):
+                limits, model = self._fleet.limits, self._fleet.model
+                if limits is None or model is None:
                     raise Unavailable("no engine has answered yet")
                 try:
-                    check_request(limits, request.path, body)
-                except RefusedPrompt:
-                    self._metrics.refused.inc()
+                    # In a thread: a long text takes seconds to tokenize.
+                    api_request = await asyncio.to_thread(read_request, request.path, body, limits, model)
+                except (RefusedPrompt, BadRequest):
+                    self._metrics.refusals.inc()
                     raise
-                async with self._places.take(samples):
-                    bodies = engine_bodies(request.path, body, deterministic=limits.deterministic)
-                    jobs = [Job.of(request.path, one) for one in bodies]
-                    for i, job in enumerate(jobs):
-                        job.identity = hashlib.sha256(b"%d %s " % (i, request.path.encode()) + raw).digest()
-                    return await self._fleet.proxy.run(jobs, request, _responses(body))
+                identity = hashlib.sha256(request.path.encode() + b" " + raw).digest()
+                async with self._generations.running(api_request, model, identity) as generations:
+                    answer = answer_to(api_request, generations, model)
+                    if api_request.stream:
+                        return await self._stream(request, answer, generations)
+                    await asyncio.gather(*(g.task for g in generations))
+                    body_bytes = msgspec.json.encode(await answer.result())
+                    return web.Response(body=body_bytes, content_type="application/json")
+
+    async def _stream(
+        self, request: web.Request, answer: Answer, generations: Sequence[Generation]
+    ) -> web.StreamResponse:
+        stream = EventStream(request)
+
+        async def send(index: int, generation: Generation) -> None:
+            async for final in generation.arrivals():
+                async for event in answer.events(index, final=final):
+                    await stream.write(msgspec.json.encode(event))
+
+        tasks = [asyncio.create_task(send(i, g)) for i, g in enumerate(generations)]
+        try:
+            await asyncio.gather(*tasks)
+            for event in answer.closing():
+                await stream.write(msgspec.json.encode(event))
+            await stream.write(b"[DONE]")
+        except SlowClient:
+            return stream.drop()
+        except tuple(STATUSES) as e:
+            if stream.response is None:
+                raise
+            status = next(code for kind, code in STATUSES.items() if isinstance(e, kind))
+            await stream.write(error_body(status, str(e)))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return await stream.end()
 
     @contextmanager
-    def _inside_for(self, samples: int) -> Iterator[None]:
-        most = self._limits.concurrency + self._limits.queue
-        if self._inside + samples > most:
-            raise Refusal(429, f"{self._inside} samples are here already, of at most {most}; try again later")
-        self._inside += samples
+    def _admitted(self, samples: int) -> Iterator[None]:
+        """Count the samples of a request. Raises Refusal if there are too many."""
+        limit = self._limits.samples
+        if self._samples + samples > limit:
+            raise Refusal(429, f"{self._samples} samples of at most {limit} are in progress; try again later")
+        self._samples += samples
         try:
             yield
         finally:
-            self._inside -= samples
+            self._samples -= samples
 
-    async def _ask(self, request: web.Request) -> web.Response:
+    async def _forward(self, request: web.Request) -> web.Response:
+        """Return what an engine answers."""
         for engine in self._fleet.pool.serving():
             try:
                 status, body = await engine.client.fetch(request.path)
@@ -161,7 +212,7 @@ class Front:
             return web.Response(status=status, body=body, content_type="application/json")
         raise Unavailable("no engine serves")
 
-    # -- its own affairs ----------------------------------------------------------------------------------------
+    # -- engines, weights and health ------------------------------------------------------------------------------
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -204,29 +255,24 @@ class Front:
         return web.json_response({"success": True, "weight_version": new})
 
 
-def _knows(request: web.Request, token: str | None) -> bool:
+def _has_token(request: web.Request, token: str | None) -> bool:
     return token is not None and same_secret(bearer_token(request), token)
 
 
 def _is_version(value: Any) -> bool:
-    """Digits first: Python refuses to make a number of thousands of them."""
+    """Return whether a value is a weight version. Digits are counted first: Python does not convert thousands."""
     if isinstance(value, str):
         return value.isascii() and value.isdecimal() and len(value) < 19
     return type(value) is int and 0 <= value < 2**63
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """Strict JSON: NaN and Infinity are refused here."""
+    """Decode a JSON object; NaN and Infinity are refused."""
     try:
         body = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise Refusal(400, f"not a JSON object: {e}") from None
     return body
-
-
-def _responses(body: dict[str, Any]) -> int:
-    """To each prompt, of a request that was checked."""
-    return int(body.get("n") or 1)
 
 
 def _text(body: dict[str, Any], name: str) -> str:
@@ -243,3 +289,9 @@ def _error(status: int, message: str) -> web.Response:
     return web.Response(
         body=error_body(status, message), status=status, content_type="application/json", headers=headers
     )
+
+
+def error_body(status: int, message: str) -> bytes:
+    """Return an error as the clients of OpenAI and SGLang expect it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})

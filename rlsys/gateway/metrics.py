@@ -1,4 +1,4 @@
-"""What Prometheus reads from a stand-alone router."""
+"""Metrics of a stand-alone router, for Prometheus."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlsys.gateway.fleet import Fleet
 
 
 class Metrics:
-    """Counts as requests end; everything else is looked up when it is asked for."""
+    """Counts of requests; all other values are read at a scrape."""
 
-    def __init__(self, fleet: Fleet, inside: Callable[[], int]) -> None:
+    def __init__(self, fleet: Fleet, samples: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "rlsys_router_requests", "HTTP requests answered", ["path", "code"], registry=self._registry
@@ -22,56 +22,55 @@ class Metrics:
         self._seconds = Histogram(
             "rlsys_router_request_seconds", "Time to the end of an answer", ["path"], registry=self._registry
         )
-        self.refused = Counter(
+        self.refusals = Counter(
             "rlsys_router_refused", "Requests that no engine may see", registry=self._registry
         )
         self.connections: Mapping[str, int] = {}
-        """Of the server: connections that were refused or closed, by cause."""
-        self._registry.register(_State(fleet, inside, self))
+        """Connections that the server refused or closed, by cause."""
+        self._registry.register(_State(fleet, samples, self))
 
     def observe(self, path: str, code: int, seconds: float) -> None:
         self._requests.labels(path, str(code)).inc()
         self._seconds.labels(path).observe(seconds)
 
     def render(self) -> tuple[bytes, str]:
-        """Body and content type."""
+        """Return body and content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 
 class _State:
-    """Of fleet and engines, at the moment of a scrape."""
+    """State of the fleet and its engines at the moment of a scrape."""
 
-    def __init__(self, fleet: Fleet, inside: Callable[[], int], metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, samples: Callable[[], int], metrics: Metrics) -> None:
         self._fleet = fleet
-        self._inside = inside
+        self._samples = samples
         self._metrics = metrics
 
     def describe(self) -> list[Metric]:
-        """Nothing is looked up before the first scrape: the pool belongs to an event loop."""
+        """Return nothing, so that nothing is read before the first scrape: the pool belongs to an event loop."""
         return []
 
     def collect(self) -> Iterator[Metric]:
         pool, dispatcher = self._fleet.pool, self._fleet.dispatcher
         serving = {e.url for e in pool.serving()}
         gauge, count = GaugeMetricFamily, CounterMetricFamily
-        yield gauge("rlsys_router_inside", "Samples here, in engines or waiting", self._inside())
+        yield gauge("rlsys_router_samples", "Samples in engines or waiting", self._samples())
         yield gauge("rlsys_router_waiting", "Requests that wait for an engine", dispatcher.waiting)
-        yield gauge("rlsys_router_weight_version", "What engines should have", pool.version)
-        yield count(
-            "rlsys_router_interrupts", "Times that all requests were asked back", dispatcher.interrupts
-        )
+        yield gauge("rlsys_router_weight_version", "Weight version that engines should have", pool.version)
+        yield count("rlsys_router_interrupts", "Interruptions of all requests", dispatcher.interrupts)
         for name, value in self._metrics.connections.items():
             yield count(f"rlsys_router_connections_{name}", f"Connections: {name}", value)
-        for name, value in self._fleet.proxy.counts.items():
-            yield count(f"rlsys_router_{name}", f"Interrupted requests {name}", value)
+        stats = self._fleet.router.stats()
         yield count(
-            "rlsys_router_poisonous", "Requests refused: engines died of them", self._fleet.proxy.poisonous
+            "rlsys_router_resumes", "Responses that continued after an interruption", stats["resumes"]
         )
+        yield count("rlsys_router_received_tokens", "Tokens of responses", stats["received_tokens"])
+        yield count("rlsys_router_poisonous", "Requests refused: engines died or failed", stats["poisonous"])
         per_engine = [
-            (gauge, "up", "Whether it may get requests", lambda e: e.url in serving),
-            (gauge, "in_flight", "Requests in it", lambda e: e.load),
-            (gauge, "tokens", "Tokens of the requests in it, estimated", lambda e: e.tokens),
-            (count, "deaths", "Times that it was gone", lambda e: e.deaths),
+            (gauge, "up", "Whether the engine may get requests", lambda e: e.url in serving),
+            (gauge, "in_flight", "Requests in the engine", lambda e: e.load),
+            (gauge, "tokens", "Tokens of the requests in the engine", lambda e: e.tokens),
+            (count, "deaths", "Deaths of the engine", lambda e: e.deaths),
         ]
         for family, name, text, value_of in per_engine:
             metric = family(f"rlsys_router_engine_{name}", text, labels=["engine"])

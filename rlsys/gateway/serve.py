@@ -26,8 +26,7 @@ log = logging.getLogger("rlsys.router")
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """What the command line says. `interruption`: what engines do with requests while weights change. `patterns`:
-    clients may send regular expressions and grammars."""
+    """Options of the command line. `interruption`: what engines do with requests while weights change."""
 
     engines: list[str]
     port: int
@@ -39,21 +38,21 @@ class RouterOptions:
     strategy: str = "prefix_affinity"
     interruption: FleetInterruption = "retract"
     vocab_size: int | None = None
-    patterns: bool = False
+    model_path: Path | None = None
     queue_seconds: float = 120.0
     limits: FrontLimits = field(default_factory=FrontLimits)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of clients and of administrators; None: nobody has to show one, or nobody can."""
+    """Tokens of clients and administrators. None: clients need none, or there are no administrators."""
 
     client: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
 
 
 def read_tokens(options: RouterOptions) -> Tokens:
-    """Raises UserError for a token that is missing where others can reach us, unreadable, too short, or both."""
+    """Read the tokens. Raises UserError for one that is required, unreadable, too short, or the same as the other."""
     if options.token_file is None and not is_loopback(options.host):
         raise UserError(f"--host {options.host}: other machines can reach it; --token-file is required")
     client = _read_token("--token-file", options.token_file)
@@ -85,16 +84,16 @@ def is_loopback(host: str) -> bool:
 
 
 def run_router(options: RouterOptions) -> None:
-    """Raises UserError for a taken port, a missing token, or a vocabulary that nothing tells."""
+    """Serve until a signal. Raises UserError for a used port, a missing token, or an unknown vocabulary."""
     tokens = read_tokens(options)
     identity = ANONYMOUS if options.engine_keys is None else read_keys(options.engine_keys)
     asyncio.run(serve(options, tokens, identity))
 
 
 async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANONYMOUS) -> None:
-    places = options.limits.places
     raise_descriptors(
-        2 * places, "rlsys router: a connection of the client and one of the engine for each place"
+        2 * options.limits.samples,
+        "rlsys router: a connection of the client and one of the engine for each sample",
     )
     stop = asyncio.Event()
     for number in without_ignored(signal.SIGTERM, signal.SIGINT):
@@ -107,7 +106,7 @@ async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANO
             interruption=options.interruption,
             queue_seconds=options.queue_seconds,
             vocab_size=options.vocab_size,
-            patterns=options.patterns,
+            model_path=options.model_path,
             allowed=options.allowed,
             identity=identity,
         )
@@ -126,3 +125,5 @@ async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANO
         finally:
             for task in tasks:
                 task.cancel()
+            if fleet.model is not None:
+                await fleet.model.close()

@@ -166,9 +166,6 @@ class Dispatcher:
             engine.flight_ended.clear()
             if (current := (len(leaving), engine.received)) != progress:
                 progress, deadline = current, loop.time() + INTERRUPT_SECONDS
-            for flight in [engine.flights[rid] for rid in leaving]:
-                if flight.blocked and not flight.scope.expired():  # its client is slow
-                    flight.scope.reschedule(loop.time())
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_ANSWER_SECONDS):
                     abort_everything = keep is None and not engine.pinned

@@ -50,10 +50,9 @@ class Flight:
     """One request in an engine. Its scope has no deadline until the request is cancelled."""
 
     rid: str
-    sample: Sample | None  # None for a request that came over HTTP
+    sample: Sample | None  # None for a request without one: log-probs, or loading a folder
     scope: asyncio.Timeout
     tokens: int = 0  # prompt and response tokens so far
-    blocked: bool = False  # its client does not read, so the engine's stream is not read either
     pinned: bool = False  # of an evaluation on its pinned engine
     received_tokens: int = 0  # tokens that arrived
     dropped: int = 0  # of these, tokens after the end of the turn
@@ -223,6 +222,7 @@ class EngineState:
         self.unanswered_probes, self.refusal = 0, None
         if self.version != expected or self.loading:
             return  # a push proceeded meanwhile
+        label = reported  # that of the tokens, -1 where it is not a number
         if self.skip_attestation:
             reported = max(reported, 0)
         if expected not in (NEVER, reported):
@@ -233,7 +233,7 @@ class EngineState:
                 self.quarantined = None
         if self.skip_attestation and self.version == NEVER:
             self.version = reported
-            self.pushed.add(reported)
+            self.pushed |= {reported, label}
             self.attested.set()
 
     async def start_counting(self) -> None:

@@ -1,16 +1,13 @@
-"""Failure policy: the consequences of a failed request for the engine and the request. For samples and HTTP requests.
+"""Failure policy: the consequences of a failed request for the engine and the request.
 
     event                                     engine                            request
     no response, or the stream breaks off     dead until it answers a probe     a death: continued on another engine
     cancelled together with its engine        already dead                      a death: continued on another engine
-    cancelled because its client is slow      unaffected                        interrupted: continued later
-    5xx, or a malformed response              failed, see below                 a fault: continued on another engine
+    5xx, or a malformed response              its breaker opens                 a fault: continued on another engine
     400, 413, 422                             unaffected                        refused: RefusedRequest
     another 4xx                               unaffected                        RunError: a mistake of the caller
 
-The run's own requests are validated before they are sent, so a fault opens the engine's breaker at once. HTTP
-requests may be invalid in ways that validation misses: there, engines back off if another engine can process
-the request.
+Requests are validated before they are sent, so a fault opens the engine's breaker at once.
 """
 
 from __future__ import annotations
@@ -45,8 +42,28 @@ FAULTS_CENSORED = 8
 More than deaths, because an error does not affect other samples, and a single engine that fails for a minute
 should not censor samples; the back-offs ensure this.
 """
-HTTP_FAILURES = 1
-"""Engines that may answer an HTTP request with a server error; the response of the next one is forwarded."""
+
+
+@dataclass(frozen=True)
+class PoisonLimits:
+    """The failures of a sample after which it is isolated or dropped.
+
+    Args:
+        suspect_deaths: deaths after which it is retried in isolation.
+        deaths: deaths after which it is dropped.
+        faults: server errors after which it is dropped.
+        reset_by_tokens: count deaths since its last token only; otherwise all of its deaths count.
+    """
+
+    suspect_deaths: int = DEATHS_SUSPECT
+    deaths: int = DEATHS_CENSORED
+    faults: int = FAULTS_CENSORED
+    reset_by_tokens: bool = True
+
+
+SAMPLES = PoisonLimits()
+"""Limits for the samples of a run."""
+
 
 log = logging.getLogger("rlsys.router")
 
@@ -96,10 +113,9 @@ async def attempt(
             async with flight.scope:
                 yield result
     except DeadEngine as e:
-        cut_off = flight.scope.expired()
-        result.end = RequestEnd.INTERRUPTED if cut_off and flight.blocked else RequestEnd.DEATH
+        result.end = RequestEnd.DEATH
         result.reason = f"{engine.url}: a request broke off: {e or type(e).__name__}"
-        if not cut_off:  # otherwise it is already marked dead
+        if not flight.scope.expired():  # otherwise it is already marked dead
             log.warning("%s", result.reason)
             engine.mark_dead()
     except EngineError as e:
@@ -116,27 +132,35 @@ class PoisonDetector:
     engine died or answered with a server error.
     """
 
-    def __init__(self, on_failure: Callable[[Sample], None]) -> None:
+    def __init__(self, on_failure: Callable[[Sample], None], limits: PoisonLimits = SAMPLES) -> None:
         self._on_failure = on_failure
+        self._limits = limits
         self._lock = asyncio.Lock()
         self._isolated: Sample | None = None
         self.counts = {"engine_faults": 0, "poisonous": 0}
 
     def check(self, sample: Sample, fault: str) -> None:
         """Raise PoisonRequest if the sample is to be dropped. `fault` is the last server error."""
-        if sample.deaths >= DEATHS_CENSORED:
+        if sample.deaths >= self._limits.deaths:
             self.counts["poisonous"] += 1
             raise PoisonRequest(f"{sample.deaths} engines died while they worked on it")
-        if sample.faults >= FAULTS_CENSORED:
+        if sample.faults >= self._limits.faults:
             self.counts["poisonous"] += 1
             last = f", the last one: {fault}" if fault else ""
             raise PoisonRequest(f"{sample.faults} answers in a row were server errors{last}")
 
     @asynccontextmanager
-    async def isolate(self, sample: Sample) -> AsyncIterator[None]:
-        """Run a suspect alone until it gets a token or its request ends. Other samples do not wait."""
-        if sample.deaths >= DEATHS_SUSPECT:
-            await self._lock.acquire()
+    async def isolate(self, sample: Sample, timeout: float | None = None) -> AsyncIterator[None]:
+        """Run a suspect alone until it gets a token or its request ends. Other samples do not wait.
+
+        Args:
+            timeout: seconds that a suspect waits for the other suspects at most; None: any time.
+
+        Raises:
+            TimeoutError: it has waited that long.
+        """
+        if sample.deaths >= self._limits.suspect_deaths:
+            await asyncio.wait_for(self._lock.acquire(), timeout)
             self._isolated = sample
         try:
             yield
@@ -145,7 +169,9 @@ class PoisonDetector:
 
     def clear(self, sample: Sample) -> None:
         """Reset the counts of a sample that got a token."""
-        sample.deaths = sample.faults = 0
+        sample.faults = 0
+        if self._limits.reset_by_tokens:
+            sample.deaths = 0
         self._release(sample)
 
     def _release(self, sample: Sample) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from rlsys.config.rollout import Truncation
 from rlsys.core.spans import TopLogprobs
@@ -33,6 +34,9 @@ class Turn:
         limit: tokens of its response over all requests.
         pinned: use the engine that is pinned for an evaluation.
         tops: collects top log-probs of its tokens.
+        sampling: further sampling parameters, by SGLang's names.
+        routes: request the routed experts of its tokens.
+        admission_timeout: seconds that a request waits for an engine at most.
     """
 
     limit: int
@@ -41,6 +45,20 @@ class Turn:
     ends: TurnEnds
     pinned: bool
     tops: TopLogprobs | None = None
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    routes: bool = False
+    admission_timeout: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the rarer arguments of EngineClient.generate."""
+        options: dict[str, Any] = {}
+        if self.tops is not None:
+            options["tops"] = self.tops.k
+        if self.sampling:
+            options["sampling"] = self.sampling
+        if self.routes:
+            options["store_routes"] = False
+        return options
 
     def status(self, sample: Sample, finish: str | None = None) -> Status:
         """Return the status before a request, or after one that ended with `finish`.
@@ -150,10 +168,10 @@ class RequestSender:
                     seed=sample.seed,
                     stop_ids=sorted(turn.ends.ids),
                     stop_texts=turn.ends.texts[:MOST_STOPS],  # the router itself detects the others
-                    routes_from=self._routes_from(sample),
+                    routes_from=self._routes_from(sample) if self._routes or turn.routes else None,
                     cache_key=self._cache_key(engine, sample),
                     truncation=turn.truncation,
-                    **({} if turn.tops is None else {"tops": turn.tops.k}),
+                    **turn.options(),
                 )
                 async with aclosing(stream):
                     async for segment in stream:
@@ -187,7 +205,7 @@ class RequestSender:
 
         0 at first; later the last sampled token, which no pass has processed.
         """
-        if not self._routes or sample.sample_id == EVALUATION:
+        if sample.sample_id == EVALUATION:
             return None
         if not sample.response_ids:
             return 0

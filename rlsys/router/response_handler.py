@@ -26,7 +26,7 @@ class ResponseHandler:
         on_tokens: Callable[[Sample, int], None],
     ) -> None:
         self._dispatcher = dispatcher
-        self._limits = limits
+        self.limits = limits
         self._poison_detector = poison_detector
         self._on_tokens = on_tokens
         self._counts = {
@@ -55,8 +55,8 @@ class ResponseHandler:
         sample, tokens, time = flight.sample, len(segment.ids), asyncio.get_running_loop().time()
         assert sample is not None
         try:
-            self._limits.check_ids(segment.ids)
-            self._limits.check_ids(segment.id_range or ())
+            self.limits.check_ids(segment.ids)
+            self.limits.check_ids(segment.id_range or ())
         except RefusedPrompt as e:  # would kill the next engine, and the trainer
             raise EngineError(f"{engine.url}: {e}", SERVER_FAULT) from None
         versions = {s.version for s in segment.spans}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 
 from rlsys.config.rollout import EngineConfig, Truncation
 from rlsys.core.errors import UserError
@@ -21,7 +22,7 @@ from rlsys.engine_requests import Limits, RefusedPrompt, check_turn
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import UNBOUNDED, Flight
-from rlsys.router.failure_policy import PoisonDetector, PoisonRequest, attempt
+from rlsys.router.failure_policy import SAMPLES, PoisonDetector, PoisonLimits, PoisonRequest, attempt
 from rlsys.router.peer_weight_transfer import PeerWeightTransfer
 from rlsys.router.pool import NoExplorationEngine, PinLost, Pool
 from rlsys.router.push import PROBE_SECONDS, WeightPush, describe_states
@@ -53,6 +54,7 @@ class Router:
             can serve.
         slots: requests that an engine decodes concurrently.
         kinds: pools and sizes of engines; None: one pool.
+        poison: the failures after which a sample is isolated or dropped.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Router:
         single_router: bool = True,
         slots: int = UNBOUNDED,
         kinds: EngineConfig | None = None,
+        poison: PoisonLimits = SAMPLES,
     ) -> None:
         self._pool = Pool(engines, skip_attestation=skip_attestation, slots=slots, kinds=kinds)
         self.limits = Limits(vocab_size, context_length)
@@ -85,7 +88,7 @@ class Router:
         self._ends = TurnEnds(stop_ids, stop_texts, decode)
         self._interruption = interruption
         self._dispatcher = Dispatcher(self._pool, STRATEGIES[strategy])
-        self._poison_detector = PoisonDetector(lambda sample: self.on_failure(sample))
+        self._poison_detector = PoisonDetector(lambda sample: self.on_failure(sample), poison)
         self._response_handler = ResponseHandler(
             self._dispatcher,
             self.limits,
@@ -114,6 +117,18 @@ class Router:
         """Of waiting samples, the smallest value goes first; evaluation precedes all of them."""
         self._refused_prompts = 0
 
+    @property
+    def pool(self) -> Pool:
+        return self._pool
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self._dispatcher
+
+    def set_limits(self, limits: Limits) -> None:
+        """Replace the limits of prompts and tokens, for engines that are known only after the start."""
+        self.limits = self._response_handler.limits = limits
+
     # -- one sample ---------------------------------------------------------------------------------------------
 
     def check(self, prompt_ids: list[int]) -> None:
@@ -135,6 +150,10 @@ class Router:
         pinned: bool = False,
         explorers: bool = False,
         tops: TopLogprobs | None = None,
+        ends: TurnEnds | None = None,
+        sampling: Mapping[str, object] = MappingProxyType({}),
+        routes: bool = False,
+        admission_timeout: float | None = None,
     ) -> Sample:
         """Generate until the sample is FINISHED or TRUNCATED, across all interruptions and engine deaths.
 
@@ -147,8 +166,14 @@ class Router:
             pinned: use the pinned engine.
             explorers: use the engines for exploration, outside the ledger.
             tops: collects the most probable ids at each token.
+            ends: what ends this turn, instead of the run's stop ids and texts.
+            sampling: further sampling parameters by SGLang's names, on which the next token depends alone and not
+                on the number of requests: the engine gets them with each request.
+            routes: request the routed experts, as with the `routes` of the router.
+            admission_timeout: seconds that a request waits for an engine at most; None: any time.
 
         Raises:
+            TimeoutError: a request has waited for an engine that long; the sample keeps its tokens.
             RefusedPrompt: nothing was sent.
             PoisonRequest: too many engines died or failed on the sample.
             PinLost: the pinned engine died.
@@ -171,9 +196,12 @@ class Router:
             limit=min(max_response_tokens, self.limits.room - len(sample.prompt_ids)),
             temperature=temperature,
             truncation=truncation,
-            ends=self._ends.with_texts(stop_texts),
+            ends=(ends or self._ends).with_texts(stop_texts),
             pinned=pinned,
             tops=tops,
+            sampling=sampling,
+            routes=routes,
+            admission_timeout=admission_timeout,
         )
         with self._track_call(sample):
             await self._run_to_completion(sample, turn, explorers=explorers)
@@ -212,17 +240,18 @@ class Router:
             sample.status = turn.status(sample)
             if sample.status.terminal:  # it was saved with its last token, before its status
                 break
-            self._poison_detector.check(sample, fault)
-            async with self._poison_detector.isolate(sample):
+            async with self._poison_detector.isolate(sample, turn.admission_timeout):
+                self._poison_detector.check(sample, fault)
                 if turn.pinned:
                     engine = self._pool.pinned()
                 else:
-                    engine = await self._dispatcher.admit(
-                        priority,
-                        lambda: self._sender.routing_request(sample, turn.limit),
-                        evaluation=evaluation,
-                        explorers=explorers,
-                    )
+                    async with asyncio.timeout(turn.admission_timeout):
+                        engine = await self._dispatcher.admit(
+                            priority,
+                            lambda: self._sender.routing_request(sample, turn.limit),
+                            evaluation=evaluation,
+                            explorers=explorers,
+                        )
                 fault = await self._sender.send(engine, sample, turn) or fault
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:

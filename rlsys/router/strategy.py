@@ -175,5 +175,3 @@ STRATEGIES: dict[str, Strategy] = {
     "version_aware": version_aware,
     "hardware_affinity": hardware_affinity,
 }
-UNMEASURED = tuple(name for name in STRATEGIES if name != "hardware_affinity")
-"""Strategies that need no measured speed: a stand-alone router forwards bytes and counts no tokens."""

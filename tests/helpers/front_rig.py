@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
@@ -17,6 +18,8 @@ from rlsys.gateway.front import Front, FrontLimits
 from tests.helpers.http_engine import HttpEngine, token_at
 
 PROMPT = [1, 2, 3, 4]
+MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "quickstart-moe"
+"""Its tokenizer has an id for each ASCII character, and ids below 10 for the special tokens."""
 
 
 class Rig:
@@ -45,6 +48,7 @@ async def serving(
     limits: FrontLimits | None = None,
     interruption: FleetInterruption = "abort",
     queue_seconds: float = 10.0,
+    model_path: Path | None = MODEL,
 ) -> AsyncIterator[Rig]:
     fakes = [HttpEngine() for _ in range(engines)]
     urls = [await e.start() for e in fakes]
@@ -56,6 +60,7 @@ async def serving(
             interruption=interruption,
             queue_seconds=queue_seconds,
             vocab_size=100,
+            model_path=model_path,
             allowed=allowed,
             identity=identity,
         )

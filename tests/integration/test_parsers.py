@@ -1,6 +1,6 @@
 """Tool calls and reasoning by SGLang's parsers: at a real server, through `rlsys router`, and in a run's turns.
 
-The model is random. A bias lets it end its reasoning, and a grammar then makes it write the calls.
+The model is random. A bias lets it end its reasoning; at the server a grammar then makes it write the calls.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.data import Tokenizer
-from rlsys.engine.client import EngineClient
-from rlsys.engine.wire import make_session
 from rlsys.generators.parser_client import Call, TurnReader
-from tests.helpers.engine_stack import SLOW
 from tests.helpers.servers import running_engine, running_router
 
 pytestmark = pytest.mark.integration
@@ -57,32 +54,33 @@ def server(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def request(**more: Any) -> dict[str, Any]:
     return {
         "model": "any", "messages": [{"role": "user", "content": "12 + 30"}], "tools": [ADD], "seed": 5,
-        "max_tokens": 400,
-        "temperature": 1.0, "logit_bias": {str(EOS): -100, str(THOUGHT): 2.0},
-        "extra_body": {"regex": re.escape(WRITTEN).replace("\\\n", "\n").replace("\\ ", " ").replace("\\<", "<")},
+        "max_tokens": 120, "temperature": 1.0, "logit_bias": {str(EOS): -100, str(THOUGHT): 2.0},
         **more,
     }  # fmt: skip
+
+
+GRAMMAR = re.escape(WRITTEN).replace("\\\n", "\n").replace("\\ ", " ").replace("\\<", "<")
 
 
 def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-def whole(url: str) -> tuple[str, str, list[tuple[str, str]], str]:
+def whole(url: str, **more: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     """Reasoning, content, calls and why it ended, of an answer in one piece. SGLang keeps or drops the blanks between
     text and a call, as its chunks happen to end."""
-    choice = client(url).chat.completions.create(**request()).choices[0]
+    choice = client(url).chat.completions.create(**request(**more)).choices[0]
     message: Any = choice.message
     calls = [(c.function.name, c.function.arguments) for c in message.tool_calls or []]
     return message.reasoning_content, message.content.strip(), calls, choice.finish_reason
 
 
-def streamed(url: str) -> tuple[str, str, list[tuple[str, str]], str]:
+def streamed(url: str, **more: Any) -> tuple[str, str, list[tuple[str, str]], str]:
     """The same of a stream, put together as clients do it."""
     reasoning = content = finish = ""
     calls: dict[int, list[str]] = {}
     ids: dict[int, str] = {}
-    for chunk in client(url).chat.completions.create(**request(stream=True)):
+    for chunk in client(url).chat.completions.create(**request(stream=True, **more)):
         for choice in chunk.choices:
             delta: Any = choice.delta
             reasoning += getattr(delta, "reasoning_content", None) or ""
@@ -98,49 +96,23 @@ def streamed(url: str) -> tuple[str, str, list[tuple[str, str]], str]:
 
 
 def test_the_router_gives_what_the_server_gives(server: str, tmp_path: Path) -> None:
-    direct = whole(server)
-    reasoning, content, calls, finish = direct
-    assert reasoning and "think" not in reasoning and content == "so"
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == CALLS and finish == "tool_calls"
-    with running_router(tmp_path, "--engine", server, "--allow-patterns") as url:
-        assert whole(url) == direct
-        assert streamed(url) == streamed(server)
-    assert streamed(server)[2:] == direct[2:]
-
-
-@pytest.mark.parametrize("how", ["retract", "abort"])
-@pytest.mark.parametrize("after", [5, 40, 100, 160])
-def test_an_interruption_does_not_show(
-    how: str, after: int, server: str, config: Config, tmp_path: Path
-) -> None:
-    """In the reasoning, in the name of a call, in its arguments."""
-    whole_stream = streamed(server)
-
-    async def interrupted(url: str) -> Any:
-        async with make_session() as session:
-            engine = EngineClient(server, session)
-            await engine.slow_down(SLOW)
-            try:
-                task = asyncio.create_task(asyncio.to_thread(streamed, url))
-                await asyncio.sleep(SLOW * after)
-                assert not task.done()
-                body = {"model_path": str(config.model.path)}
-                async with session.post(f"{url}/update_weights_from_disk", json=body) as answer:
-                    assert answer.status == 200, await answer.text()
-                await engine.slow_down(None)
-                return await task
-            finally:
-                await engine.slow_down(None)
-
-    with running_router(tmp_path, "--engine", server, "--allow-patterns", "--interruption", how) as url:
-        assert asyncio.run(interrupted(url)) == whole_stream
+    """The model's template shows no tools, so the router refuses them, and the server does not."""
+    direct = whole(server, tools=openai.NOT_GIVEN)
+    reasoning, content, _, _ = direct
+    assert reasoning and "think" not in reasoning and content
+    with running_router(tmp_path, "--engine", server) as url:
+        assert whole(url, tools=openai.NOT_GIVEN) == direct
+        assert streamed(url, tools=openai.NOT_GIVEN) == direct
 
 
 def test_a_run_reads_a_turn_as_the_server_does(server: str, config: Config) -> None:
     """From the text of the tokens that it sampled, with and without tools, and of a turn that was cut off."""
     tokenizer = Tokenizer(config.model.path)
     before = tokenizer.apply_chat([{"role": "user", "content": "12 + 30"}])
-    reasoning, content, calls, _ = whole(server)
+    grammar = {"max_tokens": 400, "extra_body": {"regex": GRAMMAR}}
+    reasoning, content, calls, finish = whole(server, **grammar)
+    assert reasoning and "think" not in reasoning and content == "so"
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == CALLS and finish == "tool_calls"
 
     async def read() -> None:
         reader = TurnReader(config)

@@ -1,4 +1,4 @@
-"""Requests through the front of a stand-alone router: no byte is changed, an interruption does not show."""
+"""Requests through the front of a stand-alone router: calls of Router.generate, in the form of three APIs."""
 
 from __future__ import annotations
 
@@ -8,307 +8,303 @@ import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from rlsys.gateway.skip import Broken, skipper
-from rlsys.gateway.stitch import can_go_on, join
-from tests.helpers.front_rig import PROMPT, generate, made, parse, serving
-from tests.helpers.http_engine import letters
+from rlsys.core.spans import RouteSpan
+from rlsys.core.types import Sample, Status
+from rlsys.engine_requests import Limits
+from rlsys.gateway.answers import _routes, answer_to
+from rlsys.gateway.api_requests import read_request
+from rlsys.gateway.generation import DeathHistory, Generation
+from rlsys.gateway.response_text import ResponseText
+from rlsys.gateway.served_model import ServedModel
+from rlsys.generators.parser_client import Call, Turn
+from tests.helpers.front_rig import MODEL, PROMPT, Rig, generate, made, parse, serving
+from tests.helpers.http_engine import HttpEngine
+
+QUESTION = [{"role": "user", "content": "12+30="}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MODEL_OF_TESTS = ServedModel(MODEL, {"incremental_streaming_output": True})
 
 
-async def test_no_known_field_is_dropped_and_no_other_passes() -> None:
+def text_of(ids: list[int]) -> str:
+    return MODEL_OF_TESTS.decode(ids, skip_special=True)
+
+
+def chat_ids() -> list[int]:
+    return MODEL_OF_TESTS.rendering.prompt(QUESTION, ())
+
+
+def written(path: str, answer: Any) -> str:
+    """Text of an answer, or of a stream, of one response."""
+    text = ""
+    for chunk in parse(answer) if isinstance(answer, str) else [answer]:
+        for choice in chunk["choices"]:
+            text += (
+                choice.get("text")
+                or (choice.get("message") or choice.get("delta") or {}).get("content")
+                or ""
+            )
+    return text
+
+
+# -- requests --------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_gets_token_ids_a_seed_and_the_sampling_parameters() -> None:
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "logit_bias": {"5": 1}, "ignore_eos": True}
     async with serving() as rig:
-        body = generate(return_routed_experts=True, return_logprob=True, extra_key="k")
+        body = generate()
+        body["sampling_params"] |= sampling
         status, answer = await rig.post("/generate", body)
-        assert (status, answer["output_ids"]) == (200, made(8))
-        assert json.loads(rig.engines[0].raw[0]) == body
+        assert (status, answer["output_ids"], answer["text"]) == (200, made(8), text_of(made(8)))
+        _, sent = rig.engines[0].requests[0]
+        assert sent["input_ids"] == PROMPT and sent["sampling_params"]["sampling_seed"] == 3
+        assert {name: sent["sampling_params"][name] for name in sampling} == sampling
         assert (await rig.post("/generate", {**body, "anything": {"new": [1]}}))[0] == 400
         assert len(rig.engines[0].raw) == 1
 
 
-async def test_a_stream_comes_through_event_by_event() -> None:
+async def test_a_chat_is_rendered_with_the_models_template() -> None:
+    async with serving() as rig:
+        status, answer = await rig.post(CHAT, {"messages": QUESTION, "max_tokens": 3, "seed": 5})
+        _, sent = rig.engines[0].requests[0]
+        assert sent["input_ids"] == chat_ids() and sent["sampling_params"]["sampling_seed"] == 5
+        tokens = made(3, len(chat_ids()))
+        assert answer["choices"][0]["message"]["content"] == text_of(tokens) and status == 200
+        prompt = len(chat_ids())
+        usage = {"prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3}
+        assert answer["usage"] == usage
+
+
+async def test_a_text_is_tokenized_by_the_router() -> None:
+    async with serving() as rig:
+        for path, body in (("/generate", {"text": "12+30="}), (COMPLETIONS, {"prompt": "12+30="})):
+            assert (await rig.post(path, body))[0] == 200
+        ids = MODEL_OF_TESTS.encode("12+30=", "text")
+        assert [body["input_ids"] for _, body in rig.engines[0].requests] == [ids, ids]
+        budgets = [body["sampling_params"]["max_new_tokens"] for _, body in rig.engines[0].requests]
+        assert budgets == [128, 16], "SGLang's own defaults"
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("/generate", {"sampling_params": {"frequency_penalty": 0.1}}),
+        ("/generate", {"sampling_params": {"min_new_tokens": 2}}),
+        ("/generate", {"sampling_params": {"json_schema": "{}"}}),
+        ("/generate", {"return_logprob": True, "logprob_start_len": 0}),
+        ("/generate", {"image_data": ["x"]}),
+        ("/generate", {"custom_logit_processor": "x"}),
+        ("/generate", {"lora_path": "x"}),
+        (CHAT, {"response_format": {"type": "json_object"}}),
+        (CHAT, {"repetition_penalty": 1.1}),
+        (CHAT, {"tool_choice": "required"}),
+        (COMPLETIONS, {"echo": True}),
+        (COMPLETIONS, {"best_of": 2}),
+    ],
+)
+async def test_what_cannot_be_continued_exactly_is_refused(path: str, change: dict[str, Any]) -> None:
+    plain = {"/generate": generate(), CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "1"}}
+    async with serving() as rig:
+        status, answer = await rig.post(path, {**plain[path], **change})
+        *_, field = change.get("sampling_params", change)
+        assert status == 400 and f"{field} = " in answer["error"]["message"]
+        assert "not served" in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+        assert not rig.engines[0].requests
+
+
+async def test_a_router_without_the_models_folder_serves_token_ids() -> None:
+    async with serving(model_path=None) as rig:
+        status, answer = await rig.post("/generate", generate())
+        assert (status, answer["output_ids"], "text" in answer) == (200, made(8), False)
+        for path, body in (
+            ("/generate", {"text": "a"}),
+            ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": "a"}}),
+            (CHAT, {"messages": QUESTION}),
+        ):
+            status, answer = await rig.post(path, body)
+            assert status == 400 and "--model-path" in answer["error"]["message"], answer
+
+
+def test_requests_without_a_value_sample_as_the_model_says(tmp_path: Any) -> None:
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    limits = Limits(100, 200)
+    for said, expected in (("model", (0.6, {"top_k": 20})), ("openai", (1.0, {}))):
+        model = ServedModel(tmp_path, {"sampling_defaults": said})
+        (one,) = read_request(CHAT, {"messages": QUESTION}, limits, model).generations
+        assert (one.temperature, one.sampling) == expected
+        (one,) = read_request(CHAT, {"messages": QUESTION, "temperature": 0}, limits, model).generations
+        assert one.temperature == 0
+        (one,) = read_request("/generate", {"text": "1"}, limits, model).generations
+        assert one.temperature == 1.0, "/generate has SGLang's own defaults"
+
+
+# -- streams ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_comes_as_the_tokens_arrive() -> None:
     async with serving() as rig:
         rig.engines[0].hold_at = 3
         async with rig.client.post("/generate", json=generate(stream=True)) as answer:
             first = await answer.content.readuntil(b"\n\n")
-            assert json.loads(first[6:])["output_ids"] == made(1), "before the answer is complete"
+            assert json.loads(first[6:])["output_ids"][0] == made(1)[0], "before the answer is complete"
             rig.engines[0].free.set()
             rest = (first + await answer.read()).decode()
-        assert [c["output_ids"][0] for c in parse(rest)] == made(8)
+        assert [i for c in parse(rest) for i in c["output_ids"]] == made(8)
+        assert "".join(c["text"] for c in parse(rest)) == text_of(made(8))
 
 
-async def test_a_chat_without_a_seed_gets_one_so_that_it_could_be_repeated() -> None:
+async def test_a_stream_repeats_all_tokens_where_the_engines_do() -> None:
     async with serving() as rig:
-        await rig.post("/v1/chat/completions", {"messages": [], "tools": [{"x": 1}], "n": 1})
-        await rig.post("/v1/chat/completions", {"messages": [], "n": 2})
-        await rig.post("/v1/chat/completions", {"messages": [], "seed": 5})
-        first, *both, last = (body for _, body in rig.engines[0].requests)
-        assert isinstance(first["seed"], int) and first["tools"] == [{"x": 1}]
-        assert [body["n"] for body in both] == [1, 1]
-        assert both[0]["seed"] != both[1]["seed"], "several responses from one seed would be the same"
-        assert last["seed"] == 5
+        assert rig.fleet.model is not None
+        rig.fleet.model.incremental = False
+        body = generate(stream=True, return_logprob=True)
+        chunks = parse((await rig.post("/generate", body))[1])
+        assert chunks[-1]["output_ids"] == made(8) and chunks[-1]["text"] == text_of(made(8))
+        assert [e[1] for e in chunks[-1]["meta_info"]["output_token_logprobs"]] == made(8)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_stream_is_the_whole_answer(path: str) -> None:
+    asked = {"prompt": "12"} if path == COMPLETIONS else {"messages": QUESTION}
+    body = {**asked, "max_tokens": 9, "logprobs": 2 if path == COMPLETIONS else True, "seed": 1}
+    async with serving() as rig:
+        _, whole = await rig.post(path, body)
+        wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        _, text = await rig.post(path, wanted)
+        chunks = parse(text)
+        assert written(path, text) == written(path, whole) != ""
+        assert chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+        assert len({c["id"] for c in chunks}) == 1
+        finishes = [c["choices"][0]["finish_reason"] for c in chunks[:-1]]
+        assert finishes[-1] == "length" and not any(finishes[:-1])
+        logprobs = [c["choices"][0]["logprobs"] for c in chunks[:-1] if c["choices"][0]["logprobs"]]
+        name = "tokens" if path == COMPLETIONS else "content"
+        assert [x for row in logprobs for x in row[name]] == whole["choices"][0]["logprobs"][name]
+
+
+class Stock(HttpEngine):
+    """SGLang as it starts without arguments: each event repeats all tokens, and the weights have no number."""
+
+    def _answer(self, *args: Any, only_last: bool = False, **more: Any) -> dict[str, Any]:
+        answer = super()._answer(*args, **more)
+        answer["meta_info"]["weight_version"] = "default"
+        return answer
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": "default"})
+
+
+async def test_a_server_that_was_started_without_arguments_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.helpers.front_rig.HttpEngine", Stock)
+    async with serving() as rig:
+        status, answer = await rig.post("/generate", generate(return_logprob=True))
+        assert (status, answer["output_ids"]) == (200, made(8))
+        assert [e[1] for e in answer["meta_info"]["output_token_logprobs"]] == made(8)
+        assert answer["meta_info"]["weight_version"] == "default"
+        assert rig.fleet.pool.engines[0].deaths == 0
+
+
+# -- interruptions and deaths ----------------------------------------------------------------------------------
+
+
+async def interrupted(rig: Rig, path: str, body: dict[str, Any]) -> Any:
+    """The answer to a request that an update of the weights interrupts after five tokens."""
+    for engine in rig.engines:
+        engine.hold_at = 5
+    task = asyncio.create_task(rig.post(path, body))
+    await rig.until(lambda: rig.fleet.router.stats()["received_tokens"] == 5)
+    for engine in rig.engines:
+        engine.hold_at = None
+    status, new = await rig.post("/update_weights_from_disk", {"model_path": "next"})
+    assert (status, new["weight_version"]) == (200, 1)
+    status, answer = await task
+    assert status == 200
+    return answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("text", [False, True])
-async def test_an_interrupted_generate_goes_on_from_its_tokens(stream: bool, text: bool) -> None:
+async def test_an_interrupted_generate_continues_from_its_tokens(stream: bool, text: bool) -> None:
     async with serving(2) as rig:
-        for engine in rig.engines:
-            engine.hold_at = 5
-        body = generate(12, stream=stream)
+        body, prompt = generate(12, stream=stream, return_logprob=True), PROMPT
         if text:
+            prompt = MODEL_OF_TESTS.encode("four", "text")
             body["text"] = "four"
             del body["input_ids"]
-        task = asyncio.create_task(rig.post("/generate", body))
-        await rig.until(lambda: any(e.requests for e in rig.engines))
-        await asyncio.sleep(0.05)
-        for engine in rig.engines:
-            engine.hold_at = None
-        status, new = await rig.post("/update_weights_from_disk", {"model_path": "next"})
-        assert (status, new["weight_version"]) == (200, 1)
-        status, answer = await task
-        assert status == 200
+        answer = await interrupted(rig, "/generate", body)
+        tokens = made(12, len(prompt))
         if stream:
             chunks = parse(answer)
-            assert [i for c in chunks for i in c["output_ids"]] == made(12)
-            assert "".join(c["text"] for c in chunks) == letters(made(12))
+            assert [i for c in chunks for i in c["output_ids"]] == tokens
+            assert "".join(c["text"] for c in chunks) == text_of(tokens)
             answer = chunks[-1]
-            assert {c["meta_info"]["id"] for c in chunks} == {"id1"}
+            assert len({c["meta_info"]["id"] for c in chunks}) == 1
             assert not any(c["meta_info"]["finish_reason"] for c in chunks[:-1])
         else:
-            assert answer["output_ids"] == made(12)
-            assert [e[1] for e in answer["meta_info"]["output_token_logprobs"]] == made(12)
+            assert answer["output_ids"] == tokens
+            assert [e[1] for e in answer["meta_info"]["output_token_logprobs"]] == tokens
         meta = answer["meta_info"]
-        assert (meta["prompt_tokens"], meta["completion_tokens"]) == (4, 12)
-        assert meta["finish_reason"] == {"type": "length"}
+        assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(prompt), 12)
+        assert meta["finish_reason"] == {"type": "length", "length": 12}
+        spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
+        assert spans == [("0", 0, 6), ("1", 6, 12)] and meta["weight_version"] == "1"
         sent = [body for e in rig.engines for _, body in e.requests]
         assert [b["sampling_params"]["max_new_tokens"] for b in sent] == [12, 6]
-        assert sent[1]["input_ids"] == (list(range(4)) if text else PROMPT) + made(6)
+        assert sent[1]["input_ids"] == prompt + tokens[:6]
         assert all(e.loads == ["next"] for e in rig.engines)
-        assert rig.fleet.proxy.counts["continued"] == 1
+        assert rig.fleet.router.stats()["resumes"] == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openais_requests_continue_from_their_tokens_too(path: str, stream: bool) -> None:
+    asked: dict[str, Any] = {"prompt": "four"} if path == COMPLETIONS else {"messages": QUESTION}
+    async with serving() as rig:
+        answer = await interrupted(rig, path, {"max_tokens": 9, "stream": stream, **asked})
+        first, second = (body for _, body in rig.engines[0].requests)
+        prompt = first["input_ids"]
+        assert second["input_ids"] == prompt + made(6, len(prompt))
+        assert second["sampling_params"]["sampling_seed"] == first["sampling_params"]["sampling_seed"]
+        assert written(path, answer) == text_of(made(9, len(prompt)))
 
 
 async def test_the_last_token_before_an_abort_may_be_the_end() -> None:
     async with serving() as rig:
-        rig.fleet.proxy.stop_ids = {made(6)[-1]}
         rig.engines[0].hold_at = 5
+        body = generate(20)
+        body["sampling_params"]["stop_token_ids"] = [made(6)[-1]]
         tasks = [
-            asyncio.create_task(rig.post("/generate", generate(n, stream=s)))
-            for n, s in ((20, False), (20, True), (6, False))
+            asyncio.create_task(rig.post("/generate", one))
+            for one in (body, {**body, "stream": True}, generate(6))
         ]
-        await rig.until(lambda: len(rig.engines[0].requests) == 3)
+        await rig.until(lambda: rig.fleet.router.stats()["received_tokens"] == 15)
         await rig.post("/update_weights_from_disk", {"model_path": "next"})
         whole, stream, _ = [(await t)[1] for t in tasks]
-        assert (whole["output_ids"], whole["meta_info"]["finish_reason"]["type"]) == (made(6), "stop")
+        reason = {"type": "stop", "matched": made(6)[-1]}
+        assert (whole["output_ids"], whole["meta_info"]["finish_reason"]) == (made(6), reason)
         chunks = parse(stream)
         assert [i for c in chunks for i in c["output_ids"]] == made(6)
-        assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+        assert "".join(c["text"] for c in chunks) == whole["text"] == text_of(made(5))
+        assert chunks[-1]["meta_info"]["finish_reason"] == reason
         assert len(rig.engines[0].requests) == 3, "nothing is written past the end"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_other_requests_are_made_again_and_the_client_sees_one_answer(path: str, stream: bool) -> None:
+async def test_a_stop_text_ends_a_response_across_an_interruption() -> None:
+    """It is in the tokens of both requests, so no engine finds it."""
+    stop = text_of(made(9)[4:8])
     async with serving() as rig:
-        rig.engines[0].hold_at = 5
-        asked: dict[str, Any] = {"prompt": "four"} if path == "/v1/completions" else {"messages": []}
-        task = asyncio.create_task(rig.post(path, {"max_tokens": 9, "stream": stream, **asked}))
-        await rig.until(lambda: bool(rig.engines[0].requests))
-        await asyncio.sleep(0.05)
-        rig.engines[0].hold_at = None
-        await rig.post("/update_weights_from_disk", {"model_path": "next"})
-        _, answer = await task
-        first, second = (body for _, body in rig.engines[0].requests)
-        assert first == second and first["seed"] is not None
-        parts = parse(answer) if stream else [answer]
-        choices = [c["choices"][0] for c in parts]
-        assert "".join(c.get("text") or c.get("delta", {}).get("content", "") for c in choices) == letters(
-            made(9)
-        )
-        assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
-
-
-async def test_a_stream_that_cannot_go_on_gives_no_token_twice_after_a_death() -> None:
-    """What comes next depends on more than the tokens, so it is made again; the client has a part of it."""
-
-    async with serving(2) as rig:
-        for engine in rig.engines:
-            engine.hold_at = 5
-        body = generate(12, stream=True)
-        body["sampling_params"]["frequency_penalty"] = 0.5
-        task = asyncio.create_task(rig.post("/generate", body))
-        await rig.until(lambda: any(e.load == 1 for e in rig.fleet.pool.engines))
-        await asyncio.sleep(0.05)
-        for engine in rig.engines:
-            engine.hold_at = None
-        next(e for e in rig.fleet.pool.engines if e.load).mark_dead()
-        chunks = parse((await task)[1])
-        assert [i for c in chunks for i in c["output_ids"]] == made(12)
-        assert "".join(c["text"] for c in chunks) == letters(made(12))
-        assert [e[1] for c in chunks for e in c["meta_info"]["output_token_logprobs"]] == made(12)
-        assert {c["meta_info"]["id"] for c in chunks} == {"id1"}
-        assert [b["input_ids"] for e in rig.engines for _, b in e.requests] == [PROMPT, PROMPT]
-        assert rig.fleet.proxy.counts == {"continued": 0, "repeated": 1, "broken": 0}
-
-
-@pytest.mark.parametrize("incremental", [True, False])
-def test_of_a_repeated_stream_only_what_is_new_is_left(incremental: bool) -> None:
-    """Two responses in one request; chunks are cut elsewhere the second time."""
-
-    def event(index: int, first: int, end: int, finish: str | None = None) -> bytes:
-        ids = made(end)[first if incremental else 0 :]
-        meta = {"id": f"r{index}", "finish_reason": finish, "output_token_logprobs": [[0, i] for i in ids]}
-        chunk = {"index": index, "output_ids": ids, "text": letters(ids), "meta_info": meta}
-        return b"data: " + json.dumps(chunk).encode()
-
-    again = skipper("/generate", [event(0, 0, 2), event(1, 0, 1), event(0, 2, 5)], incremental=incremental)
-    assert again.skip(event(0, 0, 4)) == b""
-    assert again.skip(event(1, 0, 1)) == b""
-    assert json.loads(again.skip(event(0, 4, 7))[6:]) == json.loads(event(0, 5, 7)[6:])
-    assert again.skip(event(2, 0, 3)) == event(2, 0, 3), "the client had nothing of it"
-    assert json.loads(again.skip(event(1, 1, 3, "stop"))[6:]) == json.loads(event(1, 1, 3, "stop")[6:])
-    assert again.skip(b"data: [DONE]") == b"data: [DONE]"
-    different = event(0, 0, 3).replace(b'"output_ids": [4', b'"output_ids": [9')
-    for other in (different, event(0, 0, 3, "stop")):  # other tokens; an end before what the client has
-        with pytest.raises(Broken, match="made again it is not the same"):
-            skipper("/generate", [event(0, 0, 5)], incremental=incremental).skip(other)
-
-
-def delta(finish: str | None = None, index: int = 0, **fields: Any) -> bytes:
-    """As SGLang writes it: all fields, those without a value null."""
-    empty = {"role": None, "content": None, "reasoning_content": None, "tool_calls": None}
-    choice = {"index": index, "delta": empty | fields, "logprobs": None, "finish_reason": finish}
-    return b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode()
-
-
-def call(
-    arguments: str = "", name: str | None = None, key: str | None = None, index: int = 0
-) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"tool_calls": [{"id": key, "index": index, "type": "function", "function": function}]}
-
-
-AGAIN = [
-    delta(role="assistant", content=""),
-    delta(reasoning_content="12 and"),
-    delta(reasoning_content=" 30"),
-    delta(content="so"),
-    delta(**call(name="add", key="call_b")),
-    delta(**call('{"a": 12, ')),
-    delta(**call('"b": 30}')),
-    delta(**call(name="sub", key="call_c", index=1)),
-    delta(**call("{}", index=1)),
-    delta("tool_calls"),
-    b"data: [DONE]",
-]
-
-
-def put_together(events: list[bytes]) -> dict[str, Any]:
-    """As a client does."""
-    told: dict[str, Any] = {"reasoning_content": "", "content": "", "calls": {}, "finish": None}
-    for event in events[:-1]:
-        (choice,) = json.loads(event[6:])["choices"]
-        for name in ("reasoning_content", "content"):
-            told[name] += choice["delta"].get(name) or ""
-        for part in choice["delta"].get("tool_calls") or []:
-            one = told["calls"].setdefault(part["index"], {"id": "", "name": "", "arguments": ""})
-            one["id"] += part["id"] or ""
-            one["name"] += part["function"]["name"] or ""
-            one["arguments"] += part["function"]["arguments"] or ""
-        told["finish"] = choice["finish_reason"] or told["finish"]
-    return told
-
-
-@pytest.mark.parametrize("kept", range(len(AGAIN) - 1))
-def test_reasoning_and_tool_calls_go_on_where_the_client_is(kept: int) -> None:
-    """Wherever the first stream was cut. Its pieces had other sizes, and its call another id."""
-    sent = AGAIN[:kept]
-    if kept > 2:
-        sent[1:3] = [delta(reasoning_content="12 an"), delta(reasoning_content="d 30")]
-    sent = [e.replace(b"call_b", b"call_a") for e in sent]
-    again = skipper("/v1/chat/completions", sent, incremental=True)
-    rest = [e for event in AGAIN if (e := again.skip(event))]
-    whole = put_together(AGAIN)
-    whole["calls"][0]["id"] = "call_a" if kept > 4 else "call_b"
-    assert put_together([*sent, *rest]) == whole
-    assert rest[-1] == b"data: [DONE]"
-
-
-def test_blanks_before_a_call_are_told_or_not() -> None:
-    """As SGLang's chunks happen to end."""
-    again = skipper("/v1/chat/completions", [delta(content="so ")], incremental=True)
-    rest = [e for event in AGAIN if (e := again.skip(event))]
-    assert [c["arguments"] for c in put_together(rest)["calls"].values()] == ['{"a": 12, "b": 30}', "{}"]
-
-
-def test_another_call_or_an_earlier_end_breaks_the_stream() -> None:
-    sent = AGAIN[:6]
-    for other in (
-        [*AGAIN[:4], delta(**call(name="sub", key="x"))],
-        [*AGAIN[:5], delta(**call('{"b"'))],
-        [*AGAIN[:5], delta("length")],
-        [delta(content="12")],
-    ):
-        again = skipper("/v1/chat/completions", sent, incremental=True)
-        with pytest.raises(Broken, match="made again it is not the same"):
-            for event in other:
-                again.skip(event)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "goes_on"),
-    [
-        ({}, True),
-        ({"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0, "stop": []}, True),
-        ({"repetition_penalty": 1.1}, False),
-        ({"frequency_penalty": 0.1}, False),
-        ({"stop": "x"}, False),
-        ({"n": 2}, False),
-    ],
-)
-def test_only_what_follows_from_its_tokens_goes_on_from_them(sampling: dict[str, Any], goes_on: bool) -> None:
-    assert can_go_on({"input_ids": PROMPT, "sampling_params": sampling}) is goes_on
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "whole"), [(b"ab", b"cd", b"abcd"), (None, b"cd", None), (b"ab", None, None)]
-)
-def test_routes_of_a_part_are_not_passed_as_the_wholes(
-    first: bytes | None, second: bytes | None, whole: bytes | None
-) -> None:
-    def answer(routes: bytes | None) -> dict[str, Any]:
-        meta: dict[str, Any] = {"completion_tokens": 1, "prompt_tokens": 1}
-        if routes is not None:
-            meta["routed_experts"] = base64.b64encode(routes).decode()
-        return {"text": "a", "output_ids": [1], "meta_info": meta}
-
-    def routes(answer: dict[str, Any]) -> bytes | None:
-        found = answer["meta_info"].get("routed_experts")
-        return None if found is None else base64.b64decode(found)
-
-    joined = join(answer(first), answer(second), incremental=False)
-    assert routes(joined) == whole
-    again = join(joined, answer(b"ef"), incremental=False)  # interrupted once more
-    assert routes(again) == (None if whole is None else whole + b"ef")
-
-
-async def test_a_stream_that_cannot_be_the_same_ends_with_an_error() -> None:
-    async with serving() as rig:
-        rig.engines[0].hold_at = 5
-        body = {"max_tokens": 9, "stream": True, "prompt": "a"}
-        task = asyncio.create_task(rig.post("/v1/completions", body))
-        await rig.until(lambda: bool(rig.engines[0].requests))
-        await asyncio.sleep(0.05)
-        said = rig.engines[0]._answer
-
-        def other(path: str, prompt: list[int], made: list[int], *args: Any, **more: Any) -> dict[str, Any]:
-            return said(path, prompt, [i + 1 for i in made], *args, **more)
-
-        rig.engines[0]._answer = other  # type: ignore[method-assign]
-        rig.engines[0].hold_at = None
-        await rig.post("/update_weights_from_disk", {"model_path": "next"})
-        _, text = await task
-        error = json.loads(text.rstrip().rsplit("\n\n", 1)[1][6:])["error"]
-        assert error["code"] == 503 and "new weights say something else" in error["message"]
+        body = generate(20, stream=True)
+        body["sampling_params"]["stop"] = [stop]
+        chunks = parse(await interrupted(rig, "/generate", body))
+        assert [i for c in chunks for i in c["output_ids"]] == made(8)
+        assert "".join(c["text"] for c in chunks) == text_of(made(4))
+        assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
 async def test_a_dead_engine_costs_no_request() -> None:
@@ -320,7 +316,7 @@ async def test_a_dead_engine_costs_no_request() -> None:
             for i in range(4)
         ]
         await rig.until(lambda: all(len(e.requests) == 2 for e in rig.engines))
-        await asyncio.sleep(0.05)
+        await rig.until(lambda: rig.fleet.router.stats()["received_tokens"] == 20)
         rig.engines[1].hold_at = None
         rig.engines[1].free.set()
         state = rig.fleet.pool.find(rig.urls[0])
@@ -333,7 +329,7 @@ async def test_a_dead_engine_costs_no_request() -> None:
         rig.engines[0].free.set()
 
 
-async def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsewhere() -> None:
+async def test_a_server_fault_is_retried_on_another_engine() -> None:
     async with serving(2) as rig:
         rig.engines[0].fail_with = 500
         for i in range(4):
@@ -343,10 +339,134 @@ async def test_a_server_fault_is_tried_elsewhere_and_told_when_there_is_no_elsew
         assert not rig.fleet.pool.engines[1].breaker.failures
 
 
-async def test_a_request_that_no_engine_can_answer_is_told_and_costs_no_engine_its_place() -> None:
+async def test_a_server_fault_of_two_engines_is_an_error() -> None:
     async with serving(2) as rig:
         for engine in rig.engines:
             engine.fail_with = 500
         status, answer = await rig.post("/generate", generate())
-        assert (status, answer) == (500, {"error": {"message": "broken"}})
-        assert not any(e.breaker.failures for e in rig.fleet.pool.engines)
+        assert status == 503 and "2 answers in a row were server errors" in answer["error"]["message"]
+
+
+async def test_an_error_after_the_first_event_ends_the_stream() -> None:
+    async with serving(queue_seconds=0.2) as rig:
+        rig.engines[0].hold_at = 5
+        task = asyncio.create_task(rig.post("/generate", generate(stream=True)))
+        await rig.until(lambda: rig.fleet.router.stats()["received_tokens"] == 5)
+        rig.engines[0].fail_with = 503
+        rig.fleet.pool.engines[0].mark_dead()
+        _, text = await task
+        error = json.loads(text.rstrip().rsplit("\n\n", 1)[1][6:])["error"]
+        assert error["code"] == 503 and error["type"] == "server_error"
+        rig.engines[0].free.set()
+
+
+def test_deaths_are_forgotten_after_a_while() -> None:
+    now = [0.0]
+    history = DeathHistory(lambda: now[0])
+    history.record(b"a", "http://e", 1)
+    history.record(b"a", "http://e", 1)
+    assert (history.count(b"a"), history.count(b"b")) == (1, 0)
+    now[0] = 601.0
+    assert history.count(b"a") == 0
+    history.record(b"a", "http://e", 2)
+    assert history.count(b"a") == 1
+
+
+# -- text, routes and tool calls -------------------------------------------------------------------------------
+
+
+def response_text(**sampling: Any) -> ResponseText:
+    body = {"input_ids": PROMPT, "sampling_params": sampling}
+    (request,) = read_request("/generate", body, Limits(200, 200), MODEL_OF_TESTS).generations
+    return ResponseText(request, MODEL_OF_TESTS)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 100])
+def test_a_possible_stop_text_is_withheld(cut: int) -> None:
+    ids = MODEL_OF_TESTS.encode("abSTabSTOPcd", "text")
+    text, pieces = response_text(stop=["STOP"]), []
+    for end in range(cut, len(ids) - 2, cut):
+        pieces.append(text.advance(ids[:end]))
+    assert "".join(pieces) in "abSTab" and not "".join(pieces).endswith(("S", "ST", "STO"))
+    pieces.append(text.conclude(ids[:-2], at_stop=True))
+    assert "".join(pieces) == "abSTab"
+    full = response_text(stop=["STOP"], no_stop_trim=True)
+    assert full.final(ids[:-2], at_stop=True) == "abSTabSTOP"
+    assert response_text(stop=["STOP"]).conclude(ids[:4], at_stop=False) == "abST", "it was none"
+
+
+def test_the_end_token_and_special_tokens_are_left_out() -> None:
+    special = [10, 1, 11, 2]
+    assert response_text().final(special, at_stop=True) == "01"
+    assert response_text(skip_special_tokens=False).final(special, at_stop=True) == "0<bos>1"
+    kept = response_text(skip_special_tokens=False, no_stop_trim=True).final(special, at_stop=True)
+    assert kept == "0<bos>1<eos>"
+    unchecked = response_text(ignore_eos=True, skip_special_tokens=False).final(special, at_stop=False)
+    assert unchecked == kept
+
+
+@pytest.mark.parametrize(
+    ("spans", "complete"),
+    [
+        ([RouteSpan(0, 2, bytes(range(8)), None), RouteSpan(2, 4, bytes(range(8, 16)), None)], True),
+        ([RouteSpan(0, 2, bytes(range(8)), None), RouteSpan(3, 4, bytes(4), None)], False),
+        ([RouteSpan(0, 2, bytes(range(8)), None)], False),
+        ([RouteSpan(0, 4, b"", None)], False),
+        ([], False),
+    ],
+)
+def test_routes_are_those_of_the_whole_sequence_or_null(spans: list[RouteSpan], complete: bool) -> None:
+    sample = Sample(0, 0, 0, PROMPT, seed=1)
+    sample.response_ids.extend([5])
+    sample.routes = spans
+    routes = _routes(sample, 4)
+    if not complete:
+        assert routes is None
+        return
+    assert routes is not None
+    assert base64.b64decode(routes) == b"".join(bytes([i, 0, 0, 0]) for i in range(16))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_and_reasoning_are_parsed_at_the_end(stream: bool) -> None:
+    seen: list[tuple[str, str, list[Any]]] = []
+
+    async def reader(text: str, before: str, tools: list[Any]) -> Turn:
+        seen.append((text, before, tools))
+        return Turn("so", "because", (Call("add", '{"a": 1}'), Call("sub", "{}")))
+
+    model = ServedModel(MODEL, {"incremental_streaming_output": True})
+    model.reader, model.parses_calls = reader, True  # type: ignore[assignment]
+    model.rendering._shown = {json.dumps([TOOL], sort_keys=True): True}
+    request = read_request(CHAT, {"messages": QUESTION, "tools": [TOOL]}, Limits(200, 200), model)
+    sample = Sample(0, 0, 0, request.generations[0].prompt_ids, seed=1, status=Status.FINISHED)
+    sample.response_ids.extend([20, 21, 2])
+    sample.mu.extend([0.0] * 3)
+    generation = Generation(request.generations[0], sample, b"")
+    answer: Any = answer_to(request, [generation], model)
+    if stream:
+        events = [e async for ended in chunks_of(answer) for e in ended]
+        deltas = [e["choices"][0]["delta"] for e in events]
+        calls = [c for d in deltas for c in d.get("tool_calls") or ()]
+        content = "".join(d.get("content") or "" for d in deltas)
+        reasoning = "".join(d.get("reasoning_content") or "" for d in deltas)
+        finish = events[-1]["choices"][0]["finish_reason"]
+    else:
+        choice = (await answer.result())["choices"][0]
+        calls, finish = choice["message"]["tool_calls"], choice["finish_reason"]
+        content, reasoning = choice["message"]["content"], choice["message"]["reasoning_content"]
+    assert (content, reasoning, finish) == ("so", "because", "tool_calls")
+    found = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    assert found == [("add", '{"a": 1}'), ("sub", "{}")]
+    assert len({c["id"] for c in calls}) == 2
+    ((text, before, tools),) = seen
+    assert text == text_of([20, 21]) and before.endswith("<assistant><think>") and tools == [TOOL]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+async def chunks_of(answer: Any) -> Any:
+    """Events of a stream of one response, in two steps."""
+    for final in (False, True):
+        yield [event async for event in answer.events(0, final=final)]

@@ -12,10 +12,10 @@ import pytest
 from rlsys.cli.main import main
 from rlsys.core.errors import UserError
 from rlsys.engine.wire import make_session
-from rlsys.gateway.fair_queue import Places
+from rlsys.engine_requests import API_FIELDS
+from rlsys.gateway.api_requests import sample_count
 from rlsys.gateway.fleet import Fleet
-from rlsys.gateway.front import FORWARDED, FrontLimits
-from rlsys.gateway.requests import samples_of
+from rlsys.gateway.front import FrontLimits
 from rlsys.gateway.serve import RouterOptions, Tokens, is_loopback, read_tokens
 from tests.helpers.front_rig import PROMPT, generate, serving
 
@@ -51,10 +51,10 @@ from tests.helpers.front_rig import PROMPT, generate, serving
         (b'{"input_ids": "abc"}', "input_ids = 'abc': expected whole numbers"),
         (b'{"text": "a", "sampling_params": {"stop": 5}}', "stop = 5: expected text, or a list of texts"),
         (b'{"prompt": "a", "stop": ["a", null]}', "stop = ['a', None]: expected text, or a list of texts"),
-        (b'{"text": "a", "sampling_params": {"stop_regex": [1]}}', "stop_regex = [1]: expected text"),
+        (b'{"text": "a", "sampling_params": {"stop_regex": [1]}}', "stop_regex = [1]: not served"),
         (b'{"messages": [], "stop_token_ids": 5}', "stop_token_ids = 5: expected whole numbers"),
         (b'{"messages": [], "stop_token_ids": ["a"]}', "stop_token_ids = ['a']: expected whole numbers"),
-        (b'{"text": ["a"], "token_ids_logprob": [[400]]}', "token id 400 is outside"),
+        (b'{"text": ["a"], "token_ids_logprob": [[400]]}', "token_ids_logprob = [[400]]: not served"),
         (b'{"messages": [], "logit_bias": 5}', "logit_bias = 5: expected an object"),
         (b'{"messages": [], "logit_bias": {"--5": 1}}', "logit_bias: '--5': expected a token id"),
         (b'{"messages": [], "logit_bias": {"' + b"9" * 5000 + b'": 1}}', "expected a token id"),
@@ -69,7 +69,7 @@ from tests.helpers.front_rig import PROMPT, generate, serving
 )  # fmt: skip
 async def test_nonsense_never_reaches_an_engine(body: bytes, why: str) -> None:
     async with serving() as rig:
-        for path in FORWARDED:
+        for path in API_FIELDS:
             async with rig.client.post(path, data=body) as answer:
                 error = (await answer.json())["error"]
                 assert (answer.status, error["code"]) == (400, 400)
@@ -185,7 +185,7 @@ async def test_too_large_too_many_and_nobody_there() -> None:
     ],
 )
 def test_a_request_counts_as_what_it_asks_for(body: dict[str, Any], samples: int) -> None:
-    assert samples_of(body) == samples
+    assert sample_count(body) == samples
 
 
 async def test_one_request_does_not_get_round_the_limits() -> None:
@@ -195,49 +195,23 @@ async def test_one_request_does_not_get_round_the_limits() -> None:
         status, answer = await rig.post("/v1/completions", {"prompt": ["a"] * 4, "n": 2})
         assert (status, answer["error"]["code"]) == (413, 413)
         rig.engines[0].hold_at = 1
-        bodies: list[dict[str, Any]] = [{"messages": [], "n": n} for n in (3, 2, 1)]
+        question = [{"role": "user", "content": "a"}]
+        bodies: list[dict[str, Any]] = [{"messages": question, "n": n} for n in (3, 2, 1)]
         tasks = []
         for body in bodies:
             tasks.append(asyncio.create_task(rig.post("/v1/chat/completions", body)))
             await asyncio.sleep(0.05)
-        assert len(rig.engines[0].requests) == 3, "the second does not fit beside, the third not before it"
+        assert len(rig.engines[0].requests) == 4, "of six samples four at a time"
         status, answer = await rig.post("/generate", generate())
         assert (status, answer["error"]["message"]) == (
             429,
-            "6 samples are here already, of at most 6; try again later",
+            "6 samples of at most 6 are in progress; try again later",
         )
         tasks[1].cancel()
-        await rig.until(lambda: len(rig.engines[0].requests) == 4)
+        await rig.until(lambda: len(rig.engines[0].requests) == 5)
         rig.engines[0].free.set()
         assert [(await t)[0] for t in (tasks[0], tasks[2])] == [200, 200]
         assert rig.fleet.pool.in_flight == 0
-
-
-async def test_places_are_given_in_order_and_come_back() -> None:
-    places, order = Places(3), []
-
-    async def taker(name: str, n: int, free: asyncio.Event) -> None:
-        async with places.take(n):
-            order.append(name)
-            await free.wait()
-
-    free, never = asyncio.Event(), asyncio.Event()
-    tasks = [asyncio.create_task(taker(*x)) for x in (("a", 2, free), ("b", 3, never), ("c", 1, never))]
-    await asyncio.sleep(0)
-    assert order == ["a"], "c would fit, but b was there first"
-    tasks[1].cancel()
-    await asyncio.gather(tasks[1], return_exceptions=True)
-    await asyncio.sleep(0)
-    assert order == ["a", "c"]
-    tasks += [asyncio.create_task(taker("d", 2, never))]
-    await asyncio.sleep(0)
-    free.set()
-    tasks[3].cancel()  # in the moment in which its places come free
-    await asyncio.gather(tasks[0], tasks[3], return_exceptions=True)
-    last = asyncio.create_task(taker("e", 2, free))
-    await last
-    assert order == ["a", "c", "e"]
-    tasks[2].cancel()
 
 
 async def test_a_token_is_asked_for() -> None:

@@ -1,0 +1,253 @@
+"""HTTP requests as calls of `Router.generate`: a prompt's token ids, a seed and sampling parameters of each response.
+
+A response is refused if a continuation from its tokens would differ from an uninterrupted one (penalties count the
+tokens of the response, a grammar has a state), or if the router returns nothing of that kind (log-probs of a prompt).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlsys.agents.chat import read_conversation
+from rlsys.engine_requests import ALIASES, Limits, RefusedPrompt, check_request
+from rlsys.engine_requests.fields import Rule, not_served
+from rlsys.engine_requests.requests import prompt_count
+from rlsys.engine_requests.sampling import MOST_CHOICES, check_stop
+from rlsys.gateway.served_model import ServedModel
+
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+GENERATE_TOKENS, COMPLETION_TOKENS = 128, 16
+"""SGLang's defaults of the length of a response; that of a chat is the room that its prompt leaves."""
+KEY_CHARACTERS = 512
+"""Characters or token ids of a prompt's beginning that decide which requests share an engine's cache."""
+_SEED_BITS = 31
+_LARGEST_SEED = 2**63 - 1
+_PASSED_ON = ("top_p", "top_k", "min_p", "logit_bias", "ignore_eos")
+_PENALTIES = "an interrupted response continues from its tokens, which the engine then counts as the prompt's"
+_NOT_CONTINUED: Mapping[str, Rule] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), not_served(_PENALTIES, 0, 0.0)),
+    "repetition_penalty": not_served(_PENALTIES, 1, 1.0),
+    **dict.fromkeys(("min_new_tokens", "min_tokens"), not_served(_PENALTIES, 0)),
+}
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response.
+
+    Attributes:
+        max_new_tokens: limit of its tokens.
+        sampling: further parameters for the engine, by SGLang's names.
+        stop_texts: texts that end it.
+        stop_ids: token ids that end it.
+        keep_stop: leave the text or the token that ended it in the text.
+        skip_special: leave special tokens out of the text.
+        logprobs: return the log-prob of each token.
+        top_logprobs: number of most probable tokens to return for each token.
+        routes: return the routed experts.
+        prompt: number of its prompt in the request.
+        group: equal for requests that should share an engine's cache.
+    """
+
+    prompt_ids: list[int]
+    seed: int
+    max_new_tokens: int
+    temperature: float
+    sampling: Mapping[str, Any]
+    stop_texts: tuple[str, ...]
+    stop_ids: frozenset[int]
+    keep_stop: bool
+    skip_special: bool
+    logprobs: bool
+    top_logprobs: int
+    routes: bool
+    prompt: int
+    group: str
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """A request of one of the APIs.
+
+    Attributes:
+        batch: whether /generate answers with a list.
+        tools: schemas of the functions that a chat may call.
+    """
+
+    path: str
+    body: Mapping[str, Any]
+    generations: list[GenerationRequest]
+    batch: bool = False
+    tools: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def stream(self) -> bool:
+        return self.body.get("stream") is True
+
+
+def sample_count(body: Mapping[str, Any]) -> int:
+    """Return how many responses a request asks for: prompts times `n`.
+
+    No prompt is looked at. A malformed number counts as one: check_request refuses it.
+    """
+    prompts = prompt_count(body) or 1
+    sampling = body.get("sampling_params")
+    params = [body, *(sampling if isinstance(sampling, list) else [sampling])]
+    choices = [p.get(name) for p in params if isinstance(p, Mapping) for name in ("n", "best_of")]
+    return prompts * max((c for c in choices if type(c) is int and 0 < c <= MOST_CHOICES), default=1)
+
+
+def read_request(path: str, body: Mapping[str, Any], limits: Limits, model: ServedModel) -> ApiRequest:
+    """Read and validate a request.
+
+    Raises:
+        RefusedPrompt: a field is unknown, out of its range or not served, or the prompt does not fit.
+        BadRequest: a message of a chat is malformed.
+    """
+    check_request(limits, path, body)
+    if path == GENERATE:
+        return _read_generate(body, limits, model)
+    sampling = {ALIASES.get(name, name): value for name, value in body.items() if value is not None}
+    sampling = {**model.sampling_defaults, **sampling}
+    if limits.deterministic and body.get("min_p") is None:
+        sampling["min_p"] = 0
+    tools: list[Mapping[str, Any]] = []
+    if path == CHAT:
+        messages, tools = read_conversation(body)
+        if body.get("tool_choice") == "none":
+            tools = []
+        model.require_tokenizer("messages")
+        chat_args = dict(body.get("chat_template_kwargs") or {})
+        if body.get("reasoning_effort") is not None:
+            chat_args["reasoning_effort"] = body["reasoning_effort"]
+        try:
+            prompts = [model.rendering.prompt(messages, tools, chat_args)]
+        except ValueError as e:
+            raise RefusedPrompt(f"messages: {e}", "messages") from None
+        logprobs = body.get("logprobs") is True
+        tops = body.get("top_logprobs") or 0 if logprobs else 0
+        default_tokens = limits.room
+    else:
+        if body.get("prompt") is None:
+            raise RefusedPrompt("prompt: expected text or token ids", "prompt")
+        prompts = [_prompt_ids(prompt, "prompt", model) for prompt in _prompts(body, "prompt")]
+        logprobs, tops = body.get("logprobs") is not None, body.get("logprobs") or 0
+        default_tokens = COMPLETION_TOKENS
+        if body.get("best_of") not in (None, body.get("n") or 1):
+            raise RefusedPrompt(f"best_of = {body['best_of']}: not served: expected n", "best_of")
+    generations = []
+    seeds = _seeds(body.get("seed"))
+    for number, ids in enumerate(prompts):
+        limits.check_prompt(ids)
+        for _ in range(int(body.get("n") or 1)):
+            row = {"max_new_tokens": default_tokens, **sampling, "sampling_seed": next(seeds)}
+            generations.append(_generation(row, ids, number, body, model, logprobs, tops))
+    return ApiRequest(path, body, generations, tools=tools)
+
+
+def _read_generate(body: Mapping[str, Any], limits: Limits, model: ServedModel) -> ApiRequest:
+    name = "text" if body.get("input_ids") is None else "input_ids"
+    prompts = [_prompt_ids(prompt, name, model) for prompt in _prompts(body, name)]
+    rows = body.get("sampling_params") or {}
+    rows = [dict(row) for row in rows] if isinstance(rows, list) else [dict(rows)] * len(prompts)
+    generations = []
+    for number, (ids, row) in enumerate(zip(prompts, rows, strict=True)):
+        limits.check_prompt(ids)
+        start = _of_prompt(body, "logprob_start_len", number)
+        logprobs = bool(_of_prompt(body, "return_logprob", number))
+        if logprobs and start is not None and 0 <= start < len(ids):
+            raise RefusedPrompt(
+                f"logprob_start_len = {start}: not served: log-probs are those of the response; expected -1",
+                "logprob_start_len",
+            )
+        tops = _of_prompt(body, "top_logprobs_num", number) or 0
+        seeds = _seeds(row.get("sampling_seed"))
+        for _ in range(int(row.get("n") or 1)):
+            seeded = {**row, "sampling_seed": next(seeds)}
+            generations.append(
+                _generation(seeded, ids, number, body, model, logprobs, tops if logprobs else 0)
+            )
+    return ApiRequest(
+        GENERATE, body, generations, batch=prompt_count(body) is not None or len(generations) > 1
+    )
+
+
+def _generation(
+    sampling: Mapping[str, Any],
+    ids: list[int],
+    prompt: int,
+    body: Mapping[str, Any],
+    model: ServedModel,
+    logprobs: bool,
+    top_logprobs: int,
+) -> GenerationRequest:
+    """Return one response's request. `sampling`: its parameters, by SGLang's names."""
+    params = {name: value for name, value in sampling.items() if value is not None}
+    for name, rule in _NOT_CONTINUED.items():
+        if name in params:
+            rule(Limits(1, 1), name, params[name])
+    stop_texts = check_stop(params.get("stop"))
+    if stop_texts:
+        model.require_tokenizer("stop")
+    if body.get("return_routed_experts") is True and not model.experts_per_token:
+        raise RefusedPrompt(
+            "return_routed_experts = True: the router cannot read num_hidden_layers and num_experts_per_tok of the "
+            "model",
+            "return_routed_experts",
+        )
+    ignores_ends = params.get("ignore_eos") is True
+    limit = params.get("max_new_tokens")
+    return GenerationRequest(
+        prompt_ids=ids,
+        seed=params["sampling_seed"],
+        max_new_tokens=GENERATE_TOKENS if limit is None else limit,
+        temperature=float(params.get("temperature", 1.0)),
+        sampling={name: params[name] for name in _PASSED_ON if name in params},
+        stop_texts=stop_texts,
+        stop_ids=frozenset() if ignores_ends else model.stop_ids | {*params.get("stop_token_ids", ())},
+        keep_stop=params.get("no_stop_trim") is True,
+        skip_special=params.get("skip_special_tokens") is not False,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        routes=body.get("return_routed_experts") is True,
+        prompt=prompt,
+        group=_group(body, ids),
+    )
+
+
+def _group(body: Mapping[str, Any], ids: list[int]) -> str:
+    """Return a key of requests that begin alike, or that name the same session."""
+    for name in ("session_id", "routing_key", "conversation_id"):
+        if isinstance(body.get(name), str):
+            return str(body[name])
+    return str(ids[:KEY_CHARACTERS])
+
+
+def _prompts(body: Mapping[str, Any], name: str) -> list[Any]:
+    return [body[name]] if prompt_count(body) is None else list(body[name])
+
+
+def _prompt_ids(prompt: Any, name: str, model: ServedModel) -> list[int]:
+    return model.encode(prompt, name) if isinstance(prompt, str) else prompt
+
+
+def _of_prompt(body: Mapping[str, Any], name: str, number: int) -> Any:
+    """Return a field's value for one of the prompts."""
+    value = body.get(name)
+    return value[number] if isinstance(value, list) else value
+
+
+def _seeds(first: int | None) -> Iterator[int]:
+    """Iterate over the seeds of a prompt's responses: that of the request and those after it, or random ones.
+
+    A deterministic engine draws equal responses from equal seeds.
+    """
+    if first is None:
+        while True:
+            yield random.getrandbits(_SEED_BITS)
+    while True:
+        yield first
+        first = first + 1 if first < _LARGEST_SEED else -_LARGEST_SEED

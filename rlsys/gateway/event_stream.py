@@ -1,0 +1,53 @@
+"""EventStream: server-sent events to a client, which begin with the first event."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from rlsys.engine.sse import END
+
+READER_SECONDS = 60.0
+"""Time after which a client that reads nothing is dropped."""
+
+
+class SlowClient(Exception):
+    """Raised when the client does not read its events."""
+
+
+class EventStream:
+    """The stream of one request. `response` is None until the first event."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._lock = asyncio.Lock()
+        self.response: web.StreamResponse | None = None
+
+    async def write(self, data: bytes) -> None:
+        """Send one event. Raises SlowClient when the client reads nothing for READER_SECONDS."""
+        deadline = asyncio.timeout(READER_SECONDS)
+        try:
+            async with self._lock, deadline:
+                if self.response is None:
+                    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                    self.response = web.StreamResponse(headers=headers)
+                    await self.response.prepare(self._request)
+                await self.response.write(b"data: " + data + END)
+        except TimeoutError:
+            if deadline.expired():
+                raise SlowClient from None
+            raise
+
+    async def end(self) -> web.StreamResponse:
+        """End the stream after at least one event."""
+        assert self.response is not None
+        await self.response.write_eof()
+        return self.response
+
+    def drop(self) -> web.StreamResponse:
+        """Close the connection of a client that does not read, and would not read an end either."""
+        assert self.response is not None
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return self.response

@@ -1,0 +1,72 @@
+"""ResponseText: the text of a response, whole or as its tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlsys.data.tokenizer import LONGEST_CHARACTER
+from rlsys.gateway.api_requests import GenerationRequest
+from rlsys.gateway.served_model import ServedModel
+
+
+class ResponseText:
+    """Decodes the tokens of one response.
+
+    Text that may still become part of a stop text, or of an incomplete character, is withheld until it is decided.
+    """
+
+    def __init__(self, request: GenerationRequest, model: ServedModel) -> None:
+        self._request, self._model = request, model
+        self._stop_texts = () if request.keep_stop else request.stop_texts
+        self._context = self._decoded = 0
+        """Ids before `_decoded` are in `_text`; decoding starts at `_context`, since a token's text may depend on the
+        token before it."""
+        self._text = ""
+        self.sent_text = ""
+        """Text that `advance` and `conclude` have returned."""
+
+    def final(self, ids: Sequence[int], *, at_stop: bool) -> str:
+        """Return the text of a complete response. `at_stop`: a stop token or stop text ended it."""
+        if at_stop and not self._request.keep_stop and ids and ids[-1] in self._request.stop_ids:
+            ids = ids[:-1]
+        text = self._model.decode(ids, skip_special=self._request.skip_special)
+        return text[: self.stop_position(text)] if at_stop else text
+
+    def advance(self, ids: Sequence[int]) -> str:
+        """Return the text that is certain since the last call, of a response that goes on. `ids`: all its tokens."""
+        skip = self._request.skip_special
+        known_text = self._model.decode(ids[self._context : self._decoded], skip_special=skip)
+        text = self._model.decode(ids[self._context :], skip_special=skip)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(ids) - self._decoded >= LONGEST_CHARACTER:
+            self._text += text[len(known_text) :]
+            self._context, self._decoded = self._decoded, len(ids)
+        if ids and ids[-1] in self._request.stop_ids:
+            return ""
+        return self._send(self._text[: self._certain_length()])
+
+    def conclude(self, ids: Sequence[int], *, at_stop: bool) -> str:
+        """Return the rest of the text of a complete response."""
+        return self._send(self.final(ids, at_stop=at_stop))
+
+    def _send(self, text: str) -> str:
+        new = text[len(self.sent_text) :]
+        self.sent_text += new
+        return new
+
+    def stop_position(self, text: str) -> int | None:
+        """Return where the first stop text begins, None if there is none."""
+        positions = [at for stop in self._stop_texts if (at := text.find(stop)) >= 0]
+        return min(positions, default=None)
+
+    def _certain_length(self) -> int:
+        """Return how much of the text no stop text can take back."""
+        text = self._text
+        if (position := self.stop_position(text)) is not None:
+            return position
+        overlaps = (
+            n
+            for stop in self._stop_texts
+            for n in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:n])
+        )
+        return len(text) - max(overlaps, default=0)
