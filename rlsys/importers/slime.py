@@ -5,15 +5,14 @@ Read as of August 2026; defaults that a script leaves out are those of slime/uti
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import read_stop_ids
-from rlsys.importers.commands import find_training_command, is_program
+from rlsys.importers.arguments import Arguments
 from rlsys.importers.draft import Draft, Row, Settings, Unresolved, UnsupportedRunError
-from rlsys.importers.shell import Script
 from rlsys.importers.sizes import Sizes, data_source, reject_media_models, set_anchor, set_sizes, set_steps
 
 SLIME = {
@@ -85,6 +84,8 @@ ADVANTAGES = {
 }  # fmt: skip
 KL_KINDS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 OPTIMIZERS = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
+PROGRAMS = ("train.py", "train_async.py")
+EXPECTED = "train.py or train_async.py with its options"
 MATHEMATICS = ("math", "deepscaler", "dapo")
 FLAGS = (
     "--apply-chat-template", "--rollout-shuffle", "--partial-rollout", "--colocate", "--use-kl-loss", "--use-tis",
@@ -152,77 +153,44 @@ NOT_SGLANG = ("--sglang-router", "--sglang-server-concurrency", "--sglang-config
 """Options that begin as SGLang's do and are slime's own, or of the engines' logs."""
 
 
-def read_settings(
-    text: str, yaml_data: Any, variables: Mapping[str, str], path: Path | None = None
-) -> Settings:
-    """Read the options of the training command.
-
-    Args:
-        text: the script.
-        yaml_data: what a YAML file holds; None for a script.
-        variables: the environment that the script is started in.
-        path: where the script lies.
-
-    Returns:
-        Options with their dashes; of several words a list. `train` is the program.
-
-    Raises:
-        UserError: there is no command of slime in it.
-    """
-    if yaml_data is not None:
-        return Settings(
-            {
-                f"--{str(k).replace('_', '-').lstrip('-')}": v
-                for k, v in yaml_data.items()
-                if v not in (None, False)
-            }
-        )
-    script = Script(text, variables, path)
-    command, settings = find_training_command(
-        script, _program_index, ("train.py", "train_async.py"), r"\s--\w"
+def read_yaml(data: dict[str, Any]) -> Settings:
+    """Return the options of a YAML file, whose keys are names of options with or without dashes."""
+    return Settings(
+        {
+            f"--{str(key).replace('_', '-').lstrip('-')}": value
+            for key, value in data.items()
+            if value not in (None, False)
+        }
     )
-    if command is None:
-        raise UserError("no command of slime in it: expected train.py or train_async.py with its options")
-    argv = command.argv[_program_index(command.argv) :]
-    settings.values |= _options(script, argv[1:], settings)
-    settings.values["train"] = Path(argv[0]).stem
-    return settings
 
 
-def _program_index(argv: list[str]) -> int:
-    """Return the index of train.py in a command's arguments, or -1 if the command does not start it."""
-    index = next(
-        (i for i, w in enumerate(argv) if Path(w[-99:]).name in ("train.py", "train_async.py")), None
-    )
-    return index if index is not None and is_program(argv, index) else -1
+def program_index(argv: Sequence[str]) -> int:
+    """Return the index of the training program in an argument list, or -1."""
+    return next((i for i, argument in enumerate(argv) if Path(argument[-99:]).name in PROGRAMS), -1)
 
 
-def _options(script: Script, argv: list[str], settings: Settings) -> dict[str, Any]:
+def read_settings(arguments: Arguments) -> Settings:
+    """Return the options of the training command with their dashes; `train` is the program."""
+    settings = Settings({}, list(arguments.problems), list(arguments.notes))
     options: dict[str, list[str]] = {}
     name = None
-    for argument in argv:
-        if argument.startswith("--"):
-            name, _, value = argument.partition("=")
-            options[name] = [value] if value else []
+    for argument in arguments.argv[1:]:
+        reason = arguments.run.explain(argument)
+        if argument.startswith("--") and reason is None:
+            name, separator, value = argument.partition("=")
+            options[name] = [value] if separator else []
         elif (
-            name is not None
-            and name not in FLAGS
-            and not (options[name] and name not in SEVERAL and script.is_hole(argument))
+            name is not None and name not in FLAGS and not (options[name] and name not in SEVERAL and reason)
         ):
             options[name].append(argument)
-        elif holes := script.holes_in(argument):
-            settings.problems.append(
-                f"{script.source_text(argument)}: {holes[0].reason}; it may be any option"
-            )
         else:
-            settings.problems.append(f"{argument}: a word that belongs to no option")
-    return {name: _value(script, value) for name, value in options.items()}
-
-
-def _value(script: Script, arguments: list[str]) -> Any:
-    if holes := [hole for argument in arguments for hole in script.holes_in(argument)]:
-        return Unresolved(" ".join(map(script.source_text, arguments)), holes[0].reason)
-    return True if not arguments else arguments[0] if len(arguments) == 1 else arguments
+            text = arguments.run.source_text(argument)
+            settings.problems.append(
+                f"{text}: {reason}; it may be any option" if reason else f"{text}: a word that belongs to no option"
+            )
+    settings.values |= {name: arguments.value(words) for name, words in options.items()}
+    settings.values["train"] = Path(arguments.argv[0]).stem
+    return settings
 
 
 def translate(settings: Settings, rewards: Collection[str]) -> Draft:

@@ -6,14 +6,14 @@ Read as of August 2026; defaults that a script leaves out are verl's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlsys.core.errors import UserError
-from rlsys.importers.commands import find_training_command, is_program
+from rlsys.importers.arguments import Arguments
 from rlsys.importers.draft import Draft, Row, Settings, Unresolved, UnsupportedRunError
-from rlsys.importers.shell import Script, has_hole
+from rlsys.importers.namespace import ScriptRun
 from rlsys.importers.sizes import Sizes, data_source, reject_media_models, set_anchor, set_sizes, set_steps
 
 VERL = {
@@ -94,6 +94,7 @@ SECTIONS = (
     "custom_reward_function",
 )
 """A command is one of verl when a setting of it is in one of these."""
+EXPECTED = "python -m verl.trainer.main_ppo with settings such as data.train_batch_size=256"
 ENTRIES = ("verl.trainer.main_ppo", "main_ppo", "recipe.dapo.main_dapo", "main_dapo")
 CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
@@ -189,31 +190,38 @@ SPEED = (
 _SETTING = re.compile(r"(~|\+{1,2})?([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 
-def read_settings(
-    text: str, yaml_data: Any, variables: Mapping[str, str], path: Path | None = None
-) -> Settings:
-    """Read the settings of the training command.
+def read_yaml(data: dict[str, Any] | list[Any]) -> Settings:
+    """Return the settings of a resolved config, or of hydra's overrides.yaml, by their dotted names."""
+    if isinstance(data, list):
+        settings = Settings({})
+        for argument in data:
+            _read_argument(Arguments([], ScriptRun()), str(argument), settings)
+        return settings
+    return Settings(_flatten(data))
 
-    Args:
-        text: the script.
-        yaml_data: what a YAML file holds; None for a script.
-        variables: the environment that the script is started in.
-        path: where the script lies.
 
-    Returns:
-        Settings by dotted name, and what of the command is none.
+def program_index(argv: Sequence[str]) -> int:
+    """Return the index of the program, the argument before the first setting, or -1 if no setting is of verl."""
+    for index, argument in enumerate(argv):
+        match = _SETTING.fullmatch(argument[:200])
+        if match and match[3] is not None and "." in match[2] and match[2].partition(".")[0] in SECTIONS:
+            index -= 1
+            while index > 0 and argv[index].startswith(("-", "+", "~")) and argv[index - 1] != "-m":
+                index -= 1
+            while index > 0 and "=" in argv[index]:
+                index -= 1
+            return max(index, 0)
+    return -1
+
+
+def read_settings(arguments: Arguments) -> Settings:
+    """Return the settings of the training command by their dotted names.
 
     Raises:
-        UserError: there is no setting of verl in it.
-        UnsupportedRunError: the script fine-tunes.
+        UnsupportedRunError: the program fine-tunes.
     """
-    if yaml_data is not None:
-        return Settings(_flatten(yaml_data))
-    script = Script(text, variables, path)
-    command, settings = find_training_command(script, _first_setting, ("main_ppo",), r"\w\.\w+=")
-    if command is None:
-        raise UserError("no settings of verl in it: expected words such as data.train_batch_size=256")
-    entry = _entry(script, command.argv)
+    settings = Settings({}, list(arguments.problems), list(arguments.notes))
+    entry = arguments.run.source_text(arguments.argv[0]).removesuffix(".py").rpartition("/")[2]
     if "sft_trainer" in entry:
         raise UnsupportedRunError(
             f"supervised fine-tuning ({entry}); nothing is written: use rlsys sft with sft.traces = chats "
@@ -223,57 +231,30 @@ def read_settings(
         settings.problems.append(
             f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; another program's work is not known"
         )
-    for argument in command.argv[_entry_index(command.argv) + 1 :]:
-        _read_argument(script, argument, settings)
+    for argument in arguments.argv[1:]:
+        _read_argument(arguments, argument, settings)
     return settings
 
 
-def _first_setting(argv: list[str]) -> int:
-    """Return the index of the first setting, or -1 for a command that is not verl's."""
-    for index, argument in enumerate(argv):
-        match = _SETTING.fullmatch(argument[:200])
-        if match and match[3] is not None and "." in match[2] and match[2].partition(".")[0] in SECTIONS:
-            return index if is_program(argv, index) or index > 0 else -1
-    return -1
-
-
-def _entry_index(argv: list[str]) -> int:
-    """Return the index of the program: the last argument before the first setting that is not an option of Hydra."""
-    index = _first_setting(argv) - 1
-    while (
-        index > 0 and (argv[index].startswith(("-", "+", "~")) or "=" in argv[index]) and argv[index] != "-m"
-    ):
-        index -= 1
-    return index
-
-
-def _entry(script: Script, argv: list[str]) -> str:
-    index = _entry_index(argv)
-    return "" if index < 0 else script.source_text(argv[index]).removesuffix(".py").rpartition("/")[2]
-
-
-def _read_argument(script: Script, argument: str, settings: Settings) -> None:
+def _read_argument(arguments: Arguments, argument: str, settings: Settings) -> None:
     option, _, value = argument.partition("=")
     if option in ("--config-name", "-cn") and value.removesuffix(".yaml") in CONFIGS:
         return
     if option in ("--config-path", "-cp") and value in ("config", "./config"):  # verl's own
         return
-    source_text = script.source_text(argument)
+    text, reason = arguments.run.source_text(argument), arguments.run.explain(option)
     if argument.startswith("-"):
-        settings.problems.append(f"{source_text}: settings that this file or option brings are not read")
+        settings.problems.append(f"{text}: settings that this file or option brings are not read")
         return
     match = _SETTING.fullmatch(argument)
-    if match is None or has_hole(argument.partition("=")[0]):
-        reason = "".join(hole.reason for hole in script.holes_in(argument)[:1]) or "no setting"
-        settings.problems.append(f"{source_text}: {reason}; it may be any setting")
+    if match is None or reason:
+        settings.problems.append(f"{text}: {reason or 'no setting'}; it may be any setting")
     elif match[1] == "~":
-        settings.problems.append(f"{source_text}: removes a setting; no counterpart is known")
+        settings.problems.append(f"{text}: removes a setting; no counterpart is known")
     elif match[3] is None:
-        settings.problems.append(f"{source_text}: a word that is no setting")
-    elif holes := script.holes_in(match[3]):
-        settings.values[match[2]] = Unresolved(script.source_text(match[3]), holes[0].reason)
+        settings.problems.append(f"{text}: a word that is no setting")
     else:
-        settings.values[match[2]] = match[3]
+        settings.values[match[2]] = arguments.value([match[3]])
 
 
 def _flatten(data: Any) -> dict[str, Any]:
