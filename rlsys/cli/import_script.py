@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
+from rlsys.core.row_counts import count_rows, find_media_column
 from rlsys.core.yaml_text import parse_yaml
 from rlsys.data.rows import MEDIA
 from rlsys.importers import slime, verl
 from rlsys.importers.arguments import MAX_TEXT, read_arguments
 from rlsys.importers.draft import Draft, Row, UnsupportedRunError, to_yaml
-from rlsys.importers.rows import count_rows, find_media_column
 from rlsys.importers.sizes import set_heldout_prompts
 from rlsys.rewards import REWARDS
 
@@ -33,18 +33,26 @@ def add_import(add: Add) -> None:
     sub = add("import", import_script, "translate a launch script or YAML of verl or slime")
     sub.add_argument("framework", choices=sorted(READERS), help="framework of the script")
     sub.add_argument(
-        "script", metavar="FILE", help="script, resolved command, or YAML; - reads a command from the standard input"
+        "script",
+        metavar="FILE",
+        help="script, resolved command, or YAML; - reads a command from the standard input",
     )
     sub.add_argument(
         "--out", type=Path, metavar="FILE", help="file for the new config (default: FILE's name with .yaml)"
     )
     sub.add_argument(
-        "--arguments", type=shlex.split, default=[], metavar="TEXT", help="arguments of the script, as in a shell"
+        "--arguments",
+        type=shlex.split,
+        default=[],
+        metavar="TEXT",
+        help="arguments of the script, as in a shell",
     )
     sub.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the script"
     )
-    sub.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs that nvidia-smi lists (default: 8)")
+    sub.add_argument(
+        "--gpus", type=int, default=8, metavar="N", help="GPUs that nvidia-smi lists (default: 8)"
+    )
 
 
 def import_script(args: argparse.Namespace) -> int:
@@ -105,14 +113,13 @@ def translate_file(
             settings = reader.read_yaml(parse_yaml(text, "the file"))
         else:
             settings = reader.read_settings(
-                read_arguments(
-                    text, path, reader.program_index, reader.EXPECTED, arguments, variables, gpus
-                )
+                read_arguments(text, path, reader.program_index, reader.EXPECTED, arguments, variables, gpus)
             )
         draft = reader.translate(settings, REWARDS)
     except UserError as e:
         raise type(e)(f"{file}: {e}") from None
-    _add_eval(draft)
+    if not draft.is_fine_tuning and draft.has_evaluation:
+        _add_eval(draft)
     return draft
 
 
@@ -138,8 +145,7 @@ def print_result(draft: Draft, out: Path) -> None:
     for title, rows in (
         ("translated", draft.mapped),
         ("default here", draft.defaults),
-        ("NOT translated, changes the method", draft.rejected),
-        ("MISSING", draft.missing),
+        ("MISSING", [*draft.rejected, *draft.missing]),
     ):
         if rows:
             print(f"{title}:")
@@ -151,8 +157,6 @@ def print_result(draft: Draft, out: Path) -> None:
     for line in draft.warnings:
         print(f"check: {line}")
     if draft.is_complete:
-        print(f"{out}: written; next: rlsys explain {out}")
+        print(f"{out}: written; next: rlsys {'sft' if draft.is_fine_tuning else 'explain'} {out}")
     else:
-        print(
-            f"{out}: written, but not complete: {len(draft.missing)} missing, {len(draft.rejected)} not translated"
-        )
+        print(f"{out}: written, but not complete: {len(draft.missing) + len(draft.rejected)} missing")

@@ -65,13 +65,21 @@ def read_arguments(
         if argv[:3] == ["ray", "job", "submit"] and "--" in argv:
             continue  # its command is recorded by itself
         index = program_index(argv)
-        if index >= 0 and (index == 0 or _PROGRAM.fullmatch(Path(argv[0]).name)) and argv[index:] not in commands:
+        if (
+            index >= 0
+            and (index == 0 or _PROGRAM.fullmatch(Path(argv[0]).name))
+            and argv[index:] not in commands
+        ):
             commands.append(argv[index:])
     if not commands:
-        reason = f"; the script ended with status {run.status}: {run.last_line}" if run.status else ""
-        raise UserError(f"no training command: expected {program}{reason}")
+        stop = f"; the script ended with status {run.status}: {run.last_line}" if run.status else ""
+        raise UserError(
+            f"no training command: expected {program}{stop} (--env NAME=VALUE and --arguments TEXT give values)"
+        )
     result = Arguments(commands[0], run, list(run.branches))
-    result.problems += [f"a second training command: {' '.join(map(run.source_text, c))[:200]}" for c in commands[1:]]
+    result.problems += [
+        f"a second training command: {' '.join(map(run.source_text, c))[:200]}" for c in commands[1:]
+    ]
     if run.status in (124, 137):
         result.notes.append("the script was stopped at the time limit; later training commands are not known")
     return result

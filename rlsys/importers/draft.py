@@ -99,6 +99,9 @@ class Draft:
     missing: list[Row] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     """Values that need a manual check, since they match the setting only in part."""
+    is_fine_tuning: bool = False
+    """Whether the config is one for `rlsys sft`."""
+    has_evaluation: bool = True
     consumed: set[str] = field(default_factory=set)
     _omitted_fields: dict[str, list[str]] = field(default_factory=dict)
     """Setting -> fields that are omitted because of it."""
@@ -341,6 +344,7 @@ def to_yaml(draft: Draft, source: str) -> str:
         "eval",
         "rollout",
         "algo",
+        "sft",
         "trainer",
         "parallel",
         "engine",
@@ -351,7 +355,7 @@ def to_yaml(draft: Draft, source: str) -> str:
     lines = [f"# Translated from {source} by rlsys import."]
     for title, rows in (
         ("MISSING", draft.missing),
-        ("NOT TRANSLATED", draft.rejected),
+        ("MISSING", draft.rejected),
         ("LOOK AT", draft.warnings),
     ):
         lines += [f"# {title}: {' '.join(str(row).split())}" for row in rows]

@@ -7,6 +7,8 @@ records its arguments (stubs/recorder), ends with status 0, and prints:
 - `nvidia-smi`: lines for the given number of H100 GPUs with NVLink;
 - `hostname`: localhost, or 127.0.0.1;
 - `which`: the path of the program;
+- `python .../model_args_utils.py` (Miles): nothing, since a model's sizes are read from its config.json;
+- `python -c` that imports torch_npu: status 1; that prints verl's get_device_name: cuda;
 - any other program: nothing, or a marker where the script reads its output.
 
 `ray job submit -- COMMAND` and programs that are followed by `bash` run that command. A variable or argument that is
@@ -24,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,19 +41,38 @@ _RECORD_BYTES = 2**24
 _DISK_BYTES = 2**26
 _FILE_BYTES, _FOLDER_BYTES, _FOLDER_FILES = 2**19, 2**24, 5000
 """Largest copied file, size of all copied files, and number of scanned files."""
-_TEXT_FILES = (".sh", ".bash", ".env", ".yaml", ".yml", ".json", ".txt", ".toml", ".cfg", ".sbatch", ".slurm", "")
+_TEXT_FILES = (
+    ".sh",
+    ".bash",
+    ".env",
+    ".yaml",
+    ".yml",
+    ".json",
+    ".txt",
+    ".toml",
+    ".cfg",
+    ".sbatch",
+    ".slurm",
+    "",
+)
 _USERS = range(61184, 65520)
 """User ids without an account; a script that root imports runs as one of them."""
-_TOOLS = """bash sh env timeout true false cat tee echo printf basename dirname realpath readlink mkdir rmdir rm cp mv
-touch ln chmod ls pwd date mktemp nohup test [ id whoami uname find xargs nice stdbuf getopt""".split()
+_TOOLS = (
+    "bash sh env timeout true false cat tee echo printf basename dirname realpath readlink mkdir rmdir rm cp mv "
+    "touch ln chmod ls pwd date mktemp nohup test [ id whoami uname find xargs nice stdbuf getopt "
+).split()
 """Run as they are."""
-_FILTERS = """wc grep egrep fgrep awk sed cut head tail tr sort uniq bc rev paste column nl tac fold od base64 md5sum
-sha1sum sha256sum expr seq numfmt comm join xxd diff cmp""".split()
+_FILTERS = (
+    "wc grep egrep fgrep awk sed cut head tail tr sort uniq bc rev paste column nl tac fold od base64 md5sum "
+    "sha1sum sha256sum expr seq numfmt comm join xxd diff cmp "
+).split()
 """Run unless their input has a marker."""
-_STUBS = """python python2 python3 pip pip3 ray torchrun accelerate deepspeed pkill pgrep kill killall sleep nvidia-smi
-rocm-smi npu-smi hostname which curl wget ssh scp rsync git docker srun sbatch scontrol conda sudo apt apt-get hf
-huggingface-cli wandb tmux screen numactl ip ifconfig nproc free lscpu ps lsof fuser jq uv make ulimit sysctl nsys
-modprobe mount df du stat tar unzip mlflow pytest""".split()
+_STUBS = (
+    "python python2 python3 pip pip3 ray torchrun accelerate deepspeed pkill pgrep kill killall sleep nvidia-smi "
+    "rocm-smi npu-smi hostname which curl wget ssh scp rsync git docker srun sbatch scontrol conda sudo apt apt-get hf "
+    "huggingface-cli wandb tmux screen numactl ip ifconfig nproc free lscpu ps lsof fuser jq uv make sysctl nsys "
+    "modprobe mount df du stat tar unzip mlflow pytest "
+).split()
 """Recorded even where a script looks for them; each program without a file is recorded, too."""
 _ABSOLUTE = re.compile(r"(?<![\w./-])/(?:[\w.-]+/)+(?:python[\d.]*|ray|torchrun|pip3?|accelerate)(?![\w./-])")
 
@@ -108,8 +130,8 @@ def run_script(
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise UserError(
-            "a script runs in a sealed namespace, and bwrap is not installed: install the package bubblewrap, or give "
-            "the resolved command in a file"
+            "a script runs in a sealed namespace, and bwrap is not installed: install the package bubblewrap, or "
+            "give the resolved command in a file"
         )
     script = script.absolute()
     root, start = _root_folder(script)
@@ -117,12 +139,25 @@ def run_script(
         sealed = Path(folder)
         texts = _copy_texts(root, script, sealed / "folder")
         command = [bwrap, *_mounts(sealed, root, texts), "--clearenv"]
-        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "USER": "root"}
+        environment = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "HOME": "/root",
+            "LANG": "C.UTF-8",
+            "USER": "root",
+        }
         environment |= dict(variables or {})
         environment |= {"RLSYS_GPUS": str(gpus), "RLSYS_START": str(start)}
         for name, value in environment.items():
             command += ["--setenv", name, value]
-        command += ["--", "/run/tools/bash", "/run/stubs/main.sh", str(SECONDS), str(root), str(script), *arguments]
+        command += [
+            "--",
+            "/run/tools/bash",
+            "/run/stubs/main.sh",
+            str(SECONDS),
+            str(root),
+            str(script),
+            *arguments,
+        ]
         return _parse(_output(command, sealed))
 
 
@@ -198,6 +233,8 @@ def _mounts(sealed: Path, root: Path, texts: str) -> list[str]:
     for path in sorted(set(_ABSOLUTE.findall(texts))):
         if not path.startswith(("/usr/bin/", "/bin/", "/run/", "/proc/", "/dev/", f"{root}/")):
             options += ["--symlink", "/run/stubs/recorder", path]
+    for alias in _aliases(root, texts):
+        options += ["--symlink", str(root), alias]
     for name, place in (("bin", "/usr/bin"), ("stubs", "/run/stubs"), ("folder", "/run/folder")):
         options += ["--ro-bind", str(sealed / name), place]
     options += ["--symlink", "usr/bin", "/bin", "--dir", "/tmp", "--dir", "/root", "--dir", str(root)]
@@ -205,6 +242,22 @@ def _mounts(sealed: Path, root: Path, texts: str) -> list[str]:
         if not folder.is_symlink():
             folder.chmod(0o755)
     return options
+
+
+def _aliases(root: Path, texts: str) -> set[str]:
+    """Return absolute folders that scripts use for the root: /a/b of /a/b/c/d.sh if the root has c/d.sh."""
+    found = set()
+    for path in set(re.findall(r"(?<![\w./}-])/(?:[\w.-]+/)+[\w.-]+\.(?:sh|yaml)\b", texts)):
+        parts = Path(path).parts
+        for length in range(2, len(parts) - 1):
+            alias = Path(*parts[:length])
+            if (root / Path(*parts[length:])).is_file() and alias != root and alias not in root.parents:
+                found.add(str(alias))
+    return {
+        alias
+        for alias in found
+        if not alias.startswith(("/usr", "/bin", "/lib", "/run", "/proc", "/dev", "/tmp"))
+    }
 
 
 def _output(command: list[str], sealed: Path) -> bytes:
@@ -221,27 +274,23 @@ def _output(command: list[str], sealed: Path) -> bytes:
         group=user,
         extra_groups=[] if user is not None else None,
     )
-    killer = None
+    killer = threading.Timer(SECONDS + 15, _kill, (process,))
+    killer.start()
     try:
-        import threading
-
-        killer = threading.Timer(SECONDS + 15, _kill, (process,))
-        killer.start()
         assert process.stdout is not None
         output = process.stdout.read(_RECORD_BYTES + 1)
         _kill(process) if len(output) > _RECORD_BYTES else process.wait()
     finally:
-        if killer is not None:
-            killer.cancel()
+        killer.cancel()
         _kill(process)
         process.wait()
     if len(output) > _RECORD_BYTES:
         raise UserError(f"the script's commands have more than {_RECORD_BYTES:,} bytes of arguments")
     if not output:
         errors = (sealed / "errors").read_text(errors="replace").strip().splitlines()
+        reason = errors[-1] if errors else "no output"
         raise UserError(
-            f"bubblewrap cannot make a sealed namespace on this machine: {errors[-1] if errors else 'no output'}; give "
-            "the resolved command in a file"
+            f"no result from the sealed namespace of bubblewrap: {reason}; give the resolved command in a file"
         )
     return output
 
@@ -268,7 +317,8 @@ def _parse(output: bytes) -> ScriptRun:
             lines = (fields[1] + "\n" + fields[2]).strip().splitlines()
             run.last_line = lines[-1].strip()[-200:] if lines else ""
     for text, value in branches:
-        line = f"`{' '.join(text.split())[:80]}`: the branch depends on a value that is not known: {run.explain(value)}"
+        condition = run.source_text(" ".join(text.split()))[:80]
+        line = f"`{condition}` depends on a value that is not known: {run.explain(value)}"
         if line not in run.branches:
-            run.branches.append(run.source_text(line))
+            run.branches.append(line)
     return run

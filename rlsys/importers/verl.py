@@ -5,22 +5,33 @@ Read as of August 2026; defaults that a script leaves out are verl's own.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from rlsys.core.errors import UserError
 from rlsys.importers.arguments import Arguments
-from rlsys.importers.draft import Draft, Row, Settings, Unresolved, UnsupportedRunError
+from rlsys.importers.draft import Draft, Row, Settings, UnsupportedRunError
 from rlsys.importers.namespace import ScriptRun
-from rlsys.importers.sizes import Sizes, data_source, reject_media_models, set_anchor, set_sizes, set_steps
+from rlsys.importers.sizes import (
+    Sizes,
+    data_source,
+    eval_truncation,
+    reject_media_models,
+    set_anchor,
+    set_sizes,
+    set_steps,
+)
 
 VERL = {
     "data.train_files": "data.params.path, with data.source=parquet",
     "data.val_files": "data.params.heldout_path",
     "data.prompt_key": "data.keys.prompt",
     "data.seed": "data.seed",
+    "data.shuffle": "data.params.shuffle",
+    "data.max_prompt_length": "data.params.max_prompt_tokens",
+    "data.truncation": "data.params.overlong_prompts",
     "data.tools_key": "data.keys.tools",
     "data.apply_chat_template_kwargs": "data.chat_template_args",
     "data.train_batch_size": "rollout.groups_per_step",
@@ -34,6 +45,7 @@ VERL = {
     "actor_rollout_ref.actor.optim.betas": "trainer.betas",
     "actor_rollout_ref.actor.optim.min_lr_ratio": "trainer.lr_end",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "trainer.warmup_steps",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "trainer.warmup_fraction",
     "actor_rollout_ref.actor.optim.weight_decay": "trainer.weight_decay",
     "actor_rollout_ref.actor.grad_clip": "trainer.grad_clip",
     "actor_rollout_ref.actor.optim.clip_grad": "trainer.grad_clip",
@@ -69,7 +81,7 @@ VERL = {
     "reward.custom_reward_function.path": "data.reward=path/to/file.py:function",
     "critic.optim.lr": "algo.critic.lr",
     "trainer.critic_warmup": "algo.critic.warmup_steps",
-    "trainer.total_epochs": "trainer.steps, the train steps of the whole run",
+    "trainer.total_epochs": "trainer.epochs",
     "trainer.total_training_steps": "trainer.steps",
     "trainer.nnodes": "launch.nodes",
     "trainer.n_gpus_per_node": "launch.gpus_per_node",
@@ -95,8 +107,19 @@ SECTIONS = (
 )
 """A command is one of verl when a setting of it is in one of these."""
 EXPECTED = "python -m verl.trainer.main_ppo with settings such as data.train_batch_size=256"
-ENTRIES = ("verl.trainer.main_ppo", "main_ppo", "recipe.dapo.main_dapo", "main_dapo")
-CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
+ONE_STEP_OFF = ("verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo")
+FULLY_ASYNC = (
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "recipe.fully_async_policy.fully_async_main",
+)
+ENTRIES = (
+    "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "main_ppo", "recipe.dapo.main_dapo", "main_dapo",
+    *ONE_STEP_OFF, *FULLY_ASYNC,
+)  # fmt: skip
+CONFIGS = (
+    "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "one_step_off_ppo_trainer",
+    "one_step_off_ppo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer",
+)  # fmt: skip
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 ADVANTAGES = {
     "grpo": "grpo", "gae": "gae", "rloo": "rloo", "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce_pp",
@@ -127,15 +150,20 @@ DEFAULTS = (
     (r"rollout\.(ignore_eos|do_sample)$", (False, "true", True), "a response ends at the model's end token"),
     (r"rollout\.(load_format|skip_tokenizer_init|disable_log_stats|free_cache_engine|multi_stage_wake_up)$", None,
      "weights reach the engines by weights.method; launch.release_memory frees them"),
-    (r"hybrid_engine$", (True,), "launch.placement = colocated"),
-    (r"data\.(filter_overlong_prompts(_workers)?|max_prompt_length)$", None,
-     "a prompt that is too long is left out and counted"),
+    (r"hybrid_engine$", (True, False), "launch.placement"),
+    (r"data\.filter_overlong_prompts_workers$", None, "rows are counted on all CPUs"),
     (r"data\.shuffle$", (True,), "prompts are shuffled by data.seed"),
     (r"data\.(return_raw_chat|return_raw_input_ids|return_full_prompt|trust_remote_code)$|trust_remote_code$", None,
      "rows are read whole; no code of a model's folder is run"),
     (r"data\.reward_fn_key$", ("data_source",), "a row's data_source goes to functions with verl's signature"),
     (r"data\.(train|val)_max_samples$", (-1,), "all rows"),
     (r"trainer\.val_before_train$", None, "an evaluation runs before the first step"),
+    (r"(max_position_embeddings)$", None, "the limits of prompt and response bound the positions"),
+    (r"(attention_dropout|embd_pdrop|resid_pdrop|hidden_dropout|lora_dropout)$", (0,), "there is no dropout"),
+    (r"trainer\.val_only$", (False,), "training"),
+    (r"data\.validation_shuffle$", (False,), "held-out prompts have a fixed order"),
+    (r"^async_training\.(use_trainer_do_validate|use_rollout_log_probs)$", None, "evaluations run on the engines"),
+    (r"^async_training\.(staleness_threshold|trigger|require|partial)", None, "not in use by this program"),
     (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir goes on"),
     (r"trainer\.resume_from_path$", (False, None), "the same command with the same run.dir goes on"),
     (r"trainer\.use_legacy_worker_impl$|trainer\.use_v1$", ("disable", False), "rlsys has its own loop"),
@@ -155,7 +183,7 @@ DEFAULTS = (
      r"context_parallel_size|moe_grouped_gemm)$", None, "read from the model's config.json, or from parallel"),
     (r"mtp\.(enable|enable_train|enable_rollout)$", (False,), "trainer.mtp_loss = 0"),
     (r"reward_model\.(enable|use_reward_loop)$", (False,), "only data.reward computes rewards"),
-    (r"reward_model\.reward_kwargs\.overlong_buffer_cfg\.|reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)", None,
+    (r"reward_model\.reward_kwargs\.overlong_buffer_cfg\.|(reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)|overlong_buffer\.)", None,
      "not in use: overlong_buffer_cfg.enable is not set"),
     (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype|mtp\.)", None, "rlsys chooses"),
     (r"model\.lora_(rank|alpha)$|model\.target_modules$|model\.lora\.", (0, None), "no adapter"),
@@ -187,6 +215,10 @@ SPEED = (
      "the run folder has metrics, samples and checkpoints; run.trackers sends them on"),
 )  # fmt: skip
 """Settings without a counterpart that change speed, memory or logging alone."""
+PROGRAM = "train"
+"""Key of the program among the settings."""
+NEVER = 1_000_000
+"""Interval beyond the steps of a run: the last step only."""
 _SETTING = re.compile(r"(~|\+{1,2})?([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -221,7 +253,9 @@ def read_settings(arguments: Arguments) -> Settings:
         UnsupportedRunError: the program fine-tunes.
     """
     settings = Settings({}, list(arguments.problems), list(arguments.notes))
-    entry = arguments.run.source_text(arguments.argv[0]).removesuffix(".py").rpartition("/")[2]
+    settings.values[PROGRAM] = entry = (
+        arguments.run.source_text(arguments.argv[0]).removesuffix(".py").rpartition("/")[2]
+    )
     if "sft_trainer" in entry:
         raise UnsupportedRunError(
             f"supervised fine-tuning ({entry}); nothing is written: use rlsys sft with sft.traces = chats "
@@ -286,6 +320,7 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
         UnsupportedRunError: the script distils.
     """
     d = Draft(dict(settings.values), VERL)
+    _asynchronous(d)
     if d.flag("distillation.enabled"):
         raise UnsupportedRunError(
             "on-policy distillation (distillation.enabled); nothing is written: use algo.teacher with the loss "
@@ -319,9 +354,44 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     _algorithm(d)
     _trainer(d)
     set_sizes(d, *_sizes(d))
-    set_anchor(d)
+    if not d.get_field("algo.anchor", ""):
+        set_anchor(d)
     d.finish(DEFAULTS, SPEED, settings)
     return d
+
+
+def _asynchronous(d: Draft) -> None:
+    """Translate the batch sizes of the asynchronous trainers to those of the other one."""
+    program = d.get(PROGRAM)
+    if program not in FULLY_ASYNC:
+        return
+    mini, required, rounds = (
+        d.integer(name, default)
+        for name, default in (
+            (f"{ACTOR}.ppo_mini_batch_size", 256),
+            ("async_training.require_batches", 1),
+            ("async_training.trigger_parameter_sync_step", 4),
+        )
+    )
+    for name in ("data.train_batch_size", "data.gen_batch_size", "trainer.total_epochs", "rollout.n"):
+        d.settings.pop(name, None)
+    groups = mini * required * rounds
+    d.settings["data.train_batch_size"] = groups
+    d.settings["trainer.total_training_steps"] = max(
+        1, d.integer("rollout.total_rollout_steps", 100) // groups
+    )
+    d.defaults.append(Row("rollout.total_rollout_steps", str(groups), "its groups / those of a step"))
+    stale = d.number("async_training.staleness_threshold", 0.1)
+    partial = "async_training.partial_rollout"
+    if stale > 0:
+        d.set_field("rollout.over_provision", 1 + stale, "async_training.staleness_threshold")
+    d.set_field("rollout.max_staleness", 1 if stale <= 1 else 2, "async_training.staleness_threshold")
+    if d.is_present(partial) and not d.flag(partial):
+        d.reject(partial, "interrupted samples are always resumed")
+    d.warnings.append(
+        f"rollout.groups_per_step = {groups}: the prompts between two pushes of the fully asynchronous trainer; its "
+        "mini-batches are algo.minibatches"
+    )
 
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
@@ -334,12 +404,19 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     d.copy("data.seed", int)
     for name in ("data.image_key", "data.video_key", "data.audio_key"):
         d.reject(name, "no counterpart: prompts are text")
-    if d.text("data.truncation", "error") != "error" and not d.flag("data.filter_overlong_prompts"):
-        d.reject(
-            "data.truncation", "no counterpart: a prompt that is too long is left out and counted, never cut"
-        )
-    d.consumed.add("data.truncation")
-    d.consumed.discard("data.filter_overlong_prompts")
+    prompt_settings = ("data.truncation", "data.filter_overlong_prompts")
+    cut = (
+        "drop" if d.flag(prompt_settings[1]) else d.text(prompt_settings[0], "error").replace("error", "drop")
+    )
+    if cut not in ("drop", "left", "right"):
+        d.reject("data.truncation", "a prompt is left out, or cut on the left or right")
+    limit = d.integer("data.max_prompt_length", 512)
+    d.set_field("data.params.max_prompt_tokens", limit, "data.max_prompt_length")
+    d.set_field("data.params.overlong_prompts", cut, *prompt_settings)
+    if d.is_present("data.shuffle") and not d.flag("data.shuffle"):
+        d.set_field("data.params.shuffle", False, "data.shuffle")
+    else:
+        d.consumed.discard("data.shuffle")
     _rewards(d, rewards)
 
 
@@ -371,10 +448,13 @@ def _rewards(d: Draft, rewards: Collection[str]) -> None:
         d.reject(manager, f"{', '.join(MANAGERS)} call a function for one response, as data.reward does")
     elif d.is_present(manager) and not d.is_unresolved(manager):
         d.defaults.append(Row(manager, str(d.settings[manager]), "data.reward is called for each response"))
-    kwargs = _first_present(
-        d, *(f"{section}.reward_kwargs.overlong_buffer_cfg.enable" for section in ("reward_model", "reward"))
-    ).removesuffix("overlong_buffer_cfg.enable")
-    prefix = f"{kwargs}overlong_buffer_cfg."
+    places = [
+        f"{section}{buffer}."
+        for section in ("reward_model.", "reward.")
+        for buffer in ("reward_kwargs.overlong_buffer_cfg", "overlong_buffer")
+    ]
+    prefix = _first_present(d, *(f"{place}enable" for place in places)).removesuffix("enable")
+    kwargs = prefix.removesuffix("overlong_buffer_cfg.")
     if d.flag(f"{prefix}enable") or d.is_unresolved(f"{prefix}enable"):
         cap = d.integer(f"{kwargs}max_resp_len", d.integer("data.max_response_length", 512))
         shaping = {"name": "overlong", "cap": cap, "buffer": d.integer(f"{prefix}len", cap // 5)}
@@ -387,18 +467,7 @@ def _rewards(d: Draft, rewards: Collection[str]) -> None:
 def _rollout(d: Draft) -> None:
     d.copy(f"{ROLLOUT}.temperature", float)
     d.set_truncation(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
-    values = f"{ROLLOUT}.val_kwargs"
-    n, temperature = d.integer(f"{values}.n", 1), d.number(f"{values}.temperature", 0)
-    if n > 1 or d.is_unresolved(f"{values}.n"):
-        eval_set = {"name": "val", "samples": n, "temperature": temperature or 1.0, "prompts": 30}
-        d.set_field("eval.sets", [eval_set], f"{values}.n", f"{values}.temperature")
-        if d.number(f"{values}.top_p", 1.0) != 1.0:
-            d.reject(f"{values}.top_p", "sets are sampled from the whole distribution")
-    elif temperature > 0 and d.flag(f"{values}.do_sample"):
-        d.warnings.append(
-            f"eval: one greedy answer to each prompt; the script samples one with temperature {temperature:g}"
-        )
-    d.consumed |= {f"{values}.{name}" for name in ("do_sample", "top_p", "top_k", "n", "temperature")}
+    _evaluation(d)
     d.copy(f"{ROLLOUT}.max_num_seqs", int)
     if d.flag(f"{ROLLOUT}.multi_turn.enable"):
         if d.is_present(f"{ROLLOUT}.multi_turn.format"):
@@ -425,6 +494,30 @@ def _rollout(d: Draft) -> None:
         d.set_field("engine.return_routes", replay == "engine", mode, engine)
     else:
         d.consumed.discard(mode)
+
+
+def _evaluation(d: Draft) -> None:
+    """Translate rollout.val_kwargs and the interval of evaluations."""
+    values = f"{ROLLOUT}.val_kwargs"
+    n, temperature = d.integer(f"{values}.n", 1), d.number(f"{values}.temperature", 0)
+    truncation = eval_truncation(d.number(f"{values}.top_p", 1.0), d.integer(f"{values}.top_k", -1))
+    names = [f"{values}.{name}" for name in ("n", "temperature", "do_sample", "top_p", "top_k")]
+    if n > 1 and temperature == 0 and not any(map(d.is_unresolved, names)):
+        d.warnings.append(f"eval.sets: one greedy response, not the script's {n} equal ones")
+        n = 1
+    if n > 1 or temperature > 0 or any(map(d.is_unresolved, names)):
+        eval_set = {"name": "val", "samples": n, "temperature": temperature, "prompts": 30}
+        d.set_field("eval.sets", [eval_set | (truncation if temperature else {})], *names)
+    d.consumed |= set(names)
+    interval = d.integer("trainer.test_freq", -1)
+    if interval > 0 or d.is_unresolved("trainer.test_freq"):
+        d.set_field("eval.every", interval, "trainer.test_freq")
+    elif not d.flag("trainer.val_before_train") and d.is_present("trainer.val_before_train"):
+        d.has_evaluation = False
+        d.set_field("eval.prompts", 0, "trainer.test_freq", "trainer.val_before_train")
+        d.config["eval"].pop("sets", None)
+    else:
+        d.set_field("eval.every", NEVER, "trainer.test_freq")
 
 
 def _engines(d: Draft) -> None:
@@ -549,43 +642,95 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
     generated = d.text("data.gen_batch_size", d.text("data.train_batch_size", "1024"))
     if not filtered and generated != d.text("data.train_batch_size", "1024"):
         d.reject("data.gen_batch_size", "a step asks for as many groups as it trains")
-    correction = "algorithm.rollout_correction"
-    level = d.text(f"{correction}.rollout_is", "null")
-    capped = _first_present(
-        d,
-        f"{ACTOR}.tis_imp_ratio_cap",
-        "algorithm.rollout_is_threshold",
-        f"{correction}.rollout_is_threshold",
-    )
-    if capped.startswith(correction) and level not in ("token", "sequence"):
-        d.consumed |= {capped} if level in ("null", "None") else set()
-    elif not re.fullmatch(r"[\d.eE+-]*|null|None", d.text(capped)):
-        d.reject(capped, "a lower and an upper bound are algo.corrections: [icepop]")
-    elif (cap := d.number(capped, 0)) > 0 or d.is_unresolved(capped):
-        tis_correction: dict[str, Any] = {"name": "tis", "cap": cap}
-        if capped.startswith(correction) and level == "sequence":
-            tis_correction["level"] = "sequence"
-        names = [capped, f"{correction}.rollout_is"] if capped.startswith(correction) else [capped]
-        d.set_field("algo.corrections", [tis_correction], *names)
+    _corrections(d)
     if d.is_present(f"{ACTOR}.ppo_epochs"):
         d.copy(f"{ACTOR}.ppo_epochs", int)
 
 
+def _corrections(d: Draft) -> None:
+    """Translate truncated importance weights and rejections."""
+    section = "algorithm.rollout_correction"
+    bypass = f"{section}.bypass_mode"
+    is_bypassed = d.get(PROGRAM) in ONE_STEP_OFF
+    if d.is_present(bypass):
+        is_bypassed = d.flag(bypass)
+    level = d.text(f"{section}.rollout_is", "null")
+    capped = _first_present(
+        d, f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_is_threshold", f"{section}.rollout_is_threshold"
+    )
+    of_level = [f"{section}.rollout_is", f"{section}.rollout_is_batch_normalize"]
+    corrections: list[dict[str, Any]] = []
+    names = [capped]
+    if is_bypassed:
+        loss = f"{section}.loss_type"
+        if d.text(loss, "ppo_clip") != "ppo_clip":
+            d.reject(loss, "without scoring passes the loss is the clipped one (algo.anchor = mu)")
+        d.set_field("algo.anchor", "mu", bypass)
+        d.consumed |= {loss, capped, *of_level}  # the ratio to the engine's log-probs is the weight
+    elif capped.startswith(section) and level in ("null", "None"):
+        d.consumed |= {capped, *of_level}
+    elif not re.fullmatch(r"[\d.eE+-]*|null|None", d.text(capped)):
+        low, _, high = d.text(capped).partition("_")
+        corrections.append({"name": "icepop", "low": float(low), "high": float(high or low)})
+    elif (cap := d.number(capped, 2.0 if capped.startswith(section) else 0)) > 0 or d.is_unresolved(capped):
+        corrections.append({"name": "tis", "cap": cap})
+    if corrections and capped.startswith(section):
+        names += of_level
+        if level == "sequence":
+            corrections[0]["level"] = "sequence"
+        if d.flag(of_level[1]):
+            corrections[0]["normalise"] = True
+    corrections += _rejections(d, section, names)
+    if corrections:
+        d.set_field("algo.corrections", corrections, *names)
+
+
+def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]]:
+    """Return the corrections of rollout_rs; bounds of k1 are those of a ratio. Append its settings to `names`."""
+    rule, bound = f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"
+    if d.text(rule, "null").strip("'") in ("null", "None"):
+        d.consumed |= {rule, bound}
+        return []
+    names += [rule, bound]
+    rules, bounds = d.text(rule).strip("'").split(","), d.text(bound).strip("'").split(",")
+    rejections = []
+    for each, limits in zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False):
+        match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", each.strip())
+        low, _, high = limits.strip().rpartition("_")
+        if match is None or not re.fullmatch(r"[\d.eE+-]+", high) or not re.fullmatch(r"[\d.eE+-]*", low):
+            d.reject(rule, "expected token_k1, seq_mean_k3 or the like with their bounds")
+            break
+        rejection = {"name": "rejection", "kind": match[2], "level": match[1].replace("seq", "sequence")}
+        if match[2] == "k1":
+            upper = float(high)
+            rejection |= {"low": math.log(float(low) if low else 1 / upper), "high": math.log(upper)}
+        else:
+            rejection["high"] = float(high)
+        rejections.append(rejection)
+    return rejections
+
+
 def _trainer(d: Draft) -> None:
     optim = f"{ACTOR}.optim"
-    steps, of_steps = set_steps(
-        d, "trainer.total_training_steps", ("trainer.total_epochs", 30), "data.train_files",
-        ("data.train_batch_size", 1024),
-    )  # fmt: skip
+    set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)
     lr = d.number(f"{optim}.lr", 1e-6)
     d.set_field("trainer.lr", lr, f"{optim}.lr")
-    warmup = d.integer(f"{optim}.lr_warmup_steps", -1)
-    ratio = d.number(f"{optim}.lr_warmup_steps_ratio", 0)
-    names = [f"{optim}.lr_warmup_steps"]
-    if warmup < 0:
-        names += [f"{optim}.lr_warmup_steps_ratio", *(of_steps if ratio else [])]
-    d.set_field("trainer.warmup_steps", warmup if warmup >= 0 else round(ratio * steps), *names)
-    d.consumed.add(f"{optim}.lr_warmup_steps_ratio")
+    warmup, ratio = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
+    if d.integer(warmup, -1) >= 0 or d.is_unresolved(warmup):
+        d.set_field("trainer.warmup_steps", d.integer(warmup, 0), warmup)
+        d.consumed.add(ratio)
+    elif d.number(ratio, 0) or d.is_unresolved(ratio):
+        d.set_field("trainer.warmup_fraction", d.number(ratio, 0), ratio, warmup)
+    else:
+        d.set_field("trainer.warmup_steps", 0, warmup, ratio)
+    for name in ("lr_decay_steps", "total_training_steps"):
+        decay = d.integer(f"{optim}.{name}", -1)
+        if decay > 0 and decay == d.integer("trainer.total_training_steps", 0):
+            d.defaults.append(Row(f"{optim}.{name}", str(decay), "trainer.steps"))
+        elif decay > 0 and d.text(f"{optim}.lr_decay_style", "constant") == "constant":
+            d.defaults.append(Row(f"{optim}.{name}", str(decay), "not in use: the learning rate is constant"))
+        elif decay <= 0:
+            d.consumed.discard(f"{optim}.{name}")
     styles = [
         f"{optim}.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style", "decay_type")
     ]
@@ -616,11 +761,8 @@ def _trainer(d: Draft) -> None:
     d.consumed.update(offloads)
     if any(d.flag(name) for name in offloads):
         d.set_field("trainer.offload_optimizer", 1.0, *offloads)
-    for name, path in (("save_freq", "trainer.checkpoint_every"), ("test_freq", "eval.every")):
-        interval = d.integer(f"trainer.{name}", -1)
-        d.set_field(
-            path, interval if interval > 0 else steps, f"trainer.{name}", *(of_steps if interval <= 0 else [])
-        )
+    interval = d.integer("trainer.save_freq", -1)
+    d.set_field("trainer.checkpoint_every", interval if interval > 0 else NEVER, "trainer.save_freq")
     balance = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
     if d.number(balance, 0.0):
         d.set_field("trainer.balance_loss", d.number(balance, 0.0), balance)
@@ -667,7 +809,14 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
     ):
         d.mark_unresolved(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
+    engine_gpus = None
+    if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC):
+        engine_gpus = d.integer("rollout.nnodes", 1) * d.integer("rollout.n_gpus_per_node", 8)
+        names["engine_gpus"] = ("rollout.nnodes", "rollout.n_gpus_per_node")
+        if d.get(PROGRAM) in ONE_STEP_OFF:
+            d.set_field("rollout.max_staleness", 1)
     sizes = Sizes(
+        engine_gpus=engine_gpus,
         groups=d.integer("data.train_batch_size", 1024), group_size=n,
         update=d.integer(f"{ACTOR}.ppo_mini_batch_size", 256) * n, prompt=d.integer("data.max_prompt_length", 512),
         response=d.integer("data.max_response_length", 512),

@@ -237,6 +237,7 @@ class Router:
         seed: int,
         stop_texts: Sequence[str] = (),
         *,
+        truncation: Truncation | None = None,
         evaluation: bool = False,
     ) -> Segment:
         """Sample one response outside the ledger. `evaluation`: on the pinned engine, if there is one."""
@@ -246,6 +247,7 @@ class Router:
             probe,
             max_response_tokens=max_new_tokens,
             temperature=temperature,
+            truncation=truncation,
             stop_texts=stop_texts,
             pinned=pinned,
         )

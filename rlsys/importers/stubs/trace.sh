@@ -1,6 +1,8 @@
 # Sourced by each bash of the sealed namespace (BASH_ENV). Before each command, a variable or argument that the
 # command uses without a default, and that is not set, gets a marker as its value for the time of this command, so
 # that a setting that depends on it shows it. A condition on a marker is recorded, since the branch is then unknown.
+ulimit() { :; }
+kill() { /run/stubs/recorder kill "$@"; }
 command_not_found_handle() { /run/stubs/recorder "$@"; }
 
 __rlsys_record() { printf '%s\0' "$@" >"/run/records/$EPOCHREALTIME.$BASHPID"; }
@@ -13,14 +15,15 @@ __rlsys_check() {
     [[ ${!__word-} == "@@unset:$__word@@" ]] && unset -v "$__word"
   done
   __rlsys_filled=() __rlsys_count=0
-  unset -v RLSYS_CONDITION
+  (( BASH_SUBSHELL == __rlsys_level )) && unset -v RLSYS_CONDITION
   [[ $__text =~ ^(\[|\[\[|test|case|\(\()[[:space:]] || $__text == '(('* ]] && __test=1
-  [[ $__test && $__text == *'$('* ]] && export RLSYS_CONDITION=$__text
+  [[ $__test && $__text == *'$('* ]] && export RLSYS_CONDITION=$__text __rlsys_level=$BASH_SUBSHELL
   while [[ $__rest =~ \$(\{[!#]?)?([A-Za-z_][A-Za-z0-9_]*|[1-9])(:?.?) ]]; do
     __name=${BASH_REMATCH[2]} __after=${BASH_REMATCH[3]}
     __word=${BASH_REMATCH[1]}
     __rest=$__after${__rest#*"${BASH_REMATCH[0]}"}
     [[ $__word == '{'* && $__after == @(:[-=+?]|[-=+?]*) ]] && continue
+    [[ $__word == '{' && $__after == '['* && $__rest == '['[@*]']'* ]] && continue # no environment has an array
     [[ $__name == BASH_* || $__name == __rlsys* ]] && continue
     if [[ $__name == [1-9] ]]; then
       [[ $__test ]] || (( __name <= $2 || __name <= __rlsys_count )) || __rlsys_count=$__name
@@ -47,7 +50,7 @@ __rlsys_check() {
 }
 
 shopt -s extglob
-__rlsys_filled=() __rlsys_count=0
+__rlsys_filled=() __rlsys_count=0 __rlsys_level=0
 set -T
 trap '__rlsys_check "$BASH_COMMAND" $#
 while (( $# < __rlsys_count )); do set -- "$@" "@@unset:\$$(( $# + 1 ))@@"; done' DEBUG
