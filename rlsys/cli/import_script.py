@@ -20,13 +20,14 @@ from rlsys.core.yaml_text import parse_yaml
 from rlsys.data.rows import MEDIA
 from rlsys.importers import slime, verl
 from rlsys.importers.arguments import MAX_TEXT, read_arguments
-from rlsys.importers.draft import Draft, Row, UnsupportedRunError, to_yaml
+from rlsys.importers.draft import Draft, Row, to_yaml
 from rlsys.importers.sizes import set_heldout_prompts
 from rlsys.rewards import REWARDS
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 READERS = {"verl": verl, "slime": slime}
-INCOMPLETE = UnsupportedRunError.exit_code
+INCOMPLETE = 3
+"""Exit code of a config that lacks a setting."""
 
 
 def add_import(add: Add) -> None:
@@ -97,7 +98,6 @@ def translate_file(
 
     Raises:
         UserError: the file is not one of the framework, or a value has the wrong type.
-        UnsupportedRunError: the file starts no RL run.
     """
     path = None if file == "-" else Path(file)
     try:
@@ -117,7 +117,7 @@ def translate_file(
             )
         draft = reader.translate(settings, REWARDS)
     except UserError as e:
-        raise type(e)(f"{file}: {e}") from None
+        raise UserError(f"{file}: {e}") from None
     if not draft.is_fine_tuning and draft.has_evaluation:
         _add_eval(draft)
     return draft

@@ -28,12 +28,6 @@ Reasons = Sequence[tuple[str, tuple[Any, ...] | None, str]]
 """(pattern of setting names, values that the reason applies to or None for all, reason)."""
 
 
-class UnsupportedRunError(UserError):
-    """The script starts a run that is not RL; no config is written. Exit code 3."""
-
-    exit_code = 3
-
-
 @dataclass(frozen=True)
 class Unresolved:
     """Value that the script alone does not determine."""

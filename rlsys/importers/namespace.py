@@ -58,21 +58,25 @@ _TEXT_FILES = (
 _USERS = range(61184, 65520)
 """User ids without an account; a script that root imports runs as one of them."""
 _TOOLS = (
-    "bash sh env timeout true false cat tee echo printf basename dirname realpath readlink mkdir rmdir rm cp mv "
-    "touch ln chmod ls pwd date mktemp nohup test [ id whoami uname find xargs nice stdbuf getopt "
-).split()
+    "bash", "sh", "env", "timeout", "true", "false", "cat", "tee", "echo", "printf", "basename", "dirname",
+    "realpath", "readlink", "mkdir", "rmdir", "rm", "cp", "mv", "touch", "ln", "chmod", "ls", "pwd", "date",
+    "mktemp", "nohup", "test", "[", "id", "whoami", "uname", "find", "xargs", "nice", "stdbuf", "getopt",
+)  # fmt: skip
 """Run as they are."""
 _FILTERS = (
-    "wc grep egrep fgrep awk sed cut head tail tr sort uniq bc rev paste column nl tac fold od base64 md5sum "
-    "sha1sum sha256sum expr seq numfmt comm join xxd diff cmp "
-).split()
+    "wc", "grep", "egrep", "fgrep", "awk", "sed", "cut", "head", "tail", "tr", "sort", "uniq", "bc", "rev",
+    "paste", "column", "nl", "tac", "fold", "od", "base64", "md5sum", "sha1sum", "sha256sum", "expr", "seq",
+    "numfmt", "comm", "join", "xxd", "diff", "cmp",
+)  # fmt: skip
 """Run unless their input has a marker."""
 _STUBS = (
-    "python python2 python3 pip pip3 ray torchrun accelerate deepspeed pkill pgrep kill killall sleep nvidia-smi "
-    "rocm-smi npu-smi hostname which curl wget ssh scp rsync git docker srun sbatch scontrol conda sudo apt apt-get hf "
-    "huggingface-cli wandb tmux screen numactl ip ifconfig nproc free lscpu ps lsof fuser jq uv make sysctl nsys "
-    "modprobe mount df du stat tar unzip mlflow pytest "
-).split()
+    "python", "python2", "python3", "pip", "pip3", "ray", "torchrun", "accelerate", "deepspeed", "pkill",
+    "pgrep", "killall", "sleep", "nvidia-smi", "rocm-smi", "npu-smi", "hostname", "which", "curl", "wget",
+    "ssh", "scp", "rsync", "git", "docker", "srun", "sbatch", "scontrol", "conda", "sudo", "apt", "apt-get",
+    "hf", "huggingface-cli", "wandb", "tmux", "screen", "numactl", "ip", "ifconfig", "nproc", "free", "lscpu",
+    "ps", "lsof", "fuser", "jq", "uv", "make", "sysctl", "nsys", "modprobe", "mount", "df", "du", "stat", "tar",
+    "unzip", "mlflow", "pytest",
+)  # fmt: skip
 """Recorded even where a script looks for them; each program without a file is recorded, too."""
 _ABSOLUTE = re.compile(r"(?<![\w./-])/(?:[\w.-]+/)+(?:python[\d.]*|ray|torchrun|pip3?|accelerate)(?![\w./-])")
 

@@ -102,13 +102,16 @@ ADVANTAGES = {
 }  # fmt: skip
 KL_KINDS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 OPTIMIZERS = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
+TEACHER = "teacher's --model-path"
+"""Key of the model of the script's own SGLang server among the settings."""
 PROGRAMS = ("train.py", "train_async.py")
 EXPECTED = "train.py or train_async.py with its options"
 MATHEMATICS = ("math", "deepscaler", "dapo")
 FLAGS = (
     "--apply-chat-template", "--rollout-shuffle", "--partial-rollout", "--colocate", "--use-kl-loss", "--use-tis",
     "--use-routing-replay", "--use-rollout-routing-replay", "--calculate-per-token-loss",
-    "--disable-grpo-std-normalization", "--disable-compute-advantages-and-returns", "--debug-train-only", "--optimizer-cpu-offload", "--enable-mtp-training", "--use-opd",
+    "--disable-grpo-std-normalization", "--disable-compute-advantages-and-returns", "--debug-train-only",
+    "--optimizer-cpu-offload", "--enable-mtp-training", "--use-opd",
     "--use-dynamic-batch-size", "--balance-data", "--sequence-parallel", "--use-wandb", "--swiglu",
     "--group-query-attention",
 )  # fmt: skip
@@ -228,6 +231,9 @@ def read_settings(arguments: Arguments) -> Settings:
             )
     settings.values |= {name: arguments.value(words) for name, words in options.items()}
     settings.values["train"] = Path(arguments.argv[0]).stem
+    for command in arguments.run.commands:
+        if "sglang.launch_server" in command and "--model-path" in command[:-1]:
+            settings.values.setdefault(TEACHER, command[command.index("--model-path") + 1])
     return settings
 
 
@@ -240,7 +246,6 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
 
     Raises:
         UserError: a script without model or data, or a value of the wrong kind.
-        UnsupportedRunError: the script fine-tunes or distils.
     """
     d = Draft(dict(settings.values), SLIME)
     asynchronous = d.get("train") == "train_async"
@@ -261,6 +266,11 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
         d.finish((*SFT_DEFAULTS, *DEFAULTS), SPEED, settings)
         return d
     d.consumed -= {"--loss-type", "--rollout-function-path"}
+    distils = d.flag("--use-opd") or "on_policy_distillation" in d.text("--custom-rm-path")
+    if distils:
+        _teacher(d)
+    else:
+        d.consumed -= {"--use-opd", TEACHER}
     _data(d, rewards)
     _rollout(d)
     _algorithm(d)
@@ -316,7 +326,10 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     d.copy("--label-key")
     d.copy("--tool-key")
     kind, import_path = d.text("--rm-type"), d.text("--custom-rm-path")
-    if d.is_present("--custom-rm-path"):
+    if TEACHER in d.consumed and "on_policy_distillation" in import_path:
+        d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--custom-rm-path")
+        d.warnings.append("data.reward: a metric only; the script's function returns the teacher's log-probs")
+    elif d.is_present("--custom-rm-path"):
         module, _, function = import_path.rpartition(".")
         d.set_field("data.reward", f"{module}:{function}", "--custom-rm-path")
     else:
@@ -418,6 +431,8 @@ def _rollout(d: Draft) -> None:
         if not filter_path.endswith("check_reward_nonzero_std"):
             d.reject("--dynamic-sampling-filter-path", "a filter of yours is a planner here: algo.planners")
         d.set_field("algo.planners", ["dapo"], "--dynamic-sampling-filter-path")
+    if "on_policy_distillation" in d.text("--custom-reward-post-process-path"):
+        d.consumed.add("--custom-reward-post-process-path")
     for name in (
         "--custom-convert-samples-to-train-data-path", "--buffer-filter-path", "--rollout-sample-filter-path",
         "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
@@ -444,6 +459,27 @@ def _stop_ids(d: Draft) -> None:
     else:
         d.consumed.add(option)
         d.defaults.append(Row(option, str(d.settings[option]), "the model's own stop ids"))
+
+
+def _teacher(d: Draft) -> None:
+    """Translate on-policy distillation; the teacher is a server, or a Megatron checkpoint beside the reference."""
+    d.consumed.add("--opd-type")
+    load = "--opd-teacher-load"
+    if d.is_present(load):
+        d.reject(load, "a Megatron checkpoint; algo.teacher.path is a Hugging Face folder")
+        d.set_field("algo.teacher", {"path": d.text(load)}, load)
+        return
+    d.require(TEACHER, "algo.teacher.path: the script does not start the teacher's server")
+    teacher: dict[str, Any] = {"path": d.text(TEACHER)}
+    names = [TEACHER, "--use-opd"]
+    if d.is_present("--rm-url") or d.is_present(TEACHER):
+        names.append("--rm-url")
+        teacher["engine"] = d.text("--rm-url").removesuffix("/generate") or "own"
+    d.set_field("algo.teacher", teacher, *names)
+    d.warnings.append(
+        "algo.loss distill: the gradient of the reverse KL over the teacher's most probable tokens; slime estimates "
+        "it from the sampled token, as a part of the advantage"
+    )
 
 
 def _algorithm(d: Draft) -> None:
@@ -477,6 +513,11 @@ def _algorithm(d: Draft) -> None:
             terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
     if entropy := d.number("--entropy-coef", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
+    if TEACHER in d.consumed:
+        if "on_policy_distillation" in d.text("--custom-reward-post-process-path"):
+            terms = []  # the reward is 0
+        terms.append({"name": "distill", "weight": d.number("--opd-kl-coef", 1.0)})
+        of_loss += ["--use-opd", "--opd-kl-coef"]
     d.set_field("algo.loss", terms, *of_loss)
     by_token = d.flag("--calculate-per-token-loss") and estimator != "gspo"
     d.set_field("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlsys.core.errors import UserError
 from rlsys.importers.arguments import Arguments
-from rlsys.importers.draft import Draft, Row, Settings, UnsupportedRunError
+from rlsys.importers.draft import Draft, Row, Settings
 from rlsys.importers.namespace import ScriptRun
 from rlsys.importers.sizes import (
     Sizes,
@@ -20,6 +20,7 @@ from rlsys.importers.sizes import (
     eval_truncation,
     reject_media_models,
     set_anchor,
+    set_layout,
     set_sizes,
     set_steps,
 )
@@ -97,6 +98,8 @@ VERL = {
 
 SECTIONS = (
     "data",
+    "model",
+    "optim",
     "actor_rollout_ref",
     "algorithm",
     "trainer",
@@ -137,6 +140,14 @@ REDUCERS = {
 KL_KINDS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 MANAGERS = ("naive", "dapo", "prime")
 _LAYOUT = r"(fsdp|megatron|veomni|torchtitan|automodel|mindspeed|engine|dtensor)"
+SFT_DEFAULTS = (
+    (r"^data\.(max_length|max_token_len_per_gpu|pad_mode|micro_batch_size.*|use_dynamic_bsz|ignore_input_ids_mismatch)$",
+     None, "answers are packed to trainer.token_budget"),
+    (r"^data\.val_files$", None, "no held-out loss"),
+    (r"^engine(\.|$)|^model\.(fsdp_config|strategy|use_|enable_gradient|trust|external_lib)|use_remove_padding$|"
+     r"^ulysses", None, "the trainer is Megatron; parallel and trainer say how"),
+)  # fmt: skip
+"""The same for supervised fine-tuning."""
 DEFAULTS = (
     (r"^actor_rollout_ref\.ref\.(strategy|log_prob_|use_torch_compile|fsdp|megatron|veomni|torchtitan|entropy|profiler|"
      r"ulysses|engine|rollout_n)", None, "the reference shares the trainer's layout"),
@@ -183,7 +194,7 @@ DEFAULTS = (
      r"context_parallel_size|moe_grouped_gemm)$", None, "read from the model's config.json, or from parallel"),
     (r"mtp\.(enable|enable_train|enable_rollout)$", (False,), "trainer.mtp_loss = 0"),
     (r"reward_model\.(enable|use_reward_loop)$", (False,), "only data.reward computes rewards"),
-    (r"reward_model\.reward_kwargs\.overlong_buffer_cfg\.|(reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)|overlong_buffer\.)", None,
+    (r"reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)|overlong_buffer\.", None,
      "not in use: overlong_buffer_cfg.enable is not set"),
     (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype|mtp\.)", None, "rlsys chooses"),
     (r"model\.lora_(rank|alpha)$|model\.target_modules$|model\.lora\.", (0, None), "no adapter"),
@@ -247,21 +258,12 @@ def program_index(argv: Sequence[str]) -> int:
 
 
 def read_settings(arguments: Arguments) -> Settings:
-    """Return the settings of the training command by their dotted names.
-
-    Raises:
-        UnsupportedRunError: the program fine-tunes.
-    """
+    """Return the settings of the training command by their dotted names."""
     settings = Settings({}, list(arguments.problems), list(arguments.notes))
     settings.values[PROGRAM] = entry = (
         arguments.run.source_text(arguments.argv[0]).removesuffix(".py").rpartition("/")[2]
     )
-    if "sft_trainer" in entry:
-        raise UnsupportedRunError(
-            f"supervised fine-tuning ({entry}); nothing is written: use rlsys sft with sft.traces = chats "
-            "(docs/sft.md)"
-        )
-    if entry not in ENTRIES:
+    if entry not in ENTRIES and "sft_trainer" not in entry:
         settings.problems.append(
             f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; another program's work is not known"
         )
@@ -317,23 +319,13 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
 
     Raises:
         UserError: a script without model or data, or a value of the wrong kind.
-        UnsupportedRunError: the script distils.
     """
     d = Draft(dict(settings.values), VERL)
     _asynchronous(d)
-    if d.flag("distillation.enabled"):
-        raise UnsupportedRunError(
-            "on-policy distillation (distillation.enabled); nothing is written: use algo.teacher with the loss "
-            "distill (configs/algorithms/distill.yaml); algo.teacher.engine runs the teacher as an engine"
-        )
-    d.consumed.discard("distillation.enabled")
-    if d.is_present("data.messages_key") or (
-        d.is_present("model.path") and not d.is_present(f"{MODEL}.path")
-    ):
-        raise UnsupportedRunError(
-            "supervised fine-tuning (model.path, data.messages_key); nothing is written: use rlsys sft with "
-            "sft.traces = chats (docs/sft.md)"
-        )
+    if "sft_trainer" in str(d.get(PROGRAM)) or d.is_present("data.messages_key"):
+        _fine_tuning(d)
+        d.finish((*SFT_DEFAULTS, *DEFAULTS), SPEED, settings)
+        return d
     for name in (f"{MODEL}.path", "data.train_files"):
         if not d.is_present(name):
             if not settings.problems:
@@ -358,6 +350,85 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
         set_anchor(d)
     d.finish(DEFAULTS, SPEED, settings)
     return d
+
+
+def _fine_tuning(d: Draft) -> None:
+    """Translate supervised fine-tuning, for `rlsys sft`."""
+    d.is_fine_tuning = True
+    d.consumed.add("data.messages_key")
+    model = _first_present(d, "model.path", "model.partial_pretrain")
+    d.require(model)
+    d.require("data.train_files")
+    of_run = _first_present(d, "trainer.default_local_dir", "trainer.experiment_name")
+    d.set_field(
+        "run.dir", d.text("trainer.default_local_dir") or f"runs/{d.text(of_run, 'imported')}", of_run
+    )
+    d.set_field("model.path", d.text(model), model)
+    d.set_field("model.dtype", "bfloat16")
+    d.set_field("sft.traces", "chats")
+    d.set_field("sft.params.path", d.get("data.train_files"), "data.train_files")
+    batch = d.integer("data.train_batch_size", 256)
+    d.set_field("sft.params.batch", batch, "data.train_batch_size")
+    if d.text("data.messages_key", "messages") != "messages":
+        d.reject("data.messages_key", "the chats of a row are its `messages`")
+    for name in ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys"):
+        d.reject(name, "a row has `messages`, or `prompt` and `completion`")
+    set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)
+    _optimizer(d, "optim", "sft", 1e-5)
+    _checkpoints(d)
+    _lora(d, "model")
+    m = _first_present(d, "engine.tensor_model_parallel_size", "megatron.tensor_model_parallel_size")
+    m = m.removesuffix(".tensor_model_parallel_size")
+    names = _layout_names(m) | {"nodes": ("trainer.nnodes",), "gpus": ("trainer.n_gpus_per_node",)}
+    sizes = Sizes(
+        nodes=d.integer("trainer.nnodes", 1), gpus=d.integer("trainer.n_gpus_per_node", 8),
+        etp=d.integer(names["etp"][0], 0) or None,
+        **{name: d.integer(names[name][0], 1) for name in ("tp", "pp", "cp", "ep")},
+    )  # fmt: skip
+    set_layout(d, sizes, names, batch)
+
+
+def _distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Translate distillation.*, and return the loss's terms with that of the teacher."""
+    section = "distillation"
+    loss = f"{section}.distillation_loss"
+    models = sorted(
+        name for name in d.settings if re.fullmatch(rf"{section}\.teacher_models\.\w+\.model_path", name)
+    )
+    for name in d.settings:
+        if re.match(
+            rf"{section}\.(nnodes|n_gpus_per_node|teacher_key|teacher_models\.\w+\.(key|num_replicas|inference\.))",
+            name,
+        ):
+            d.consumed.add(name)
+    if not models:
+        models = [f"{section}.teacher_models.teacher_model.model_path"]
+        d.require(models[0])
+    teacher: dict[str, Any] = {"path": d.text(models[0]), "engine": "own"}
+    if len(models) > 1:
+        keys = [d.text(name.replace("model_path", "key")) for name in models]
+        teacher["by_source"] = {key: d.text(name) for key, name in zip(keys[1:], models[1:], strict=True)}
+    mode = d.text(f"{loss}.loss_mode", "k3")
+    forward = mode == "forward_kl_topk"
+    teacher |= {"direction": 0.0 if forward else 1.0}
+    names = [*models, f"{loss}.loss_mode"]
+    if forward:
+        teacher["top_k"] = d.integer(f"{loss}.topk", 32)
+        names.append(f"{loss}.topk")
+    d.consumed.add(f"{loss}.topk")
+    d.set_field("algo.teacher", teacher, *names)
+    if not forward or d.flag(f"{loss}.use_policy_gradient"):
+        d.warnings.append(
+            "algo.loss distill: the gradient of the KL over the teacher's most probable tokens; the script estimates "
+            "it from the sampled token"
+        )
+    d.consumed.add(f"{loss}.use_policy_gradient")
+    for name in (f"{loss}.loss_max_clamp", f"{loss}.log_prob_min_clamp"):
+        if d.text(name, "null") not in ("null", "None"):
+            d.reject(name, "the divergence is not clamped")
+    tasks = f"{loss}.use_task_rewards"
+    weight = {"name": "distill", "weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}
+    return [*(terms if not d.is_present(tasks) or d.flag(tasks) else []), weight]
 
 
 def _asynchronous(d: Draft) -> None:
@@ -607,7 +678,14 @@ def _algorithm(d: Draft) -> None:
             terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
     if entropy := d.number(f"{ACTOR}.entropy_coeff", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
-    d.set_field("algo.loss", terms, "algorithm.adv_estimator", *(f"{ACTOR}.{n}" for n in names))
+    of_loss = ["algorithm.adv_estimator", *(f"{ACTOR}.{n}" for n in names)]
+    if d.flag("distillation.enabled"):
+        terms = _distillation(d, terms)
+        of_loss += ["distillation.enabled", "distillation.distillation_loss.use_task_rewards"]
+        of_loss += ["distillation.distillation_loss.distillation_loss_coef"]
+    else:
+        d.consumed.discard("distillation.enabled")
+    d.set_field("algo.loss", terms, *of_loss)
     _loss_modifiers(d, loss["name"])
 
 
@@ -711,9 +789,36 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
 
 
 def _trainer(d: Draft) -> None:
-    optim = f"{ACTOR}.optim"
+    """Translate optimizer, memory options, checkpoints and adapters."""
     set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)
-    lr = d.number(f"{optim}.lr", 1e-6)
+    _optimizer(d, f"{ACTOR}.optim", "trainer", 1e-6)
+    checkpointed = f"{MODEL}.enable_gradient_checkpointing"
+    if not d.is_present(checkpointed) or d.is_unresolved(checkpointed) or d.flag(checkpointed):
+        d.set_field("trainer.recompute", ["layer"], checkpointed)
+    else:
+        d.consumed.discard(checkpointed)
+    offloads = [
+        f"{ACTOR}.{part}.optimizer_offload" for part in ("megatron", "fsdp_config", "veomni", "engine")
+    ]
+    d.consumed.update(offloads)
+    if any(d.flag(name) for name in offloads):
+        d.set_field("trainer.offload_optimizer", 1.0, *offloads)
+    balance = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
+    if d.number(balance, 0.0):
+        d.set_field("trainer.balance_loss", d.number(balance, 0.0), balance)
+    _checkpoints(d)
+    _lora(d, MODEL)
+
+
+def _checkpoints(d: Draft) -> None:
+    interval = d.integer("trainer.save_freq", -1)
+    d.set_field("trainer.checkpoint_every", interval if interval > 0 else NEVER, "trainer.save_freq")
+    d.copy("trainer.max_actor_ckpt_to_keep", int)
+
+
+def _optimizer(d: Draft, optim: str, section: str, default_lr: float) -> None:
+    """Translate optimizer and learning rate; `section` of the config has the schedule."""
+    lr = d.number(f"{optim}.lr", default_lr)
     d.set_field("trainer.lr", lr, f"{optim}.lr")
     warmup, ratio = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
     if d.integer(warmup, -1) >= 0 or d.is_unresolved(warmup):
@@ -735,14 +840,16 @@ def _trainer(d: Draft) -> None:
         f"{optim}.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style", "decay_type")
     ]
     style_setting = _first_present(d, *styles)
-    style = d.text(style_setting, "constant")
+    style = d.text(style_setting, "cosine" if section == "sft" else "constant")
     if style not in ("constant", "linear", "cosine"):
         d.reject(style_setting, "constant, linear and cosine are here")
-    d.set_field("trainer.schedule", style, style_setting)
+    d.set_field(f"{section}.schedule", style, style_setting)
     if ratio := d.number(f"{optim}.min_lr_ratio", 0.0):
-        d.set_field("trainer.lr_end", ratio, f"{optim}.min_lr_ratio")
+        d.set_field(f"{section}.lr_end", ratio, f"{optim}.min_lr_ratio")
     elif min_lr := d.number(f"{optim}.min_lr", 0.0):
-        d.set_field("trainer.lr_end", min_lr / lr, f"{optim}.min_lr", f"{optim}.lr")
+        d.set_field(f"{section}.lr_end", min_lr / lr, f"{optim}.min_lr", f"{optim}.lr")
+    elif section == "sft":
+        d.set_field("sft.lr_end", 0.0, f"{optim}.min_lr")
     d.set_field("trainer.weight_decay", d.number(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
     betas = d.get(f"{optim}.betas", [0.9, 0.999])
     if not (isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, float | int) for b in betas)):
@@ -750,29 +857,11 @@ def _trainer(d: Draft) -> None:
     d.set_field("trainer.betas", betas, f"{optim}.betas")
     clipped = _first_present(d, f"{ACTOR}.grad_clip", f"{optim}.clip_grad")
     d.set_field("trainer.grad_clip", d.number(clipped, 1.0), clipped)
-    checkpointed = f"{MODEL}.enable_gradient_checkpointing"
-    if not d.is_present(checkpointed) or d.is_unresolved(checkpointed) or d.flag(checkpointed):
-        d.set_field("trainer.recompute", ["layer"], checkpointed)
-    else:
-        d.consumed.discard(checkpointed)
-    offloads = [
-        f"{ACTOR}.{part}.optimizer_offload" for part in ("megatron", "fsdp_config", "veomni", "engine")
-    ]
-    d.consumed.update(offloads)
-    if any(d.flag(name) for name in offloads):
-        d.set_field("trainer.offload_optimizer", 1.0, *offloads)
-    interval = d.integer("trainer.save_freq", -1)
-    d.set_field("trainer.checkpoint_every", interval if interval > 0 else NEVER, "trainer.save_freq")
-    balance = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
-    if d.number(balance, 0.0):
-        d.set_field("trainer.balance_loss", d.number(balance, 0.0), balance)
-    d.copy("trainer.max_actor_ckpt_to_keep", int)
-    _lora(d)
 
 
-def _lora(d: Draft) -> None:
+def _lora(d: Draft, model: str) -> None:
     """Translate LoRA on Hugging Face's matrices; LoRA of verl's Megatron trainer uses Megatron's names."""
-    rank, alpha, targets = (f"{MODEL}.{x}" for x in ("lora_rank", "lora_alpha", "target_modules"))
+    rank, alpha, targets = (f"{model}.{x}" for x in ("lora_rank", "lora_alpha", "target_modules"))
     target_modules = d.get(targets, "all-linear")
     if d.integer(rank, 0) > 0 or d.is_unresolved(rank):
         d.set_field("trainer.lora.rank", d.integer(rank, 0), rank)
@@ -783,11 +872,20 @@ def _lora(d: Draft) -> None:
             d.reject(targets, "expected all-linear or a list; give trainer.lora.targets")
     else:
         d.consumed |= {alpha, targets}
-    if d.integer(f"{MODEL}.lora.rank", 0):
-        d.reject(f"{MODEL}.lora.rank", "not translated: give trainer.lora yourself")
+    if d.integer(f"{model}.lora.rank", 0):
+        d.reject(f"{model}.lora.rank", "not translated: give trainer.lora yourself")
     for name in d.settings:
-        if name.startswith(f"{MODEL}.lora."):
+        if name.startswith(f"{model}.lora."):
             d.consumed.add(name)
+
+
+def _layout_names(section: str) -> dict[str, tuple[str, ...]]:
+    """Return attribute of Sizes -> setting of a Megatron section."""
+    figures = {
+        "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
+        "ep": "expert_model", "etp": "expert_tensor",
+    }  # fmt: skip
+    return {figure: (f"{section}.{name}_parallel_size",) for figure, name in figures.items()}
 
 
 def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
@@ -797,10 +895,8 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         "response": ("data.max_response_length",), "prompt": ("data.max_prompt_length",),
         "update": (f"{ACTOR}.ppo_mini_batch_size",),
         "micro": (f"{ACTOR}.ppo_max_token_len_per_gpu",), "nodes": ("trainer.nnodes",),
-        "gpus": ("trainer.n_gpus_per_node",), "tp": (f"{m}.tensor_model_parallel_size",),
-        "pp": (f"{m}.pipeline_model_parallel_size",), "vpp": (f"{m}.virtual_pipeline_model_parallel_size",),
-        "cp": (f"{m}.context_parallel_size",), "ep": (f"{m}.expert_model_parallel_size",),
-        "etp": (f"{m}.expert_tensor_parallel_size",), "engine_tp": (f"{ROLLOUT}.tensor_model_parallel_size",),
+        "gpus": ("trainer.n_gpus_per_node",), "engine_tp": (f"{ROLLOUT}.tensor_model_parallel_size",),
+        **_layout_names(m),
     }  # fmt: skip
     n = d.integer(f"{ROLLOUT}.n", 1)
     if (
