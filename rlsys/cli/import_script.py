@@ -62,7 +62,7 @@ def import_script(args: argparse.Namespace) -> int:
     out = args.out or Path(f"{Path(name).stem}.yaml")
     if out.exists():
         raise UserError(f"{out}: already exists; use --out for another file")
-    variables = dict(each.partition("=")[::2] for each in args.env)
+    variables = dict(variable.partition("=")[::2] for variable in args.env)
     draft = translate_file(args.framework, args.script, args.arguments, variables, args.gpus)
     _write(out, to_yaml(draft, name))
     try:

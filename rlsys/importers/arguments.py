@@ -28,11 +28,11 @@ class Arguments:
     """Reasons why the command is not the only or a certain one, one line each."""
     notes: list[str] = field(default_factory=list)
 
-    def value(self, words: Sequence[str]) -> str | list[str] | bool | Unresolved:
-        """Return the value of an option: True for no word, a list for several."""
-        if reason := next(filter(None, map(self.run.explain, words)), None):
-            return Unresolved(" ".join(map(self.run.source_text, words)), reason)
-        return True if not words else words[0] if len(words) == 1 else list(words)
+    def value(self, arguments: Sequence[str]) -> str | list[str] | bool | Unresolved:
+        """Return the value of an option: True for no argument, a list for several."""
+        if reason := next(filter(None, map(self.run.explain, arguments)), None):
+            return Unresolved(" ".join(map(self.run.source_text, arguments)), reason)
+        return True if not arguments else arguments[0] if len(arguments) == 1 else list(arguments)
 
 
 def read_arguments(
@@ -106,13 +106,13 @@ def _split(text: str) -> list[list[str]]:
         lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars="();<>|&")
         lexer.whitespace_split = True
         lexer.commenters = ""
-        words = list(lexer)
+        arguments = list(lexer)
     except ValueError as e:
         raise UserError(f"expected a command line: {e}") from None
     commands: list[list[str]] = [[]]
-    for word in words:
-        if word and not word.strip("();<>|&"):
+    for argument in arguments:
+        if argument and not argument.strip("();<>|&"):
             commands.append([])
         else:
-            commands[-1].append(_EXPANSION.sub(marker, word))
+            commands[-1].append(_EXPANSION.sub(marker, argument))
     return [command for command in commands if command]

@@ -173,8 +173,8 @@ def _root_folder(script: Path) -> tuple[Path, Path]:
     parents = [parent for parent in script.parents if parent not in (Path.home(), *Path.home().parents)]
     for parent in parents:
         if any((parent / name).exists() for name in (".git", "pyproject.toml", "setup.py")):
-            here = Path.cwd()
-            return parent, here.relative_to(parent) if here.is_relative_to(parent) else Path()
+            cwd = Path.cwd()
+            return parent, cwd.relative_to(parent) if cwd.is_relative_to(parent) else Path()
     return script.parent, Path()
 
 
@@ -183,7 +183,7 @@ def _copy_texts(root: Path, script: Path, target: Path) -> str:
     texts, total, count = [], 0, 0
     target.mkdir()
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(each for each in folders if not each.startswith(".") and each != "node_modules")
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "node_modules")
         copied = target / Path(folder).relative_to(root)
         copied.mkdir(exist_ok=True)
         for name in sorted(names):
@@ -239,8 +239,8 @@ def _mounts(sealed: Path, root: Path, texts: str) -> list[str]:
             options += ["--symlink", "/run/stubs/recorder", path]
     for alias in _aliases(root, texts):
         options += ["--symlink", str(root), alias]
-    for name, place in (("bin", "/usr/bin"), ("stubs", "/run/stubs"), ("folder", "/run/folder")):
-        options += ["--ro-bind", str(sealed / name), place]
+    for name, target in (("bin", "/usr/bin"), ("stubs", "/run/stubs"), ("folder", "/run/folder")):
+        options += ["--ro-bind", str(sealed / name), target]
     options += ["--symlink", "usr/bin", "/bin", "--dir", "/tmp", "--dir", "/root", "--dir", str(root)]
     for folder in (sealed, *sealed.rglob("*")):
         if not folder.is_symlink():
@@ -250,13 +250,13 @@ def _mounts(sealed: Path, root: Path, texts: str) -> list[str]:
 
 def _aliases(root: Path, texts: str) -> set[str]:
     """Return absolute folders that scripts use for the root: /a/b of /a/b/c/d.sh if the root has c/d.sh."""
-    found = set()
+    aliases = set()
     for path in set(re.findall(r"(?<![\w./}-])/(?:[\w.-]+/)+[\w.-]+\.(?:sh|yaml)\b", texts)):
         parts = Path(path).parts
         for length in range(2, len(parts) - 1):
             alias = Path(*parts[:length])
             if (root / Path(*parts[length:])).is_file() and alias != root and alias not in root.parents:
-                found.add(str(alias))
+                aliases.add(str(alias))
     return {
         alias
         for alias in found

@@ -106,7 +106,12 @@ TEACHER = "teacher's --model-path"
 """Key of the model of the script's own SGLang server among the settings."""
 PROGRAMS = ("train.py", "train_async.py")
 EXPECTED = "train.py or train_async.py with its options"
-MATHEMATICS = ("math", "deepscaler", "dapo")
+MATHEMATICS = {
+    "math": "answers are compared by math-verify",
+    "deepscaler": "an answer needs no </think> before it",
+    "dapo": "a wrong answer has reward 0 instead of -1, and the answer is the boxed one",
+}
+"""Rewards for mathematics -> the difference to ours."""
 FLAGS = (
     "--apply-chat-template", "--rollout-shuffle", "--partial-rollout", "--colocate", "--use-kl-loss", "--use-tis",
     "--use-routing-replay", "--use-rollout-routing-replay", "--calculate-per-token-loss",
@@ -186,10 +191,11 @@ SPEED = (
 """Options without a counterpart that change speed, memory or logging alone."""
 NOT_SGLANG = (
     "--sglang-router", "--sglang-server-concurrency", "--sglang-config", "--sglang-log-", "--sglang-decode-log",
-    "--sglang-enable-metrics", "--sglang-enable-dp-", "--sglang-dp-size", "--sglang-data-parallel-size",
-    "--sglang-lora-backend", "--sglang-kv-events", "--sglang-disaggregation",
+    "--sglang-enable-metrics", "--sglang-enable-dp-", "--sglang-lora-backend", "--sglang-kv-events", "--sglang-disaggregation",
 )  # fmt: skip
 """Options of slime's own router, of logs, and of SGLang for sockets that the config refuses."""
+DATA_PARALLEL = ("--sglang-dp-size", "--sglang-data-parallel-size")
+"""Options of SGLang that belong to data-parallel attention if that is enabled."""
 
 
 def read_yaml(data: dict[str, Any]) -> Settings:
@@ -229,7 +235,7 @@ def read_settings(arguments: Arguments) -> Settings:
                 if reason
                 else f"{text}: a word that belongs to no option"
             )
-    settings.values |= {name: arguments.value(words) for name, words in options.items()}
+    settings.values |= {name: arguments.value(values) for name, values in options.items()}
     settings.values["train"] = Path(arguments.argv[0]).stem
     for command in arguments.run.commands:
         if "sglang.launch_server" in command and "--model-path" in command[:-1]:
@@ -337,6 +343,8 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
         if kind and kind not in MATHEMATICS:
             d.reject("--rm-type", "no reward of that name here; name yours in data.reward")
         d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--rm-type")
+        if kind in MATHEMATICS:
+            d.warnings.append(f"data.reward = math: compared with slime's {kind}, {MATHEMATICS[kind]}")
     d.consumed |= {"--rm-type", "--custom-rm-path"}
     if d.is_present("--custom-generate-function-path"):
         import_path = d.text("--custom-generate-function-path")
@@ -414,7 +422,7 @@ def _rollout(d: Draft) -> None:
     if d.flag("--partial-rollout"):
         d.set_field(
             "rollout.over_provision",
-            min(16.0, max(over_provision, 1.5)),
+            min(16.0, max(over_provision, 1.0)),
             "--partial-rollout",
             "--over-sampling-batch-size",
         )
@@ -602,6 +610,8 @@ def _engines(d: Draft) -> None:
     names, args = [], []
     for name, value in d.settings.items():
         if not name.startswith("--sglang-") or name in d.consumed or name.startswith(NOT_SGLANG):
+            continue
+        if name in DATA_PARALLEL and d.is_present("--sglang-enable-dp-attention"):
             continue
         names.append(name)
         args.append("--" + name.removeprefix("--sglang-"))

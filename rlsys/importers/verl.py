@@ -174,7 +174,6 @@ DEFAULTS = (
     (r"trainer\.val_only$", (False,), "training"),
     (r"data\.validation_shuffle$", (False,), "held-out prompts have a fixed order"),
     (r"^async_training\.(use_trainer_do_validate|use_rollout_log_probs)$", None, "evaluations run on the engines"),
-    (r"^async_training\.(staleness_threshold|trigger|require|partial)", None, "not in use by this program"),
     (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir goes on"),
     (r"trainer\.resume_from_path$", (False, None), "the same command with the same run.dir goes on"),
     (r"trainer\.use_legacy_worker_impl$|trainer\.use_v1$", ("disable", False), "rlsys has its own loop"),
@@ -476,14 +475,14 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     for name in ("data.image_key", "data.video_key", "data.audio_key"):
         d.reject(name, "no counterpart: prompts are text")
     prompt_settings = ("data.truncation", "data.filter_overlong_prompts")
-    cut = (
+    side = (
         "drop" if d.flag(prompt_settings[1]) else d.text(prompt_settings[0], "error").replace("error", "drop")
     )
-    if cut not in ("drop", "left", "right"):
-        d.reject("data.truncation", "a prompt is left out, or cut on the left or right")
+    if side not in ("drop", "left", "right"):
+        d.reject("data.truncation", "a prompt is left out, or side on the left or right")
     limit = d.integer("data.max_prompt_length", 512)
     d.set_field("data.params.max_prompt_tokens", limit, "data.max_prompt_length")
-    d.set_field("data.params.overlong_prompts", cut, *prompt_settings)
+    d.set_field("data.params.overlong_prompts", side, *prompt_settings)
     if d.is_present("data.shuffle") and not d.flag("data.shuffle"):
         d.set_field("data.params.shuffle", False, "data.shuffle")
     else:
@@ -519,12 +518,12 @@ def _rewards(d: Draft, rewards: Collection[str]) -> None:
         d.reject(manager, f"{', '.join(MANAGERS)} call a function for one response, as data.reward does")
     elif d.is_present(manager) and not d.is_unresolved(manager):
         d.defaults.append(Row(manager, str(d.settings[manager]), "data.reward is called for each response"))
-    places = [
+    prefixes = [
         f"{section}{buffer}."
         for section in ("reward_model.", "reward.")
         for buffer in ("reward_kwargs.overlong_buffer_cfg", "overlong_buffer")
     ]
-    prefix = _first_present(d, *(f"{place}enable" for place in places)).removesuffix("enable")
+    prefix = _first_present(d, *(f"{prefix}enable" for prefix in prefixes)).removesuffix("enable")
     kwargs = prefix.removesuffix("overlong_buffer_cfg.")
     if d.flag(f"{prefix}enable") or d.is_unresolved(f"{prefix}enable"):
         cap = d.integer(f"{kwargs}max_resp_len", d.integer("data.max_response_length", 512))
@@ -772,8 +771,8 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
     names += [rule, bound]
     rules, bounds = d.text(rule).strip("'").split(","), d.text(bound).strip("'").split(",")
     rejections = []
-    for each, limits in zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False):
-        match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", each.strip())
+    for option, limits in zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False):
+        match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", option.strip())
         low, _, high = limits.strip().rpartition("_")
         if match is None or not re.fullmatch(r"[\d.eE+-]+", high) or not re.fullmatch(r"[\d.eE+-]*", low):
             d.reject(rule, "expected token_k1, seq_mean_k3 or the like with their bounds")

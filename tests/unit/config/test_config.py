@@ -28,7 +28,6 @@ def error(*overrides: str, path: Path = QUICKSTART) -> str:
     return str(caught.value)
 
 
-
 @pytest.mark.parametrize(
     ("heldout", "steps"), [("", 2 * (100 - 12) // 16), (", heldout_path: held.jsonl", 2 * (100 // 16))]
 )
