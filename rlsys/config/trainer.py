@@ -193,5 +193,5 @@ class SFTConfig(Section):
     more; all but reference-free ones keep a copy of the first weights in host memory, and cost two."""
     schedule: Schedule = "linear"
     """The learning rate after the warm-up: constant, or falling to lr_end."""
-    lr_end: Fraction = 0.02
+    lr_end: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Learning rate of the last step, as a share of trainer.lr."""

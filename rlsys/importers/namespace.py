@@ -259,7 +259,7 @@ def _aliases(root: Path, texts: str) -> set[str]:
                 aliases.add(str(alias))
     return {
         alias
-        for alias in found
+        for alias in aliases
         if not alias.startswith(("/usr", "/bin", "/lib", "/run", "/proc", "/dev", "/tmp"))
     }
 

@@ -115,7 +115,8 @@ MATHEMATICS = {
 FLAGS = (
     "--apply-chat-template", "--rollout-shuffle", "--partial-rollout", "--colocate", "--use-kl-loss", "--use-tis",
     "--use-routing-replay", "--use-rollout-routing-replay", "--calculate-per-token-loss",
-    "--disable-grpo-std-normalization", "--disable-compute-advantages-and-returns", "--debug-train-only",
+    "--disable-grpo-std-normalization", "--normalize-advantages",
+    "--disable-compute-advantages-and-returns", "--debug-train-only",
     "--optimizer-cpu-offload", "--enable-mtp-training", "--use-opd",
     "--use-dynamic-batch-size", "--balance-data", "--sequence-parallel", "--use-wandb", "--swiglu",
     "--group-query-attention",
@@ -164,7 +165,7 @@ DEFAULTS = (
     (r"^--seed$", None, "run.seed; the numbers of two frameworks are never equal"),
     (r"^--rollout-function-path$", ("slime.rollout.sglang_rollout.generate_rollout",), "rollout.generator"),
     (r"^--rollout-skip-special-tokens$", None, "rewards see the text with the model's end token"),
-    (r"^--train-backend$", ("megatron",), "Megatron"),
+    (r"^--train-backend$", ("megatron", "fsdp"), "Megatron"),
     (r"^--(kl-loss-type|kl-loss-coef)$", None, "not in use: the script has no --use-kl-loss"),
     (r"^--(tis-clip)$", None, "not in use: the script has no --use-tis"),
     (r"^--(gamma|lambd|critic-lr|value-clip)$", None, "not in use: --advantage-estimator is not ppo"),
@@ -173,6 +174,7 @@ DEFAULTS = (
 )  # fmt: skip
 """Options that ask for what a run here does anyway."""
 SPEED = (
+    (r"^--(qkv-format|attn-implementation|gradient-checkpointing)$", "the trainer has no such switch"),
     (r"^--(recompute-(method|num-layers)|log-probs-chunk-size|attention-backend|moe-(enable-deepep|token-dispatcher|permute-fusion|"
      r"deepep|shared-expert-overlap)|use-distributed-optimizer|overlap-|use-precision-aware|"
      r"no-gradient-accumulation-fusion|no-masked-softmax-fusion|no-(rope|bias)-.*fusion|no-rope-fusion|cross-entropy|"
@@ -191,15 +193,22 @@ SPEED = (
 """Options without a counterpart that change speed, memory or logging alone."""
 NOT_SGLANG = (
     "--sglang-router", "--sglang-server-concurrency", "--sglang-config", "--sglang-log-", "--sglang-decode-log",
-    "--sglang-enable-metrics", "--sglang-enable-dp-", "--sglang-lora-backend", "--sglang-kv-events", "--sglang-disaggregation",
+    "--sglang-enable-metrics", "--sglang-enable-dp-", "--sglang-lora-backend", "--sglang-kv-events",
+    "--sglang-disaggregation",
 )  # fmt: skip
 """Options of slime's own router, of logs, and of SGLang for sockets that the config refuses."""
 DATA_PARALLEL = ("--sglang-dp-size", "--sglang-data-parallel-size")
 """Options of SGLang that belong to data-parallel attention if that is enabled."""
 
 
-def read_yaml(data: dict[str, Any]) -> Settings:
-    """Return the options of a YAML file, whose keys are names of options with or without dashes."""
+def read_yaml(data: Any) -> Settings:
+    """Return the options of a YAML file, whose keys are names of options with or without dashes.
+
+    Raises:
+        UserError: the file has other content.
+    """
+    if not isinstance(data, dict):
+        raise UserError(f"expected a mapping of options, not {type(data).__name__}")
     return Settings(
         {
             f"--{str(key).replace('_', '-').lstrip('-')}": value
@@ -397,7 +406,8 @@ def _heldout(d: Draft) -> None:
     if top_k == 1:
         temperature = 0.0
     if samples > 1 and temperature == 0:
-        d.reject("--n-samples-per-eval-prompt", "greedy responses to one prompt are equal")
+        d.warnings.append(f"eval.sets: one greedy response, not the script's {samples} equal ones")
+        samples = 1
     eval_sets: list[dict[str, Any]] = []
     for index, (name, path) in enumerate(eval_files):
         eval_set: dict[str, Any] = {"name": str(name).lower(), "prompts": 30, "samples": samples}
@@ -439,12 +449,12 @@ def _rollout(d: Draft) -> None:
         if not filter_path.endswith("check_reward_nonzero_std"):
             d.reject("--dynamic-sampling-filter-path", "a filter of yours is a planner here: algo.planners")
         d.set_field("algo.planners", ["dapo"], "--dynamic-sampling-filter-path")
-    if "on_policy_distillation" in d.text("--custom-reward-post-process-path"):
-        d.consumed.add("--custom-reward-post-process-path")
     for name in (
         "--custom-convert-samples-to-train-data-path", "--buffer-filter-path", "--rollout-sample-filter-path",
         "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
     ):  # fmt: skip
+        if "on_policy_distillation" in d.text(name):
+            continue  # the reward is the teacher's
         d.reject(name, "a function of slime's own loop; planners, selectors and shaping of algo do this here")
 
 
@@ -498,6 +508,11 @@ def _algorithm(d: Draft) -> None:
         advantage_name = "grpo"
     if advantage_name == "grpo" and d.flag("--disable-grpo-std-normalization"):
         advantage_name = "dr_grpo"
+    whitens = advantage_name in ("reinforce_pp", "reinforce_pp_baseline")
+    if d.flag("--normalize-advantages") != whitens:
+        if whitens:
+            d.require("--normalize-advantages", "reinforce_pp always whitens the advantages")
+        d.reject("--normalize-advantages", "advantages of this estimator are not whitened")
     advantage: Any = advantage_name
     of_advantage = ["--advantage-estimator", "--disable-grpo-std-normalization"]
     if advantage_name == "gae":
@@ -572,6 +587,10 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
     if (optimizer := d.text("--optimizer", "adam")) not in OPTIMIZERS:
         d.reject("--optimizer", f"{' and '.join(OPTIMIZERS)} are here")
     d.set_field("trainer.optimizer", OPTIMIZERS.get(optimizer, "adamw"), "--optimizer")
+    if d.is_present("--fp8-recipe") or d.is_present("--fp8-format"):
+        if d.text("--fp8-recipe", "delayed") != "blockwise" or d.text("--fp8-format", "e4m3") != "e4m3":
+            d.reject("--fp8-recipe", "model.fp8 = both has blocks of e4m3")
+        d.set_field("model.fp8", "both", "--fp8-recipe", "--fp8-format")
     if d.flag("--optimizer-cpu-offload"):
         d.set_field("trainer.offload_optimizer", 1.0, "--optimizer-cpu-offload")
     d.set_field("trainer.checkpoint_every", d.integer("--save-interval", 20), "--save-interval")

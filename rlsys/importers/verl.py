@@ -117,13 +117,19 @@ FULLY_ASYNC = (
 )
 ENTRIES = (
     "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "main_ppo", "recipe.dapo.main_dapo", "main_dapo",
-    *ONE_STEP_OFF, *FULLY_ASYNC,
+    "recipe.entropy.main_entropy", *ONE_STEP_OFF, *FULLY_ASYNC,
 )  # fmt: skip
 CONFIGS = (
     "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "one_step_off_ppo_trainer",
     "one_step_off_ppo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer",
 )  # fmt: skip
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+LOSS_PARAMETERS = {
+    "clip_cov": {"clip_cov_ratio": "share", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
+    "kl_cov": {"kl_cov_ratio": "share", "ppo_kl_coef": "coefficient"},
+    "sapo": {"tau_pos": "tau_positive", "tau_neg": "tau_negative"},
+}
+"""Loss -> its settings in policy_loss -> parameters of ours."""
 ADVANTAGES = {
     "grpo": "grpo", "gae": "gae", "rloo": "rloo", "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "opo": "opo", "grpo_passk": "grpo_passk", "gpg": "gpg",
@@ -131,13 +137,18 @@ ADVANTAGES = {
 }  # fmt: skip
 LOSSES = {
     "vanilla": "clip", "gspo": "gspo", "geo_mean": "gmpo", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
-    "cispo": "cispo", "sapo": "sapo",
+    "cispo": "cispo", "sapo": "sapo", "gpg": "reinforce", "dppo_tv": "dppo", "dppo_kl": "dppo",
 }  # fmt: skip
 REDUCERS = {
     "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum": "constant",
     "seq-mean-token-sum-norm": "constant",
 }  # fmt: skip
 KL_KINDS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+MEGATRON_MATRICES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
+}  # fmt: skip
+"""Megatron's names of adapted matrices -> Hugging Face's."""
 MANAGERS = ("naive", "dapo", "prime")
 _LAYOUT = r"(fsdp|megatron|veomni|torchtitan|automodel|mindspeed|engine|dtensor)"
 SFT_DEFAULTS = (
@@ -175,7 +186,7 @@ DEFAULTS = (
     (r"data\.validation_shuffle$", (False,), "held-out prompts have a fixed order"),
     (r"^async_training\.(use_trainer_do_validate|use_rollout_log_probs)$", None, "evaluations run on the engines"),
     (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir goes on"),
-    (r"trainer\.resume_from_path$", (False, None), "the same command with the same run.dir goes on"),
+    (r"trainer\.resume_from_path$", (False, None, ""), "the same command with the same run.dir goes on"),
     (r"trainer\.use_legacy_worker_impl$|trainer\.use_v1$", ("disable", False), "rlsys has its own loop"),
     (r"(checkpoint\.|max_(critic_)?ckpt_to_keep|max_critic_ckpt|del_local|remove_previous|default_hdfs_dir)", None,
      "trainer.checkpoint_every and trainer.keep_checkpoints"),
@@ -183,20 +194,26 @@ DEFAULTS = (
     (r"optim\.(optimizer)$", ("AdamW", "adam", "adamw"), "trainer.optimizer = adamw"),
     (r"optim\.(lr_warmup_init)$", (0,), "the learning rate rises from 0"),
     (r"optim\.(total_training_steps|lr_decay_steps)$", (-1, None), "trainer.steps"),
-    (r"actor\.(shuffle|freeze_vision_tower|calculate_sum_pi_squared|calculate_entropy)$", (False,), "off"),
+    (r"actor\.(shuffle|freeze_vision_tower|calculate_entropy)$", (False,), "off"),
+    (r"actor\.calculate_sum_pi_squared$", None, "computed where algo.advantage needs it"),
     (r"actor\.(kl_loss_coef|kl_loss_type)$", None, "not in use: use_kl_loss is not set"),
     (r"algorithm\.(kl_penalty|kl_ctrl\.)", None, "not in use: use_kl_in_reward is not set"),
     (r"algorithm\.filter_groups\.", None, "not in use: filter_groups.enable is not set"),
     (r"distillation\.enabled$", (False,), "no distillation"),
     (r"override_transformer_config\.(moe_aux_loss_coeff|moe_z_loss_coeff)$", (0,), "0, as trainer.balance_loss"),
-    (r"override_transformer_config\.(moe_router_dtype|moe_router_load_balancing_type|sequence_parallel|"
-     r"context_parallel_size|moe_grouped_gemm)$", None, "read from the model's config.json, or from parallel"),
-    (r"mtp\.(enable|enable_train|enable_rollout)$", (False,), "trainer.mtp_loss = 0"),
+    (r"override_transformer_config\.(moe_router_(dtype|load_balancing_type|enable_expert_bias|score_function|topk|"
+     r"pre_softmax)|sequence_parallel|(context|tensor_model|pipeline_model|expert_model)_parallel_size|moe_grouped_gemm|"
+     r"normalization|swiglu|num_layers|num_query_groups|qk_layernorm|position_embedding_type|rotary_[a-z]*|"
+     r"add_qkv_bias|untie_[a-z_]*)$", None, "read from the model's config.json, or from parallel"),
+    (r"mtp\.mtp_loss_scaling_factor$", None, "not in use: the layer is not trained"),
+    (r"agent\.default_agent_loop$", ("single_turn_agent",), "rollout.generator = single_turn"),
+    (r"model\.exclude_modules$", (".*visual.*",), "models are text"),
+    (r"data\.gen_batch_size$", None, "a step asks for more groups when its group policy drops some"),
     (r"reward_model\.(enable|use_reward_loop)$", (False,), "only data.reward computes rewards"),
     (r"reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)|overlong_buffer\.", None,
      "not in use: overlong_buffer_cfg.enable is not set"),
-    (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype|mtp\.)", None, "rlsys chooses"),
-    (r"model\.lora_(rank|alpha)$|model\.target_modules$|model\.lora\.", (0, None), "no adapter"),
+    (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype)", None, "rlsys chooses"),
+    (r"model\.lora_(rank|alpha)$|model\.target_modules$", (0, None), "no adapter"),
     (r"rollout\.multi_turn\.enable$", (False,), "one turn"),
     (r"router_replay\.mode$|enable_rollout_routing_replay$", (False, "disabled"), "trainer.replay = off"),
 )  # fmt: skip
@@ -213,6 +230,9 @@ SPEED = (
      "the trainer has no such switch"),
     (r"^critic\.(ppo_max_token|forward_max_token|model\.(enable_gradient|use_remove|enable_activation|trust)|use_dynamic)",
      "the critic shares the trainer's layout and micro-batches"),
+    (r"rollout\.(enable_sleep_mode|moe_tensor_parallel_size|prometheus\.)|mtp\.(enable_rollout|speculative)|"
+     r"engine_kwargs\.sglang\.enable_dp_attention|engine_kwargs\.(vllm|trtllm)\.(?!.*(quant|kv_cache_dtype|hf_overrides|"
+     r"seed|logits))", "engines are SGLang without this switch; engine.extra_args passes what they need"),
     (r"rollout\.(name|gpu_memory_utilization|max_num_batched_tokens|enable_chunked_prefill|chunked_prefill|enforce_eager|"
      r"max_model_len|cudagraph|enable_prefix_caching|engine_kwargs\.vllm\.(mm_processor|compilation_config|max_model_len|"
      r"swap_space|disable_)|layered_summon|data_parallel_size|expert_parallel_size|pipeline_model_parallel_size|"
@@ -232,13 +252,21 @@ NEVER = 1_000_000
 _SETTING = re.compile(r"(~|\+{1,2})?([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 
-def read_yaml(data: dict[str, Any] | list[Any]) -> Settings:
-    """Return the settings of a resolved config, or of hydra's overrides.yaml, by their dotted names."""
+def read_yaml(data: Any) -> Settings:
+    """Return the settings of a resolved config, or of hydra's overrides.yaml, by their dotted names.
+
+    Raises:
+        UserError: the file has other content.
+    """
     if isinstance(data, list):
+        if not data or not all(isinstance(argument, str) and "=" in argument for argument in data):
+            raise UserError("expected a mapping of settings, or a list of overrides such as data.seed=1")
         settings = Settings({})
         for argument in data:
             _read_argument(Arguments([], ScriptRun()), str(argument), settings)
         return settings
+    if not isinstance(data, dict):
+        raise UserError(f"expected a mapping of settings, not {type(data).__name__}")
     return Settings(_flatten(data))
 
 
@@ -344,6 +372,9 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     _rollout(d)
     _algorithm(d)
     _trainer(d)
+    if d.text("trainer.resume_mode", "auto") != "resume_path":
+        d.consumed.add("trainer.resume_from_path")
+    d.consumed.discard("trainer.resume_mode")
     set_sizes(d, *_sizes(d))
     if not d.get_field("algo.anchor", ""):
         set_anchor(d)
@@ -471,6 +502,9 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     if heldout or d.is_unresolved("data.val_files"):
         d.set_field("data.params.heldout_path", heldout, "data.val_files")
     d.copy("data.prompt_key")
+    prefix = "data.apply_chat_template_kwargs."
+    for name in [name for name in d.settings if name.startswith(prefix)]:
+        d.set_field(f"data.chat_template_args.{name.removeprefix(prefix)}", d.get(name), name)
     d.copy("data.seed", int)
     for name in ("data.image_key", "data.video_key", "data.audio_key"):
         d.reject(name, "no counterpart: prompts are text")
@@ -557,7 +591,10 @@ def _rollout(d: Draft) -> None:
         ):
             d.reject(f"{ROLLOUT}.{rollout_name}", f"differs from {data_name}")
     _engines(d)
-    mode, engine = f"{ACTOR}.megatron.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    mode = _first_present(
+        d, *(f"{ACTOR}.{part}.router_replay.mode" for part in ("megatron", "veomni", "engine"))
+    )
+    engine = f"{ROLLOUT}.enable_rollout_routing_replay"
     if d.text(mode, "disabled") in ("R2", "R3"):
         replay = "engine" if d.text(mode) == "R3" else "trainer"
         d.set_field("trainer.replay", replay, mode)
@@ -593,7 +630,10 @@ def _evaluation(d: Draft) -> None:
 def _engines(d: Draft) -> None:
     """Pass on SGLang's own options."""
     prefix = f"{ROLLOUT}.engine_kwargs.sglang."
-    names, args = [name for name in d.settings if name.startswith(prefix)], []
+    names = [
+        n for n in d.settings if n.startswith(prefix) and not n.endswith((".enable_dp_attention", ".dp_size"))
+    ]
+    args: list[str] = []
     for name in names:
         value = d.get(name)
         if value is False:
@@ -644,11 +684,20 @@ def _algorithm(d: Draft) -> None:
         "use_kl_loss",
         "entropy_coeff",
     ]
+    for name, parameter in LOSS_PARAMETERS.get(loss["name"], {}).items():
+        setting = _first_present(d, f"{ACTOR}.policy_loss.{name}", f"{ACTOR}.{name}")
+        if d.is_present(setting):
+            loss[parameter] = d.number(setting, 0.0)
+            names.append(setting.removeprefix(f"{ACTOR}."))
+    if loss["name"] == "dppo":
+        loss |= {"divergence": mode.removeprefix("dppo_"), "low": low, "high": high}
+        loss["cap"] = d.number(f"{ACTOR}.clip_ratio_c", 20.0)
+        names.append("clip_ratio_c")
     if loss["name"] == "clip" and d.is_present(f"{ACTOR}.clip_ratio_c"):
         loss = {"name": "dual_clip", "dual": d.number(f"{ACTOR}.clip_ratio_c", 3.0)}
         names.append("clip_ratio_c")
     d.consumed.add(f"{ACTOR}.clip_ratio_c")
-    if loss["name"] in ("clip", "dual_clip", "gspo", "gmpo", "cispo"):
+    if loss["name"] in ("clip", "dual_clip", "gspo", "gmpo", "cispo", "clip_cov"):
         loss |= {"clip_low": min(1.0, low), "clip_high": high}  # below 0 there is no ratio
     terms: list[Any] = [loss]
     if advantage_name == "gae":
@@ -716,9 +765,6 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
     filtered = d.flag("algorithm.filter_groups.enable")
     if filtered:
         d.set_field("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
-    generated = d.text("data.gen_batch_size", d.text("data.train_batch_size", "1024"))
-    if not filtered and generated != d.text("data.train_batch_size", "1024"):
-        d.reject("data.gen_batch_size", "a step asks for as many groups as it trains")
     _corrections(d)
     if d.is_present(f"{ACTOR}.ppo_epochs"):
         d.copy(f"{ACTOR}.ppo_epochs", int)
@@ -807,6 +853,14 @@ def _trainer(d: Draft) -> None:
         d.set_field("trainer.balance_loss", d.number(balance, 0.0), balance)
     _checkpoints(d)
     _lora(d, MODEL)
+    mtp = f"{MODEL}.mtp"
+    if d.flag(f"{mtp}.enable") and d.flag(f"{mtp}.enable_train"):
+        weight, detached = f"{mtp}.mtp_loss_scaling_factor", f"{mtp}.detach_encoder"
+        names = (f"{mtp}.enable", f"{mtp}.enable_train")
+        d.set_field("trainer.mtp_loss", d.number(weight, 0.1), weight, *names)
+        d.set_field("trainer.mtp_trunk", not d.flag(detached), detached, *names)
+    else:
+        d.consumed |= {f"{mtp}.{name}" for name in ("enable", "enable_train", "detach_encoder")}
 
 
 def _checkpoints(d: Draft) -> None:
@@ -871,11 +925,23 @@ def _lora(d: Draft, model: str) -> None:
             d.reject(targets, "expected all-linear or a list; give trainer.lora.targets")
     else:
         d.consumed |= {alpha, targets}
-    if d.integer(f"{model}.lora.rank", 0):
-        d.reject(f"{model}.lora.rank", "not translated: give trainer.lora yourself")
-    for name in d.settings:
-        if name.startswith(f"{model}.lora."):
-            d.consumed.add(name)
+    section = f"{model}.lora"
+    if d.integer(f"{section}.rank", 0) > 0:
+        d.set_field("trainer.lora.rank", d.integer(f"{section}.rank", 0), f"{section}.rank")
+        d.set_field(
+            "trainer.lora.alpha", d.number(f"{section}.alpha", 32), f"{section}.alpha", f"{section}.rank"
+        )
+        matrices = d.get(f"{section}.target_modules", list(MEGATRON_MATRICES))
+        if not isinstance(matrices, list) or not set(matrices) <= set(MEGATRON_MATRICES):
+            d.reject(f"{section}.target_modules", f"{', '.join(MEGATRON_MATRICES)} are here")
+        elif set(matrices) != set(MEGATRON_MATRICES):
+            targets = [target for matrix in matrices for target in MEGATRON_MATRICES[matrix]]
+            d.set_field("trainer.lora.targets", targets, f"{section}.target_modules", f"{section}.rank")
+        d.consumed |= {f"{section}.target_modules", f"{section}.merge"}
+        if d.number(f"{section}.dropout", 0.0):
+            d.reject(f"{section}.dropout", "there is no dropout")
+    else:
+        d.consumed.update(name for name in d.settings if name.startswith(f"{section}."))
 
 
 def _layout_names(section: str) -> dict[str, tuple[str, ...]]:
@@ -910,9 +976,17 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         names["engine_gpus"] = ("rollout.nnodes", "rollout.n_gpus_per_node")
         if d.get(PROGRAM) in ONE_STEP_OFF:
             d.set_field("rollout.max_staleness", 1)
+    groups = d.integer("data.train_batch_size", 1024)
+    if d.is_present("data.gen_batch_size") and d.get(PROGRAM) not in FULLY_ASYNC:
+        generated = d.integer("data.gen_batch_size", groups)
+        if not d.flag("algorithm.filter_groups.enable") and generated != groups:
+            groups = generated
+            names["groups"] = ("data.gen_batch_size", "data.train_batch_size")
+            d.warnings.append(
+                f"rollout.groups_per_step = {groups}: without filter_groups a step trains data.gen_batch_size prompts"
+            )
     sizes = Sizes(
-        engine_gpus=engine_gpus,
-        groups=d.integer("data.train_batch_size", 1024), group_size=n,
+        engine_gpus=engine_gpus, groups=groups, group_size=n,
         update=d.integer(f"{ACTOR}.ppo_mini_batch_size", 256) * n, prompt=d.integer("data.max_prompt_length", 512),
         response=d.integer("data.max_response_length", 512),
         micro=d.integer(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384), nodes=d.integer("trainer.nnodes", 1),

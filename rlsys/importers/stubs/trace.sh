@@ -43,6 +43,8 @@ __rlsys_check() {
         __rlsys_record branch "$__text" "${!__name}"
       elif [[ ! $__test ]] && ! declare -p "$__name" &>/dev/null; then
         __rlsys_record branch "$__text" "@@unset:$__name@@"
+        printf -v "$__name" '%s' "@@unset:$__name@@" # bash refuses it as a number
+        __rlsys_filled+=("$__name")
       fi
     done
   done
