@@ -897,8 +897,8 @@ def _optimizer(d: Draft, optim: str, section: str, default_lr: float) -> None:
     if style not in ("constant", "linear", "cosine"):
         d.reject(style_setting, "constant, linear and cosine are here")
     d.set_field(f"{section}.schedule", style, style_setting)
-    if ratio := d.number(f"{optim}.min_lr_ratio", 0.0):
-        d.set_field(f"{section}.lr_end", ratio, f"{optim}.min_lr_ratio")
+    if end := d.number(f"{optim}.min_lr_ratio", 0.0):
+        d.set_field(f"{section}.lr_end", end, f"{optim}.min_lr_ratio")
     elif min_lr := d.number(f"{optim}.min_lr", 0.0):
         d.set_field(f"{section}.lr_end", min_lr / lr, f"{optim}.min_lr", f"{optim}.lr")
     elif section == "sft":
@@ -935,8 +935,8 @@ def _lora(d: Draft, model: str) -> None:
         if not isinstance(matrices, list) or not set(matrices) <= set(MEGATRON_MATRICES):
             d.reject(f"{section}.target_modules", f"{', '.join(MEGATRON_MATRICES)} are here")
         elif set(matrices) != set(MEGATRON_MATRICES):
-            targets = [target for matrix in matrices for target in MEGATRON_MATRICES[matrix]]
-            d.set_field("trainer.lora.targets", targets, f"{section}.target_modules", f"{section}.rank")
+            names = [name for matrix in matrices for name in MEGATRON_MATRICES[matrix]]
+            d.set_field("trainer.lora.targets", names, f"{section}.target_modules", f"{section}.rank")
         d.consumed |= {f"{section}.target_modules", f"{section}.merge"}
         if d.number(f"{section}.dropout", 0.0):
             d.reject(f"{section}.dropout", "there is no dropout")
