@@ -200,7 +200,12 @@ def test_their_parsers_are_ours() -> None:
             [],
         ),
         ({"lora_rank": "8", "target_modules": ".*proj"}, {"rank": 8, "alpha": 16.0}, ["target_modules"]),
-        ({"lora.rank": "8"}, None, ["lora.rank"]),
+        ({"lora.rank": "8"}, {"rank": 8, "alpha": 32}, []),
+        (
+            {"lora.rank": "8", "lora.target_modules": "['linear_proj']"},
+            {"rank": 8, "alpha": 32, "targets": ["o_proj"]},
+            [],
+        ),
     ],
 )
 def test_verls_adapters(given: dict[str, str], ours: dict[str, Any] | None, refused: list[str]) -> None:
@@ -239,7 +244,9 @@ def test_engines_of_their_own(tmp_path: Path) -> None:
         "--rm-type math"
     )
     settings = command_line(
-        slime, f"python {words} --actor-num-gpus-per-node 8 --rollout-num-gpus 16 --partial-rollout"
+        slime,
+        f"python {words} --actor-num-gpus-per-node 8 --rollout-num-gpus 16 --partial-rollout "
+        "--over-sampling-batch-size 12",
     )
     found = slime.translate(settings, ("math",)).config
     assert found["launch"] == {"gpus_per_node": 8, "nodes": 3, "backend": "ray", "placement": "disaggregated"}
