@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rlsys.config.algo import Spec
-from rlsys.config.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
+from rlsys.config.section import Beta, FilePath, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 
