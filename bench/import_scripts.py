@@ -1,8 +1,8 @@
 """Translate all launch scripts of other frameworks in folders: `python -m bench.import_scripts verl FOLDER ...`.
 
 Prints the number of scripts by exit status of `rlsys import`, and the reasons of the incomplete ones: how many
-scripts have each reason, and how many have it alone. Each script runs in its sealed namespace from the root of its folder.
-`--records FILE` keeps the recorded commands, so that a second walk translates without running the scripts.
+scripts have each reason, and how many have it alone. Each script runs in its sealed namespace from the root of its
+folder. `--records FILE` keeps the recorded commands, so that a second walk translates without running the scripts.
 """
 
 from __future__ import annotations
