@@ -7,50 +7,70 @@ counterpart; it is listed.
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
+from rlsys.core.row_counts import count_rows, find_media_column
 from rlsys.core.yaml_text import parse_yaml
 from rlsys.data.rows import MEDIA
 from rlsys.importers import slime, verl
-from rlsys.importers.draft import Draft, Row, UnsupportedRunError, to_yaml
-from rlsys.importers.rows import count_rows, find_media_column
-from rlsys.importers.shell import MAX_SCRIPT
+from rlsys.importers.arguments import MAX_TEXT, read_arguments
+from rlsys.importers.draft import Draft, Row, to_yaml
 from rlsys.importers.sizes import set_heldout_prompts
 from rlsys.rewards import REWARDS
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 READERS = {"verl": verl, "slime": slime}
-INCOMPLETE = UnsupportedRunError.exit_code
-_LONGEST = 8 * MAX_SCRIPT
-"""Maximum characters of a file; a verl config with all defaults has 30,000."""
+INCOMPLETE = 3
+"""Exit code of a config that lacks a setting."""
 
 
 def add_import(add: Add) -> None:
     sub = add("import", import_script, "translate a launch script or YAML of verl or slime")
     sub.add_argument("framework", choices=sorted(READERS), help="framework of the script")
-    sub.add_argument("script", type=Path, metavar="SCRIPT", help="bash script or YAML file")
     sub.add_argument(
-        "--out", type=Path, metavar="FILE", help="file for the new config (default: SCRIPT's name with .yaml)"
+        "script",
+        metavar="FILE",
+        help="script, resolved command, or YAML; - reads a command from the standard input",
+    )
+    sub.add_argument(
+        "--out", type=Path, metavar="FILE", help="file for the new config (default: FILE's name with .yaml)"
+    )
+    sub.add_argument(
+        "--arguments",
+        type=shlex.split,
+        default=[],
+        metavar="TEXT",
+        help="arguments of the script, as in a shell",
+    )
+    sub.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the script"
+    )
+    sub.add_argument(
+        "--gpus", type=int, default=8, metavar="N", help="GPUs that nvidia-smi lists (default: 8)"
     )
 
 
 def import_script(args: argparse.Namespace) -> int:
     """Run `rlsys import`."""
-    out = args.out or Path(f"{args.script.stem}.yaml")
+    name = "imported" if args.script == "-" else Path(args.script).name
+    out = args.out or Path(f"{Path(name).stem}.yaml")
     if out.exists():
         raise UserError(f"{out}: already exists; use --out for another file")
-    draft = translate_file(args.framework, args.script)
-    _write(out, to_yaml(draft, args.script.name))
+    variables = dict(variable.partition("=")[::2] for variable in args.env)
+    draft = translate_file(args.framework, args.script, args.arguments, variables, args.gpus)
+    _write(out, to_yaml(draft, name))
     try:
         load_config(out, [])
     except UserError as e:
         if draft.is_complete:  # otherwise the error may be a field that was omitted
             draft.missing.append(Row("", "", f"the config does not load: {e}"))
-            _write(out, to_yaml(draft, args.script.name))
+            _write(out, to_yaml(draft, name))
     print_result(draft, out)
     return 0 if draft.is_complete else INCOMPLETE
 
@@ -62,31 +82,44 @@ def _write(out: Path, text: str) -> None:
         raise UserError(f"{out}: {e.strerror}") from None
 
 
-def translate_file(framework: str, script: Path) -> Draft:
-    """Translate a file of another framework.
+def translate_file(
+    framework: str,
+    file: str,
+    arguments: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    gpus: int = 8,
+) -> Draft:
+    """Translate a script, command line or YAML file of another framework.
+
+    Args:
+        framework: a key of READERS.
+        file: its path; `-` for a command line on the standard input.
+        arguments, variables, gpus: those of `run_script`.
 
     Raises:
         UserError: the file is not one of the framework, or a value has the wrong type.
-        UnsupportedRunError: the file starts no RL run.
     """
+    path = None if file == "-" else Path(file)
     try:
-        with script.open(encoding="utf-8") as file:
-            text = file.read(_LONGEST + 1)
+        with nullcontext(sys.stdin) if path is None else path.open(encoding="utf-8") as stream:
+            text = stream.read(MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{script}: {getattr(e, 'strerror', None) or 'not a text file'}") from None
-    if len(text) > _LONGEST:
-        raise UserError(f"{script}: has more than {_LONGEST:,} characters; expected a script or a config")
-    reader, data = READERS[framework], None
-    if script.suffix in (".yaml", ".yml"):
-        data = parse_yaml(text, str(script))
-        if not isinstance(data, dict):
-            raise UserError(f"{script}: expected a mapping of settings, found {type(data).__name__}")
+        raise UserError(f"{file}: {getattr(e, 'strerror', None) or 'not a text file'}") from None
+    if len(text) > MAX_TEXT:
+        raise UserError(f"{file}: has more than {MAX_TEXT:,} characters; expected a script or a config")
+    reader = READERS[framework]
     try:
-        settings = reader.read_settings(text, data, dict(os.environ), script.absolute())
+        if path is not None and path.suffix in (".yaml", ".yml"):
+            settings = reader.read_yaml(parse_yaml(text, "the file"))
+        else:
+            settings = reader.read_settings(
+                read_arguments(text, path, reader.program_index, reader.EXPECTED, arguments, variables, gpus)
+            )
         draft = reader.translate(settings, REWARDS)
     except UserError as e:
-        raise type(e)(f"{script}: {e}") from None
-    _add_eval(draft)
+        raise UserError(f"{file}: {e}") from None
+    if not draft.is_fine_tuning and draft.has_evaluation:
+        _add_eval(draft)
     return draft
 
 
@@ -112,8 +145,7 @@ def print_result(draft: Draft, out: Path) -> None:
     for title, rows in (
         ("translated", draft.mapped),
         ("default here", draft.defaults),
-        ("NOT translated, changes the method", draft.rejected),
-        ("MISSING", draft.missing),
+        ("MISSING", [*draft.rejected, *draft.missing]),
     ):
         if rows:
             print(f"{title}:")
@@ -125,8 +157,6 @@ def print_result(draft: Draft, out: Path) -> None:
     for line in draft.warnings:
         print(f"check: {line}")
     if draft.is_complete:
-        print(f"{out}: written; next: rlsys explain {out}")
+        print(f"{out}: written; next: rlsys {'sft' if draft.is_fine_tuning else 'explain'} {out}")
     else:
-        print(
-            f"{out}: written, but not complete: {len(draft.missing)} missing, {len(draft.rejected)} not translated"
-        )
+        print(f"{out}: written, but not complete: {len(draft.missing) + len(draft.rejected)} missing")

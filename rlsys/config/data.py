@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from rlsys.config.rollout import Truncation
 from rlsys.config.section import Gigabytes, NonNegative, Positive, Seconds, Section
 
 
@@ -98,11 +99,22 @@ class EvalSet(Section):
     """Responses to each prompt. More than one give pass@k for k = 1, 2, 4 up to all of them."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Sampling temperature; 0 is greedy."""
+    top_k: Annotated[int, Field(ge=2, le=2048)] | None = None
+    """Sample from this number of most probable tokens. Unset: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of these, sample from the most probable ones that together have this probability. Needs top_k."""
     max_response_tokens: Positive | None = None
     """Longest response. Unset: that of training."""
 
+    @property
+    def truncation(self) -> Truncation | None:
+        """Tokens that sampling leaves out; None for none."""
+        return None if self.top_k is None else Truncation(self.top_k, self.top_p)
+
     @model_validator(mode="after")
     def _spread(self) -> Self:
+        if self.top_p != 1 and self.top_k is None:
+            raise ValueError(f"top_p = {self.top_p:g} needs top_k; top_k = 1024 changes hardly anything")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples = {self.samples} with temperature = 0 are {self.samples} equal responses; use a "

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlsys.config.epochs import resolve_epochs
 from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.schema import Config
 from rlsys.config.shipped import exists, find_config, find_model
@@ -111,7 +112,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if isinstance(algo := data.get("algo"), dict):
         data["algo"] = _with_shipped(algo, "teacher")
     try:
-        return Config.model_validate(data)
+        return resolve_epochs(Config.model_validate(data))
     except ValidationError as e:
         raise ConfigError(explain_foreign(e) or explain_error(e, Config)) from None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rlsys.config.algo import Spec
-from rlsys.config.section import Beta, FilePath, Fraction, NonNegative, Positive, Section
+from rlsys.config.section import Beta, FilePath, NonNegative, Positive, Section
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -49,6 +49,10 @@ class LoraConfig(Section):
 class TrainerConfig(Section):
     steps: NonNegative = 60
     """Train steps of the whole run. Raise it to continue a finished run."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training rows of the files of data.params.path, or of sft.params.path. It replaces steps:
+    epochs * (rows // rows of a step), counted when the config is read; the run's config.yaml has the steps. Without
+    data.params.heldout_path, seven in eight rows are training rows. Unset: steps counts."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """What updates the weights. muon: Muon for the matrices of attention, feed-forward blocks and experts, AdamW for
     the rest, both at `lr`. It needs a third less optimizer memory for matrices, and more time per update
@@ -60,6 +64,8 @@ class TrainerConfig(Section):
     """Peak learning rate."""
     warmup_steps: NonNegative = 3
     """Train steps in which the learning rate rises linearly from 0 to lr."""
+    warmup_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of the steps; it replaces warmup_steps when the config is read. Unset: warmup_steps counts."""
     schedule: Schedule = "constant"
     """The learning rate after the warm-up: constant, or falling to lr_end * lr at the last step."""
     lr_end: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -185,5 +191,7 @@ class SFTConfig(Section):
     """What is learned of the answers (docs/algorithms.md). Kind imitation, token by token: cross_entropy, dft, otr.
     Kind preference, on compared answers: dpo, simpo, orpo, kto, reward_model and others, which cost one forward pass
     more; all but reference-free ones keep a copy of the first weights in host memory, and cost two."""
-    lr_end: Fraction = 0.02
-    """Learning rate of the last step, as a share of trainer.lr. It falls linearly after the warm-up."""
+    schedule: Schedule = "linear"
+    """The learning rate after the warm-up: constant, or falling to lr_end."""
+    lr_end: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Learning rate of the last step, as a share of trainer.lr."""

@@ -14,10 +14,9 @@ from pydantic import Field
 from rlsys.config import Config
 from rlsys.config.data import KeysConfig
 from rlsys.config.plugins import parse_params, tried
-from rlsys.config.section import NonNegative, Section
 from rlsys.core.errors import UserError
 from rlsys.core.imports import import_attribute
-from rlsys.data.row_source import RowSource
+from rlsys.data.row_source import RowParams, RowSource
 from rlsys.data.source import PromptSource
 from rlsys.data.tables import Arrow
 from rlsys.data.tokenizer import Tokenizer
@@ -25,13 +24,11 @@ from rlsys.data.tokenizer import Tokenizer
 FIELD = "data.params.load"
 
 
-class EnvironmentParams(Section):
+class EnvironmentParams(RowParams):
     load: str
     """`path/to/file.py:load_environment`, `package.module:load_environment`, or an installed environment's name."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of load_environment."""
-    shuffle_seed: NonNegative = 0
-    """Further seed of the order; data.seed and run.seed change it too."""
 
 
 def load_environment(params: dict[str, Any]) -> Any:
@@ -65,7 +62,7 @@ def environment(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSo
         tokenizer,
         Arrow(rows, f"{params['load']} (dataset)"),
         Arrow(held, f"{params['load']} (eval_dataset)") if held else None,
-        int(params.get("shuffle_seed", 0)),
+        parse_params("data.params", EnvironmentParams, params),
     )
 
 

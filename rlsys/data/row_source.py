@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from rlsys.config import Config
 from rlsys.config.data import KeysConfig
 from rlsys.config.plugins import parse_params
-from rlsys.config.section import FilePath, NonNegative, Section
+from rlsys.config.section import FilePath, NonNegative, Positive, Section
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.parallel import map_ranges
 from rlsys.core.seeds import stable_hash
@@ -39,17 +39,41 @@ def _several(value: Any) -> Any:
 Paths = Annotated[list[FilePath], BeforeValidator(_several), Field(min_length=1)]
 
 
-class FileParams(Section):
+class RowParams(Section):
+    """Parameters of all sources of rows."""
+
+    shuffle: bool = True
+    """Whether each epoch has its own order. false: the order of the rows."""
+    shuffle_seed: NonNegative = 0
+    """Further seed of the order; data.seed and run.seed change it too."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt, with the chat template. Unset: what the context holds beside a response."""
+    overlong_prompts: Literal["drop", "left", "right"] = "drop"
+    """What happens to a longer prompt: its samples are left out and counted (drop), or its tokens are cut off on the
+    left or on the right."""
+
+    def fit(self, prompt: Prompt) -> Prompt:
+        """Return the prompt within max_prompt_tokens."""
+        limit, length = self.max_prompt_tokens, len(prompt.ids)
+        if limit is None or length <= limit:
+            return prompt
+        if self.overlong_prompts == "drop":
+            reason = f"the prompt has {length} tokens, data.params.max_prompt_tokens is {limit} ({prompt.location})"
+            return replace(prompt, ids=[], refusal=reason, refusal_cause=CensorCause.PROMPT)
+        return replace(
+            prompt, ids=prompt.ids[-limit:] if self.overlong_prompts == "left" else prompt.ids[:limit]
+        )
+
+
+class FileParams(RowParams):
     path: Paths
     """File, folder or glob of files, or a list of these; JSON also as .gz or .zst.
     Rows have `prompt` (a text or a chat) or `messages`, and what the reward needs."""
     heldout_path: Paths | None = None
     """The same for held-out prompts; without it one row in eight of `path`, by the hash of its prompt."""
-    shuffle_seed: NonNegative = 0
-    """Further seed of the order; data.seed and run.seed change it too."""
 
 
-class DatasetParams(Section):
+class DatasetParams(RowParams):
     name: str
     """Folder of a data set (written by save_to_disk, or with data files), or its id on a hub."""
     subset: str | None = None
@@ -60,18 +84,17 @@ class DatasetParams(Section):
     """Split with the held-out prompts; without it one row in eight of `split`, by the hash of its prompt."""
     revision: str | None = None
     """Commit, tag or branch on the hub. `rlsys train` writes the commit down, so a run keeps its data."""
-    shuffle_seed: NonNegative = 0
-    """Further seed of the order; data.seed and run.seed change it too."""
 
 
 class RowSource:
-    """Prompts of a table, in an order that is shuffled anew in each epoch."""
+    """Prompts of a table, by default in an order that is shuffled anew in each epoch."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, rows: Table, held: Table | None, shuffle_seed: int
+        self, config: Config, tokenizer: Tokenizer, rows: Table, held: Table | None, params: RowParams
     ) -> None:
         self.keys, self.tokenizer = config.data.keys, tokenizer
-        self._seed = (config.data.seed + config.run.seed, shuffle_seed)
+        self._seed = (config.data.seed + config.run.seed, params.shuffle_seed)
+        self._params = params
         self.rows, self.held_rows = rows, held if held is not None else rows
         scan = scan_rows(rows, self.keys)
         self.held_is_trained = False
@@ -118,11 +141,13 @@ class RowSource:
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """A permutation: only the raw stream of a bit generator is the same in each version of numpy."""
+        if not self._params.shuffle:
+            return np.arange(len(self._train))
         generator = np.random.Philox(key=stable_hash(self._seed, epoch, bits=64))
         return np.argsort(generator.random_raw(len(self._train)), kind="stable")
 
     def _prompt(self, index: int, table: Table, number: int) -> Prompt:
-        return prompt_of_row(table, number, self.keys, self.tokenizer, index)
+        return self._params.fit(prompt_of_row(table, number, self.keys, self.tokenizer, index))
 
     def longest(self, count: int) -> list[Prompt]:
         """The training prompts of the rows with the longest texts, the longest first; each has its row's number in
@@ -202,7 +227,7 @@ def dataset(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource
     p = parse_params("data.params", DatasetParams, params)
     rows = read_dataset(p.name, p.subset, p.split, p.revision)
     held = read_dataset(p.name, p.subset, p.heldout_split, p.revision) if p.heldout_split else None
-    return RowSource(config, tokenizer, rows, held, p.shuffle_seed)
+    return RowSource(config, tokenizer, rows, held, p)
 
 
 def _of_files(
@@ -212,4 +237,4 @@ def _of_files(
     with of_field("data.params"):
         held = None if p.heldout_path is None else read(p.heldout_path)
         rows = read(p.path)
-    return RowSource(config, tokenizer, rows, held, p.shuffle_seed)
+    return RowSource(config, tokenizer, rows, held, p)

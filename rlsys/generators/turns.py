@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 from rlsys.config import Config
+from rlsys.config.rollout import Truncation
 from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Sample, Status
 from rlsys.router.engines import Engines
@@ -75,7 +76,9 @@ def greedy_turns(config: Config, router: Engines) -> GenerateTurn:
     return probing_turns(config, router, 0.0)
 
 
-def probing_turns(config: Config, router: Engines, temperature: float) -> GenerateTurn:
+def probing_turns(
+    config: Config, router: Engines, temperature: float, truncation: Truncation | None = None
+) -> GenerateTurn:
     """Return the function for turns outside the ledger, each with its sample's seed; greedy at temperature 0."""
 
     async def generate_turn(
@@ -84,7 +87,9 @@ def probing_turns(config: Config, router: Engines, temperature: float) -> Genera
         budget = limit_tokens(config.rollout.max_response_tokens, max_tokens) - sample.tokens
         if budget > 0:
             ids = [*sample.prompt_ids, *sample.response_ids]
-            segment = await router.probe(ids, budget, temperature, sample.seed, stop_texts, evaluation=True)
+            segment = await router.probe(
+                ids, budget, temperature, sample.seed, stop_texts, truncation=truncation, evaluation=True
+            )
             sample.append(segment)
         finished = budget > 0 and segment.finish == "stop"
         sample.status = Status.FINISHED if finished else Status.TRUNCATED

@@ -28,12 +28,6 @@ Reasons = Sequence[tuple[str, tuple[Any, ...] | None, str]]
 """(pattern of setting names, values that the reason applies to or None for all, reason)."""
 
 
-class UnsupportedRunError(UserError):
-    """The script starts a run that is not RL; no config is written. Exit code 3."""
-
-    exit_code = 3
-
-
 @dataclass(frozen=True)
 class Unresolved:
     """Value that the script alone does not determine."""
@@ -99,6 +93,9 @@ class Draft:
     missing: list[Row] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     """Values that need a manual check, since they match the setting only in part."""
+    is_fine_tuning: bool = False
+    """Whether the config is one for `rlsys sft`."""
+    has_evaluation: bool = True
     consumed: set[str] = field(default_factory=set)
     _omitted_fields: dict[str, list[str]] = field(default_factory=dict)
     """Setting -> fields that are omitted because of it."""
@@ -341,6 +338,7 @@ def to_yaml(draft: Draft, source: str) -> str:
         "eval",
         "rollout",
         "algo",
+        "sft",
         "trainer",
         "parallel",
         "engine",
@@ -351,7 +349,7 @@ def to_yaml(draft: Draft, source: str) -> str:
     lines = [f"# Translated from {source} by rlsys import."]
     for title, rows in (
         ("MISSING", draft.missing),
-        ("NOT TRANSLATED", draft.rejected),
+        ("MISSING", draft.rejected),
         ("LOOK AT", draft.warnings),
     ):
         lines += [f"# {title}: {' '.join(str(row).split())}" for row in rows]

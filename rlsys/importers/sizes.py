@@ -7,24 +7,23 @@ import re
 from dataclasses import dataclass
 
 from rlsys.importers.draft import Draft
-from rlsys.importers.rows import count_rows
 
 
 @dataclass
 class Sizes:
     """Sizes of a run in the other framework."""
 
-    groups: int
-    group_size: int
-    update: int | None
-    """Samples of one optimizer update; None: all of a step."""
-    prompt: int
-    response: int
-    micro: int
-    """Tokens of a micro-batch on one GPU; 0: not set."""
     nodes: int
     gpus: int
     """Trainer GPUs per node."""
+    groups: int = 1
+    group_size: int = 1
+    update: int | None = None
+    """Samples of one optimizer update; None: all of a step."""
+    prompt: int = 0
+    response: int = 1
+    micro: int = 0
+    """Tokens of a micro-batch on one GPU; 0: not set."""
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -63,28 +62,12 @@ def set_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None
             for name in settings_of(figure)[:1]:
                 draft.mark_unresolved(name, f"{getattr(s, figure)} does not say how many")
             setattr(s, figure, minimum)
-    for figure in ("tp", "pp", "cp", "ep", "vpp"):
-        setattr(s, figure, max(1, getattr(s, figure)))
     layout = ("nodes", "gpus", "tp", "pp", "cp")
     set_field("rollout.groups_per_step", s.groups, "groups")
     set_field("rollout.group_size", s.group_size, "group_size")
     set_field("rollout.max_response_tokens", s.response, "response")
+    dp = set_parallel(draft, s, names)
     world = s.nodes * s.gpus
-    dp = max(1, world // (s.tp * s.pp * s.cp))
-    if world % (s.tp * s.pp * s.cp) and not any(draft.is_unresolved(name) for name in settings_of(*layout)):
-        draft.warnings.append(
-            f"{world} GPUs are no multiple of tp {s.tp} x pp {s.pp} x cp {s.cp}; parallel.dp = {dp}"
-        )
-    for figure in ("tp", "pp", "cp", "vpp", "ep"):
-        if (
-            getattr(s, figure) > 1
-            or figure in ("tp", "pp")
-            or any(draft.is_unresolved(n) for n in settings_of(figure))
-        ):
-            set_field(f"parallel.{figure}", getattr(s, figure), figure)
-    if s.etp is not None or any(draft.is_unresolved(name) for name in settings_of("etp")):
-        set_field("parallel.etp", s.etp, "etp")
-    set_field("parallel.dp", dp, *layout)
     samples = s.groups * s.group_size
     if samples % dp and not any(
         draft.is_unresolved(name) for name in settings_of("groups", "group_size", *layout)
@@ -125,6 +108,56 @@ def set_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None
     draft.consumed.update(n for setting_names in names.values() for n in setting_names)
 
 
+def set_parallel(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> int:
+    """Write the fields of parallel; return the data parallel size."""
+
+    def settings_of(*figures: str) -> list[str]:
+        return [name for figure in figures for name in names.get(figure, ())]
+
+    def set_field(path: str, value: object, *figures: str) -> None:
+        draft.set_field(path, value, *settings_of(*figures))
+
+    layout = ("nodes", "gpus", "tp", "pp", "cp")
+    for figure in ("tp", "pp", "cp", "ep", "vpp"):
+        setattr(s, figure, max(1, getattr(s, figure)))
+    world = s.nodes * s.gpus
+    dp = max(1, world // (s.tp * s.pp * s.cp))
+    if world % (s.tp * s.pp * s.cp) and not any(draft.is_unresolved(name) for name in settings_of(*layout)):
+        draft.warnings.append(
+            f"{world} GPUs are no multiple of tp {s.tp} x pp {s.pp} x cp {s.cp}; parallel.dp = {dp}"
+        )
+    for figure in ("tp", "pp", "cp", "vpp", "ep"):
+        if (
+            getattr(s, figure) > 1
+            or figure in ("tp", "pp")
+            or any(draft.is_unresolved(n) for n in settings_of(figure))
+        ):
+            set_field(f"parallel.{figure}", getattr(s, figure), figure)
+    if s.etp is not None or any(draft.is_unresolved(name) for name in settings_of("etp")):
+        set_field("parallel.etp", s.etp, "etp")
+    set_field("parallel.dp", dp, *layout)
+    return dp
+
+
+def set_layout(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]], batch: int) -> None:
+    """Write the fields of parallel and launch for a run without engines.
+
+    Args:
+        draft: the config draft.
+        s: the sizes.
+        names: attribute of `s` -> the settings that it comes from.
+        batch: rows of an update.
+    """
+    dp = set_parallel(draft, s, names)
+    if batch % dp:
+        draft.warnings.append(f"sft.params.batch = {batch} does not divide over parallel.dp = {dp}")
+    draft.set_field("launch.gpus_per_node", s.gpus, *names["gpus"])
+    draft.set_field("launch.nodes", s.nodes, *names["nodes"])
+    if s.nodes > 1:
+        draft.set_field("launch.backend", "ray", *names["nodes"])
+    draft.consumed.update(n for setting_names in names.values() for n in setting_names)
+
+
 def _largest_divisor(number: int, limit: int) -> int:
     """Return the largest divisor of `number` up to `limit`; `number` is at most MAX_INTEGER squared."""
     best = 1
@@ -136,41 +169,31 @@ def _largest_divisor(number: int, limit: int) -> int:
     return best
 
 
-def set_steps(
-    draft: Draft, name: str, epochs: tuple[str, int], path: str, batch: tuple[str, int]
-) -> tuple[int, list[str]]:
-    """Write trainer.steps: the number of steps in the script, or derived from its epochs.
+def set_steps(draft: Draft, name: str, epochs: str, default_epochs: int) -> None:
+    """Write trainer.steps, or trainer.epochs where the script gives no number of steps.
 
     Args:
         draft: the config draft.
         name: the setting with the number of steps.
-        epochs: the setting with the number of epochs, and its default; 0 for none.
-        path: the setting with the training files.
-        batch: the setting with the prompts of a step, and its default.
-
-    Returns:
-        The steps, 0 if unknown, and the settings that determine them.
+        epochs: the setting with the number of epochs.
+        default_epochs: its default; 0 for none.
     """
-    steps, decides = draft.integer(name, 0), [name]
-    count = draft.integer(*epochs)
-    if steps <= 0 and not draft.is_unresolved(name):
-        rows = None if draft.is_unresolved(path) else count_rows(draft.get(path))
-        decides = [epochs[0], path, *batch[:1]]
-        if count > 0 and rows is not None and (size := draft.integer(*batch)) > 0:
-            steps = count * max(1, rows // size)
-            draft.warnings.append(
-                f"trainer.steps = {steps}: {count} epochs of {rows} rows, {size} prompts a step"
-            )
-        else:
-            draft.mark_unresolved(
-                name,
-                f"the number of steps is epochs ({count or 'not given'}) x rows of the training files / prompts of a "
-                "step",
-            )
-            decides = [name]
-    draft.set_field("trainer.steps", steps, *decides)
-    draft.consumed.add(epochs[0])
-    return max(0, steps), decides
+    steps, count = draft.integer(name, 0), draft.integer(epochs, default_epochs)
+    if steps > 0 or draft.is_unresolved(name):
+        draft.set_field("trainer.steps", steps, name)
+        draft.consumed.add(epochs)
+    elif count > 0 or draft.is_unresolved(epochs):
+        draft.set_field("trainer.epochs", count, epochs)
+    else:
+        draft.require(name, "the script gives neither steps nor epochs")
+        draft.set_field("trainer.steps", steps, name)
+
+
+def eval_truncation(top_p: float, top_k: int) -> dict[str, float]:
+    """Return the fields of an evaluation set; top_k up to 1 and top_p 1 leave out no token."""
+    if top_k <= 1 and top_p == 1:
+        return {}
+    return {"top_k": min(top_k, 2048) if top_k > 1 else 1024, "top_p": top_p}
 
 
 def set_anchor(draft: Draft) -> None:

@@ -5,16 +5,25 @@ Read as of August 2026; defaults that a script leaves out are those of slime/uti
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import read_stop_ids
-from rlsys.importers.commands import find_training_command, is_program
-from rlsys.importers.draft import Draft, Row, Settings, Unresolved, UnsupportedRunError
-from rlsys.importers.shell import Script
-from rlsys.importers.sizes import Sizes, data_source, reject_media_models, set_anchor, set_sizes, set_steps
+from rlsys.importers.arguments import Arguments
+from rlsys.importers.draft import Draft, Row, Settings, Unresolved
+from rlsys.importers.sizes import (
+    Sizes,
+    data_source,
+    eval_truncation,
+    reject_media_models,
+    set_anchor,
+    set_layout,
+    set_sizes,
+    set_steps,
+)
 
 SLIME = {
     "--hf-checkpoint": "model.path",
@@ -32,6 +41,9 @@ SLIME = {
     "--custom-rm-path": "data.reward=path/to/file.py:function",
     "--custom-generate-function-path": "rollout.generator=path/to/file.py:function",
     "--num-rollout": "trainer.steps",
+    "--num-epoch": "trainer.epochs",
+    "--rollout-shuffle": "data.params.shuffle",
+    "--rollout-max-prompt-len": "data.params.max_prompt_tokens",
     "--rollout-batch-size": "rollout.groups_per_step",
     "--n-samples-per-prompt": "rollout.group_size",
     "--global-batch-size": "algo.minibatches, the number of mini-batches in a train step",
@@ -55,7 +67,7 @@ SLIME = {
     "--lr": "trainer.lr",
     "--lr-decay-style": "trainer.schedule",
     "--lr-warmup-iters": "trainer.warmup_steps",
-    "--lr-warmup-fraction": "trainer.warmup_steps, in steps",
+    "--lr-warmup-fraction": "trainer.warmup_fraction",
     "--min-lr": "trainer.lr_end, as a share of trainer.lr",
     "--weight-decay": "trainer.weight_decay",
     "--clip-grad": "trainer.grad_clip",
@@ -74,6 +86,11 @@ SLIME = {
     "--sglang-reasoning-parser": "engine.reasoning_parser",
     "--actor-num-nodes": "launch.nodes",
     "--actor-num-gpus-per-node": "launch.gpus_per_node",
+    "--lora-rank": "trainer.lora.rank",
+    "--lora-alpha": "trainer.lora.alpha",
+    "--target-modules": "trainer.lora.targets, unset for all-linear",
+    "--opd-teacher-load": "algo.teacher.path, a Hugging Face folder",
+    "--opd-kl-coef": "algo.loss=[{name: distill, weight: X}]",
     "--colocate": "launch.placement=colocated, the default",
 }
 """Of slime's options (some are Megatron's), those that its own example scripts use most -> our field, and how it
@@ -85,17 +102,42 @@ ADVANTAGES = {
 }  # fmt: skip
 KL_KINDS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 OPTIMIZERS = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
-MATHEMATICS = ("math", "deepscaler", "dapo")
+TEACHER = "teacher's --model-path"
+"""Key of the model of the script's own SGLang server among the settings."""
+PROGRAMS = ("train.py", "train_async.py")
+EXPECTED = "train.py or train_async.py with its options"
+MATHEMATICS = {
+    "math": "answers are compared by math-verify",
+    "deepscaler": "an answer needs no </think> before it",
+    "dapo": "a wrong answer has reward 0 instead of -1, and the answer is the boxed one",
+}
+"""Rewards for mathematics -> the difference to ours."""
 FLAGS = (
     "--apply-chat-template", "--rollout-shuffle", "--partial-rollout", "--colocate", "--use-kl-loss", "--use-tis",
     "--use-routing-replay", "--use-rollout-routing-replay", "--calculate-per-token-loss",
-    "--disable-grpo-std-normalization", "--optimizer-cpu-offload", "--enable-mtp-training", "--use-opd",
+    "--disable-grpo-std-normalization", "--normalize-advantages",
+    "--disable-compute-advantages-and-returns", "--debug-train-only",
+    "--optimizer-cpu-offload", "--enable-mtp-training", "--use-opd",
     "--use-dynamic-batch-size", "--balance-data", "--sequence-parallel", "--use-wandb", "--swiglu",
     "--group-query-attention",
 )  # fmt: skip
 """Options that take no value: a word behind one is no part of it."""
 SEVERAL = ("--eval-prompt-data", "--rollout-stop", "--rollout-stop-token-ids", "--sglang-cuda-graph-bs")
 """Options that take several words."""
+SFT_DEFAULTS = (
+    (
+        r"^--(calculate-per-token-loss|disable-compute-advantages-and-returns|debug-train-only|rollout-shuffle)$",
+        (True,),
+        "so rlsys sft does it",
+    ),
+    (
+        r"^--(apply-chat-template|input-key|loss-mask-type|colocate|rollout-num-gpus.*|rollout-.*len|n-samples-.*|eval-.*|"
+        r"advantage-estimator|eps-clip.*|entropy-coef|kl-.*|label-key|rm-type|sglang-.*|tool-key)$",
+        None,
+        "not in use by supervised fine-tuning",
+    ),
+)
+"""The same for supervised fine-tuning."""
 DEFAULTS = (
     (r"^--(num-layers|hidden-size|ffn-hidden-size|num-attention-heads|group-query-attention|num-query-groups|"
      r"kv-channels|vocab-size|make-vocab-size|rotary-|use-rotary|normalization|norm-epsilon|swiglu|quick-geglu|"
@@ -105,6 +147,7 @@ DEFAULTS = (
      r"max-position|apply-layernorm|attention-output|use-gated-attention|no-rope-freq|seq-length|mscale|beta-fast|"
      r"beta-slow|original-max|post-(self-attn|mlp)-layernorm|model-name$|mtp-num-layers)",
      None, "read from the model's config.json"),
+    (r"^--lora-dropout$", (0,), "there is no dropout"),
     (r"^--(attention|hidden)-dropout$", (0,), "there is no dropout"),
     (r"^--moe-router-load-balancing-type$", None, "the balancing loss is weighted by trainer.balance_loss"),
     (r"^--moe-z-loss-coeff$", (0,), "no z-loss"),
@@ -122,16 +165,16 @@ DEFAULTS = (
     (r"^--seed$", None, "run.seed; the numbers of two frameworks are never equal"),
     (r"^--rollout-function-path$", ("slime.rollout.sglang_rollout.generate_rollout",), "rollout.generator"),
     (r"^--rollout-skip-special-tokens$", None, "rewards see the text with the model's end token"),
-    (r"^--train-backend$", ("megatron",), "Megatron"),
+    (r"^--train-backend$", ("megatron", "fsdp"), "Megatron"),
     (r"^--(kl-loss-type|kl-loss-coef)$", None, "not in use: the script has no --use-kl-loss"),
     (r"^--(tis-clip)$", None, "not in use: the script has no --use-tis"),
     (r"^--(gamma|lambd|critic-lr|value-clip)$", None, "not in use: --advantage-estimator is not ppo"),
     (r"^--opd-(type|kl-coef)$", None, "not in use: the script has no --use-opd"),
-    (r"^--eval-top-k$", (-1, 1), "sets are sampled from the whole distribution, or greedily with temperature 0"),
     (r"^--(lr-warmup-init)$", (0,), "the learning rate rises from 0"),
 )  # fmt: skip
 """Options that ask for what a run here does anyway."""
 SPEED = (
+    (r"^--(qkv-format|attn-implementation|gradient-checkpointing)$", "the trainer has no such switch"),
     (r"^--(recompute-(method|num-layers)|log-probs-chunk-size|attention-backend|moe-(enable-deepep|token-dispatcher|permute-fusion|"
      r"deepep|shared-expert-overlap)|use-distributed-optimizer|overlap-|use-precision-aware|"
      r"no-gradient-accumulation-fusion|no-masked-softmax-fusion|no-(rope|bias)-.*fusion|no-rope-fusion|cross-entropy|"
@@ -148,81 +191,65 @@ SPEED = (
      "the run folder has metrics and samples; run.trackers sends them on"),
 )  # fmt: skip
 """Options without a counterpart that change speed, memory or logging alone."""
-NOT_SGLANG = ("--sglang-router", "--sglang-server-concurrency", "--sglang-config", "--sglang-log-")
-"""Options that begin as SGLang's do and are slime's own, or of the engines' logs."""
+NOT_SGLANG = (
+    "--sglang-router", "--sglang-server-concurrency", "--sglang-config", "--sglang-log-", "--sglang-decode-log",
+    "--sglang-enable-metrics", "--sglang-enable-dp-", "--sglang-lora-backend", "--sglang-kv-events",
+    "--sglang-disaggregation",
+)  # fmt: skip
+"""Options of slime's own router, of logs, and of SGLang for sockets that the config refuses."""
+DATA_PARALLEL = ("--sglang-dp-size", "--sglang-data-parallel-size")
+"""Options of SGLang that belong to data-parallel attention if that is enabled."""
 
 
-def read_settings(
-    text: str, yaml_data: Any, variables: Mapping[str, str], path: Path | None = None
-) -> Settings:
-    """Read the options of the training command.
-
-    Args:
-        text: the script.
-        yaml_data: what a YAML file holds; None for a script.
-        variables: the environment that the script is started in.
-        path: where the script lies.
-
-    Returns:
-        Options with their dashes; of several words a list. `train` is the program.
+def read_yaml(data: Any) -> Settings:
+    """Return the options of a YAML file, whose keys are names of options with or without dashes.
 
     Raises:
-        UserError: there is no command of slime in it.
+        UserError: the file has other content.
     """
-    if yaml_data is not None:
-        return Settings(
-            {
-                f"--{str(k).replace('_', '-').lstrip('-')}": v
-                for k, v in yaml_data.items()
-                if v not in (None, False)
-            }
-        )
-    script = Script(text, variables, path)
-    command, settings = find_training_command(
-        script, _program_index, ("train.py", "train_async.py"), r"\s--\w"
+    if not isinstance(data, dict):
+        raise UserError(f"expected a mapping of options, not {type(data).__name__}")
+    return Settings(
+        {
+            f"--{str(key).replace('_', '-').lstrip('-')}": value
+            for key, value in data.items()
+            if value not in (None, False)
+        }
     )
-    if command is None:
-        raise UserError("no command of slime in it: expected train.py or train_async.py with its options")
-    argv = command.argv[_program_index(command.argv) :]
-    settings.values |= _options(script, argv[1:], settings)
-    settings.values["train"] = Path(argv[0]).stem
-    return settings
 
 
-def _program_index(argv: list[str]) -> int:
-    """Return the index of train.py in a command's arguments, or -1 if the command does not start it."""
-    index = next(
-        (i for i, w in enumerate(argv) if Path(w[-99:]).name in ("train.py", "train_async.py")), None
-    )
-    return index if index is not None and is_program(argv, index) else -1
+def program_index(argv: Sequence[str]) -> int:
+    """Return the index of the training program in an argument list, or -1."""
+    return next((i for i, argument in enumerate(argv) if Path(argument[-99:]).name in PROGRAMS), -1)
 
 
-def _options(script: Script, argv: list[str], settings: Settings) -> dict[str, Any]:
+def read_settings(arguments: Arguments) -> Settings:
+    """Return the options of the training command with their dashes; `train` is the program."""
+    settings = Settings({}, list(arguments.problems), list(arguments.notes))
     options: dict[str, list[str]] = {}
     name = None
-    for argument in argv:
-        if argument.startswith("--"):
-            name, _, value = argument.partition("=")
-            options[name] = [value] if value else []
+    for argument in arguments.argv[1:]:
+        reason = arguments.run.explain(argument)
+        if argument.startswith("--") and reason is None:
+            name, separator, value = argument.partition("=")
+            options[name] = [value] if separator else []
         elif (
-            name is not None
-            and name not in FLAGS
-            and not (options[name] and name not in SEVERAL and script.is_hole(argument))
+            name is not None and name not in FLAGS and not (options[name] and name not in SEVERAL and reason)
         ):
             options[name].append(argument)
-        elif holes := script.holes_in(argument):
-            settings.problems.append(
-                f"{script.source_text(argument)}: {holes[0].reason}; it may be any option"
-            )
         else:
-            settings.problems.append(f"{argument}: a word that belongs to no option")
-    return {name: _value(script, value) for name, value in options.items()}
-
-
-def _value(script: Script, arguments: list[str]) -> Any:
-    if holes := [hole for argument in arguments for hole in script.holes_in(argument)]:
-        return Unresolved(" ".join(map(script.source_text, arguments)), holes[0].reason)
-    return True if not arguments else arguments[0] if len(arguments) == 1 else arguments
+            text = arguments.run.source_text(argument)
+            settings.problems.append(
+                f"{text}: {reason}; it may be any option"
+                if reason
+                else f"{text}: a word that belongs to no option"
+            )
+    settings.values |= {name: arguments.value(values) for name, values in options.items()}
+    settings.values["train"] = Path(arguments.argv[0]).stem
+    for command in arguments.run.commands:
+        if "sglang.launch_server" in command and "--model-path" in command[:-1]:
+            settings.values.setdefault(TEACHER, command[command.index("--model-path") + 1])
+    return settings
 
 
 def translate(settings: Settings, rewards: Collection[str]) -> Draft:
@@ -234,11 +261,9 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
 
     Raises:
         UserError: a script without model or data, or a value of the wrong kind.
-        UnsupportedRunError: the script fine-tunes or distils.
     """
     d = Draft(dict(settings.values), SLIME)
     asynchronous = d.get("train") == "train_async"
-    _refuse_other_runs(d)
     for name in ("--hf-checkpoint", "--prompt-data"):
         if not d.is_present(name):
             if not settings.problems:
@@ -249,6 +274,18 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     d.set_field("model.path", d.text("--hf-checkpoint"), "--hf-checkpoint")
     reject_media_models(d, "--hf-checkpoint")
     d.set_field("model.dtype", "bfloat16")
+    if d.text("--loss-type", "policy_loss") == "sft_loss" or "sft_rollout" in d.text(
+        "--rollout-function-path"
+    ):
+        _fine_tuning(d)
+        d.finish((*SFT_DEFAULTS, *DEFAULTS), SPEED, settings)
+        return d
+    d.consumed -= {"--loss-type", "--rollout-function-path"}
+    distils = d.flag("--use-opd") or "on_policy_distillation" in d.text("--custom-rm-path")
+    if distils:
+        _teacher(d)
+    else:
+        d.consumed -= {"--use-opd", TEACHER}
     _data(d, rewards)
     _rollout(d)
     _algorithm(d)
@@ -265,21 +302,33 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     return d
 
 
-def _refuse_other_runs(d: Draft) -> None:
-    """Raise UnsupportedRunError for supervised fine-tuning and distillation, which have their own commands."""
-    if d.text("--loss-type", "policy_loss") == "sft_loss" or "sft_rollout" in d.text(
-        "--rollout-function-path"
-    ):
-        raise UnsupportedRunError(
-            "supervised fine-tuning (--loss-type sft_loss); nothing is written: use rlsys sft with sft.traces = "
-            "chats (docs/sft.md)"
+def _fine_tuning(d: Draft) -> None:
+    """Translate supervised fine-tuning, for `rlsys sft`."""
+    d.is_fine_tuning = True
+    d.consumed |= {"--loss-type", "--rollout-function-path"}
+    batch = d.integer("--global-batch-size", d.integer("--rollout-batch-size", 0))
+    d.require("--rollout-batch-size")
+    if d.integer("--rollout-batch-size", batch) != batch:
+        d.reject(
+            "--rollout-batch-size", f"an update of rlsys sft has one batch; --global-batch-size is {batch}"
         )
-    if d.flag("--use-opd"):
-        raise UnsupportedRunError(
-            "on-policy distillation (--use-opd); nothing is written: use algo.teacher with the loss distill "
-            "(configs/algorithms/distill.yaml); algo.teacher.engine asks a server, as --rm-url does"
+    d.set_field("sft.traces", "chats")
+    d.set_field("sft.params.path", d.get("--prompt-data"), "--prompt-data")
+    d.set_field("sft.params.batch", batch, "--global-batch-size", "--rollout-batch-size")
+    if d.text("--input-key", "messages") != "messages":
+        d.reject("--input-key", "the chats of a row are its `messages`")
+    if d.is_present("train") and not d.flag("--calculate-per-token-loss"):
+        d.require(
+            "--calculate-per-token-loss", "the mean over samples has no counterpart; here it is over tokens"
         )
-    d.consumed -= {"--loss-type", "--rollout-function-path", "--use-opd"}
+        d.set_field("sft.loss", "cross_entropy", "--calculate-per-token-loss")
+    _trainer(d, "sft")
+    nodes, gpus = d.integer("--actor-num-nodes", 1), d.integer("--actor-num-gpus-per-node", 8)
+    sizes, names = _layout(d, nodes, gpus)
+    set_layout(d, sizes, names, max(1, batch))
+    tokens = d.integer("--max-tokens-per-gpu", 0) * sizes.cp
+    if tokens:
+        d.set_field("trainer.token_budget", tokens, "--max-tokens-per-gpu", "--context-parallel-size")
 
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
@@ -292,7 +341,10 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     d.copy("--label-key")
     d.copy("--tool-key")
     kind, import_path = d.text("--rm-type"), d.text("--custom-rm-path")
-    if d.is_present("--custom-rm-path"):
+    if TEACHER in d.consumed and "on_policy_distillation" in import_path:
+        d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--custom-rm-path")
+        d.warnings.append("data.reward: a metric only; the script's function returns the teacher's log-probs")
+    elif d.is_present("--custom-rm-path"):
         module, _, function = import_path.rpartition(".")
         d.set_field("data.reward", f"{module}:{function}", "--custom-rm-path")
     else:
@@ -300,6 +352,8 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
         if kind and kind not in MATHEMATICS:
             d.reject("--rm-type", "no reward of that name here; name yours in data.reward")
         d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--rm-type")
+        if kind in MATHEMATICS:
+            d.warnings.append(f"data.reward = math: compared with slime's {kind}, {MATHEMATICS[kind]}")
     d.consumed |= {"--rm-type", "--custom-rm-path"}
     if d.is_present("--custom-generate-function-path"):
         import_path = d.text("--custom-generate-function-path")
@@ -311,15 +365,23 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     for name in ("--reward-key", "--eval-reward-key", "--metadata-key", "--eval-config"):
         d.reject(name, "no counterpart: rewards are named by what they return, rows are read whole")
     d.reject("--multimodal-keys", "no counterpart: models and prompts are text")
-    if d.is_present("train") and not d.is_present("--rollout-shuffle"):
-        d.warnings.append(
-            "data.seed: slime without --rollout-shuffle keeps the order of the rows; here they are shuffled"
-        )
+    if d.is_present("train") and not d.flag("--rollout-shuffle"):
+        d.set_field("data.params.shuffle", False, "--rollout-shuffle")
+    d.consumed.discard("--rollout-shuffle")
+    if d.is_present("--rollout-max-prompt-len"):
+        limit = d.integer("--rollout-max-prompt-len", 0)
+        d.set_field("data.params.max_prompt_tokens", limit, "--rollout-max-prompt-len")
     if d.is_present("train") and not d.is_present("--apply-chat-template"):
         d.warnings.append(
             "data: slime without --apply-chat-template takes prompts as they are; here chats get the template"
         )
     _heldout(d)
+    if d.is_present("--eval-interval"):
+        d.set_field("eval.every", d.integer("--eval-interval", 0), "--eval-interval")
+    else:
+        d.has_evaluation = False
+        d.set_field("eval.prompts", 0, "--eval-interval")
+        d.config["eval"].pop("sets", None)
 
 
 def _heldout(d: Draft) -> None:
@@ -333,24 +395,28 @@ def _heldout(d: Draft) -> None:
     if not eval_files:
         if d.is_unresolved("--eval-prompt-data"):
             d.set_field("data.params.heldout_path", "", "--eval-prompt-data")
-        for name in (*settings, "--eval-top-p"):
-            d.consumed.add(name)
+        d.consumed |= {*settings, "--eval-top-p", "--eval-top-k"}
         return
     d.set_field("data.params.heldout_path", eval_files[0][1], "--eval-prompt-data")
     samples = d.integer("--n-samples-per-eval-prompt", 1)
     max_tokens = d.integer("--eval-max-response-len", d.integer("--rollout-max-response-len", 1024))
     temperature = d.number("--eval-temperature", d.number("--rollout-temperature", 1.0))
+    top_k = d.integer("--eval-top-k", d.integer("--rollout-top-k", -1))
+    truncation = eval_truncation(d.number("--eval-top-p", d.number("--rollout-top-p", 1.0)), top_k)
+    if top_k == 1:
+        temperature = 0.0
+    if samples > 1 and temperature == 0:
+        d.warnings.append(f"eval.sets: one greedy response, not the script's {samples} equal ones")
+        samples = 1
     eval_sets: list[dict[str, Any]] = []
     for index, (name, path) in enumerate(eval_files):
         eval_set: dict[str, Any] = {"name": str(name).lower(), "prompts": 30, "samples": samples}
-        eval_set |= {"temperature": temperature, "max_response_tokens": max_tokens}
+        eval_set |= {"temperature": temperature, "max_response_tokens": max_tokens, **truncation}
         if index:
             data = d.config["data"]
             eval_set["data"] = data | {"params": data.get("params", {}) | {"heldout_path": path}}
         eval_sets.append(eval_set)
-    d.set_field("eval.sets", eval_sets, *settings)
-    if d.number("--eval-top-p", 1.0) != 1:
-        d.reject("--eval-top-p", "sets are sampled from the whole distribution")
+    d.set_field("eval.sets", eval_sets, *settings, "--eval-top-p", "--eval-top-k")
 
 
 def _rollout(d: Draft) -> None:
@@ -366,7 +432,7 @@ def _rollout(d: Draft) -> None:
     if d.flag("--partial-rollout"):
         d.set_field(
             "rollout.over_provision",
-            min(16.0, max(over_provision, 1.5)),
+            min(16.0, max(over_provision, 1.0)),
             "--partial-rollout",
             "--over-sampling-batch-size",
         )
@@ -387,6 +453,8 @@ def _rollout(d: Draft) -> None:
         "--custom-convert-samples-to-train-data-path", "--buffer-filter-path", "--rollout-sample-filter-path",
         "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
     ):  # fmt: skip
+        if "on_policy_distillation" in d.text(name):
+            continue  # the reward is the teacher's
         d.reject(name, "a function of slime's own loop; planners, selectors and shaping of algo do this here")
 
 
@@ -411,6 +479,27 @@ def _stop_ids(d: Draft) -> None:
         d.defaults.append(Row(option, str(d.settings[option]), "the model's own stop ids"))
 
 
+def _teacher(d: Draft) -> None:
+    """Translate on-policy distillation; the teacher is a server, or a Megatron checkpoint beside the reference."""
+    d.consumed.add("--opd-type")
+    load = "--opd-teacher-load"
+    if d.is_present(load):
+        d.reject(load, "a Megatron checkpoint; algo.teacher.path is a Hugging Face folder")
+        d.set_field("algo.teacher", {"path": d.text(load)}, load)
+        return
+    d.require(TEACHER, "algo.teacher.path: the script does not start the teacher's server")
+    teacher: dict[str, Any] = {"path": d.text(TEACHER)}
+    names = [TEACHER, "--use-opd"]
+    if d.is_present("--rm-url") or d.is_present(TEACHER):
+        names.append("--rm-url")
+        teacher["engine"] = d.text("--rm-url").removesuffix("/generate") or "own"
+    d.set_field("algo.teacher", teacher, *names)
+    d.warnings.append(
+        "algo.loss distill: the gradient of the reverse KL over the teacher's most probable tokens; slime estimates "
+        "it from the sampled token, as a part of the advantage"
+    )
+
+
 def _algorithm(d: Draft) -> None:
     estimator = d.text("--advantage-estimator", "grpo")
     advantage_name = ADVANTAGES.get(estimator)
@@ -419,6 +508,11 @@ def _algorithm(d: Draft) -> None:
         advantage_name = "grpo"
     if advantage_name == "grpo" and d.flag("--disable-grpo-std-normalization"):
         advantage_name = "dr_grpo"
+    whitens = advantage_name in ("reinforce_pp", "reinforce_pp_baseline")
+    if d.flag("--normalize-advantages") != whitens:
+        if whitens:
+            d.require("--normalize-advantages", "reinforce_pp always whitens the advantages")
+        d.reject("--normalize-advantages", "advantages of this estimator are not whitened")
     advantage: Any = advantage_name
     of_advantage = ["--advantage-estimator", "--disable-grpo-std-normalization"]
     if advantage_name == "gae":
@@ -442,6 +536,11 @@ def _algorithm(d: Draft) -> None:
             terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
     if entropy := d.number("--entropy-coef", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
+    if TEACHER in d.consumed:
+        if "on_policy_distillation" in d.text("--custom-reward-post-process-path"):
+            terms = []  # the reward is 0
+        terms.append({"name": "distill", "weight": d.number("--opd-kl-coef", 1.0)})
+        of_loss += ["--use-opd", "--opd-kl-coef"]
     d.set_field("algo.loss", terms, *of_loss)
     by_token = d.flag("--calculate-per-token-loss") and estimator != "gspo"
     d.set_field("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")
@@ -461,23 +560,22 @@ def _algorithm(d: Draft) -> None:
         d.set_field("engine.return_routes", engine, *names)
 
 
-def _trainer(d: Draft) -> None:
-    steps, of_steps = set_steps(
-        d, "--num-rollout", ("--num-epoch", 0), "--prompt-data", ("--rollout-batch-size", 1)
-    )
+def _trainer(d: Draft, section: str = "trainer") -> None:
+    """Translate optimizer, schedule and checkpoints; `section` has the schedule."""
+    set_steps(d, "--num-rollout", "--num-epoch", 0)
     d.require("--lr")
     lr = d.number("--lr", 0.0)
     d.copy("--lr", float)
-    fraction = d.number("--lr-warmup-fraction", 0.0)
-    warmup = d.integer("--lr-warmup-iters", round(fraction * steps))
-    of_warmup = ["--lr-warmup-iters", "--lr-warmup-fraction"]
-    d.set_field("trainer.warmup_steps", warmup, *of_warmup, *(of_steps if fraction else []))
+    if d.is_present("--lr-warmup-fraction"):
+        d.set_field("trainer.warmup_fraction", d.number("--lr-warmup-fraction", 0.0), "--lr-warmup-fraction")
+    else:
+        d.set_field("trainer.warmup_steps", d.integer("--lr-warmup-iters", 0), "--lr-warmup-iters")
     style = d.text("--lr-decay-style", "linear")
     if style not in ("constant", "linear", "cosine"):
         d.reject("--lr-decay-style", "constant, linear and cosine are here")
-    d.set_field("trainer.schedule", style, "--lr-decay-style")
-    if (min_lr := d.number("--min-lr", 0.0)) and lr:
-        d.set_field("trainer.lr_end", min_lr / lr, "--min-lr", "--lr")
+    d.set_field(f"{section}.schedule", style, "--lr-decay-style")
+    if lr and ((min_lr := d.number("--min-lr", 0.0)) or section == "sft"):
+        d.set_field(f"{section}.lr_end", min(1.0, min_lr / lr), "--min-lr", "--lr")
     d.set_field("trainer.weight_decay", d.number("--weight-decay", 0.01), "--weight-decay")
     d.set_field("trainer.grad_clip", d.number("--clip-grad", 1.0), "--clip-grad")
     betas = [d.number("--adam-beta1", 0.9), d.number("--adam-beta2", 0.999)]
@@ -489,20 +587,20 @@ def _trainer(d: Draft) -> None:
     if (optimizer := d.text("--optimizer", "adam")) not in OPTIMIZERS:
         d.reject("--optimizer", f"{' and '.join(OPTIMIZERS)} are here")
     d.set_field("trainer.optimizer", OPTIMIZERS.get(optimizer, "adamw"), "--optimizer")
+    if d.is_present("--fp8-recipe") or d.is_present("--fp8-format"):
+        if d.text("--fp8-recipe", "delayed") != "blockwise" or d.text("--fp8-format", "e4m3") != "e4m3":
+            d.reject("--fp8-recipe", "model.fp8 = both has blocks of e4m3")
+        d.set_field("model.fp8", "both", "--fp8-recipe", "--fp8-format")
     if d.flag("--optimizer-cpu-offload"):
         d.set_field("trainer.offload_optimizer", 1.0, "--optimizer-cpu-offload")
-    for name, path, default in (
-        ("--save-interval", "trainer.checkpoint_every", 20),
-        ("--eval-interval", "eval.every", 20),
-    ):
-        d.set_field(path, d.integer(name, default), name)
+    d.set_field("trainer.checkpoint_every", d.integer("--save-interval", 20), "--save-interval")
     for name, path in (
         ("--moe-aux-loss-coeff", "trainer.balance_loss"),
         ("--moe-router-bias-update-rate", "trainer.balance_rate"),
     ):
         if d.number(name, 0.0):
             d.set_field(path, d.number(name, 0.0), name)
-    d.reject("--lora-rank", "not translated: give trainer.lora yourself")
+    _lora(d)
     weight = d.number("--mtp-loss-scaling-factor", 0.2)
     if d.flag("--enable-mtp-training"):
         d.set_field("trainer.mtp_loss", weight, "--mtp-loss-scaling-factor", "--enable-mtp-training")
@@ -512,6 +610,18 @@ def _trainer(d: Draft) -> None:
             )
 
 
+def _lora(d: Draft) -> None:
+    """Translate Miles' adapters; their matrices have Hugging Face's names."""
+    rank = d.integer("--lora-rank", 0)
+    if rank <= 0 and not d.is_unresolved("--lora-rank"):
+        return
+    d.set_field("trainer.lora.rank", rank, "--lora-rank")
+    d.set_field("trainer.lora.alpha", d.number("--lora-alpha", 16), "--lora-alpha", "--lora-rank")
+    targets = d.text("--target-modules", "all-linear")
+    if targets not in ("all-linear", "all"):
+        d.set_field("trainer.lora.targets", targets.split(","), "--target-modules", "--lora-rank")
+
+
 def _engines(d: Draft) -> None:
     """Pass on SGLang's own options; those with a field of ours become that field."""
     d.copy("--sglang-max-total-tokens", int)
@@ -519,6 +629,8 @@ def _engines(d: Draft) -> None:
     names, args = [], []
     for name, value in d.settings.items():
         if not name.startswith("--sglang-") or name in d.consumed or name.startswith(NOT_SGLANG):
+            continue
+        if name in DATA_PARALLEL and d.is_present("--sglang-enable-dp-attention"):
             continue
         names.append(name)
         args.append("--" + name.removeprefix("--sglang-"))
@@ -536,10 +648,7 @@ def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ..
         "groups": ("--rollout-batch-size",), "group_size": ("--n-samples-per-prompt",),
         "response": ("--rollout-max-response-len",), "prompt": ("--rollout-max-prompt-len",),
         "update": (update_setting,),
-        "micro": ("--max-tokens-per-gpu",), "nodes": ("--actor-num-nodes",), "gpus": ("--actor-num-gpus-per-node",),
-        "tp": ("--tensor-model-parallel-size",), "pp": ("--pipeline-model-parallel-size",),
-        "cp": ("--context-parallel-size",), "ep": ("--expert-model-parallel-size",),
-        "etp": ("--expert-tensor-parallel-size",), "engine_tp": ("--rollout-num-gpus-per-engine",),
+        "micro": ("--max-tokens-per-gpu",), "engine_tp": ("--rollout-num-gpus-per-engine",),
         "engine_gpus": ("--rollout-num-gpus",), "placement": ("--colocate",),
     }  # fmt: skip
     for name in ("--rollout-batch-size", "--rollout-max-response-len"):
@@ -563,14 +672,25 @@ def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ..
         d.require(
             "--rollout-num-gpus", "the engines have GPUs of their own, and the script does not say how many"
         )
-    etp = d.integer("--expert-tensor-parallel-size", 0)
-    sizes = Sizes(
-        groups=groups, group_size=n, update=update or None,
+    sizes, layout_names = _layout(d, nodes, gpus)
+    sizes = replace(
+        sizes, groups=groups, group_size=n, update=update or None,
         prompt=d.integer("--rollout-max-prompt-len", 2048), response=d.integer("--rollout-max-response-len", 1024),
-        micro=d.integer("--max-tokens-per-gpu", 0), nodes=nodes, gpus=gpus,
-        tp=d.integer("--tensor-model-parallel-size", 1), pp=d.integer("--pipeline-model-parallel-size", 1),
-        cp=d.integer("--context-parallel-size", 1), ep=d.integer("--expert-model-parallel-size", 1),
-        etp=etp or None, engine_tp=d.integer("--rollout-num-gpus-per-engine", 1),
+        micro=d.integer("--max-tokens-per-gpu", 0), engine_tp=d.integer("--rollout-num-gpus-per-engine", 1),
         engine_gpus=None if shared else d.integer("--rollout-num-gpus", nodes * gpus),
+    )  # fmt: skip
+    return sizes, names | layout_names
+
+
+def _layout(d: Draft, nodes: int, gpus: int) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
+    names: dict[str, tuple[str, ...]] = {
+        "nodes": ("--actor-num-nodes",), "gpus": ("--actor-num-gpus-per-node",),
+        "tp": ("--tensor-model-parallel-size",), "pp": ("--pipeline-model-parallel-size",),
+        "cp": ("--context-parallel-size",), "ep": ("--expert-model-parallel-size",),
+        "etp": ("--expert-tensor-parallel-size",),
+    }  # fmt: skip
+    sizes = Sizes(
+        nodes=nodes, gpus=gpus, etp=d.integer("--expert-tensor-parallel-size", 0) or None,
+        **{name: d.integer(names[name][0], 1) for name in ("tp", "pp", "cp", "ep")},
     )  # fmt: skip
     return sizes, names

@@ -5,22 +5,34 @@ Read as of August 2026; defaults that a script leaves out are verl's own.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlsys.core.errors import UserError
-from rlsys.importers.commands import find_training_command, is_program
-from rlsys.importers.draft import Draft, Row, Settings, Unresolved, UnsupportedRunError
-from rlsys.importers.shell import Script, has_hole
-from rlsys.importers.sizes import Sizes, data_source, reject_media_models, set_anchor, set_sizes, set_steps
+from rlsys.importers.arguments import Arguments
+from rlsys.importers.draft import Draft, Row, Settings
+from rlsys.importers.namespace import ScriptRun
+from rlsys.importers.sizes import (
+    Sizes,
+    data_source,
+    eval_truncation,
+    reject_media_models,
+    set_anchor,
+    set_layout,
+    set_sizes,
+    set_steps,
+)
 
 VERL = {
     "data.train_files": "data.params.path, with data.source=parquet",
     "data.val_files": "data.params.heldout_path",
     "data.prompt_key": "data.keys.prompt",
     "data.seed": "data.seed",
+    "data.shuffle": "data.params.shuffle",
+    "data.max_prompt_length": "data.params.max_prompt_tokens",
+    "data.truncation": "data.params.overlong_prompts",
     "data.tools_key": "data.keys.tools",
     "data.apply_chat_template_kwargs": "data.chat_template_args",
     "data.train_batch_size": "rollout.groups_per_step",
@@ -34,6 +46,7 @@ VERL = {
     "actor_rollout_ref.actor.optim.betas": "trainer.betas",
     "actor_rollout_ref.actor.optim.min_lr_ratio": "trainer.lr_end",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "trainer.warmup_steps",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "trainer.warmup_fraction",
     "actor_rollout_ref.actor.optim.weight_decay": "trainer.weight_decay",
     "actor_rollout_ref.actor.grad_clip": "trainer.grad_clip",
     "actor_rollout_ref.actor.optim.clip_grad": "trainer.grad_clip",
@@ -69,7 +82,7 @@ VERL = {
     "reward.custom_reward_function.path": "data.reward=path/to/file.py:function",
     "critic.optim.lr": "algo.critic.lr",
     "trainer.critic_warmup": "algo.critic.warmup_steps",
-    "trainer.total_epochs": "trainer.steps, the train steps of the whole run",
+    "trainer.total_epochs": "trainer.epochs",
     "trainer.total_training_steps": "trainer.steps",
     "trainer.nnodes": "launch.nodes",
     "trainer.n_gpus_per_node": "launch.gpus_per_node",
@@ -85,6 +98,8 @@ VERL = {
 
 SECTIONS = (
     "data",
+    "model",
+    "optim",
     "actor_rollout_ref",
     "algorithm",
     "trainer",
@@ -94,9 +109,27 @@ SECTIONS = (
     "custom_reward_function",
 )
 """A command is one of verl when a setting of it is in one of these."""
-ENTRIES = ("verl.trainer.main_ppo", "main_ppo", "recipe.dapo.main_dapo", "main_dapo")
-CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
+EXPECTED = "python -m verl.trainer.main_ppo with settings such as data.train_batch_size=256"
+ONE_STEP_OFF = ("verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo")
+FULLY_ASYNC = (
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "recipe.fully_async_policy.fully_async_main",
+)
+ENTRIES = (
+    "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "main_ppo", "recipe.dapo.main_dapo", "main_dapo",
+    "recipe.entropy.main_entropy", *ONE_STEP_OFF, *FULLY_ASYNC,
+)  # fmt: skip
+CONFIGS = (
+    "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "one_step_off_ppo_trainer",
+    "one_step_off_ppo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer",
+)  # fmt: skip
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+LOSS_PARAMETERS = {
+    "clip_cov": {"clip_cov_ratio": "share", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
+    "kl_cov": {"kl_cov_ratio": "share", "ppo_kl_coef": "coefficient"},
+    "sapo": {"tau_pos": "tau_positive", "tau_neg": "tau_negative"},
+}
+"""Loss -> its settings in policy_loss -> parameters of ours."""
 ADVANTAGES = {
     "grpo": "grpo", "gae": "gae", "rloo": "rloo", "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "opo": "opo", "grpo_passk": "grpo_passk", "gpg": "gpg",
@@ -104,15 +137,28 @@ ADVANTAGES = {
 }  # fmt: skip
 LOSSES = {
     "vanilla": "clip", "gspo": "gspo", "geo_mean": "gmpo", "clip_cov": "clip_cov", "kl_cov": "kl_cov",
-    "cispo": "cispo", "sapo": "sapo",
+    "cispo": "cispo", "sapo": "sapo", "gpg": "reinforce", "dppo_tv": "dppo", "dppo_kl": "dppo",
 }  # fmt: skip
 REDUCERS = {
     "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum": "constant",
     "seq-mean-token-sum-norm": "constant",
 }  # fmt: skip
 KL_KINDS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+MEGATRON_MATRICES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
+}  # fmt: skip
+"""Megatron's names of adapted matrices -> Hugging Face's."""
 MANAGERS = ("naive", "dapo", "prime")
 _LAYOUT = r"(fsdp|megatron|veomni|torchtitan|automodel|mindspeed|engine|dtensor)"
+SFT_DEFAULTS = (
+    (r"^data\.(max_length|max_token_len_per_gpu|pad_mode|micro_batch_size.*|use_dynamic_bsz|ignore_input_ids_mismatch)$",
+     None, "answers are packed to trainer.token_budget"),
+    (r"^data\.val_files$", None, "no held-out loss"),
+    (r"^engine(\.|$)|^model\.(fsdp_config|strategy|use_|enable_gradient|trust|external_lib)|use_remove_padding$|"
+     r"^ulysses", None, "the trainer is Megatron; parallel and trainer say how"),
+)  # fmt: skip
+"""The same for supervised fine-tuning."""
 DEFAULTS = (
     (r"^actor_rollout_ref\.ref\.(strategy|log_prob_|use_torch_compile|fsdp|megatron|veomni|torchtitan|entropy|profiler|"
      r"ulysses|engine|rollout_n)", None, "the reference shares the trainer's layout"),
@@ -126,17 +172,21 @@ DEFAULTS = (
     (r"rollout\.(ignore_eos|do_sample)$", (False, "true", True), "a response ends at the model's end token"),
     (r"rollout\.(load_format|skip_tokenizer_init|disable_log_stats|free_cache_engine|multi_stage_wake_up)$", None,
      "weights reach the engines by weights.method; launch.release_memory frees them"),
-    (r"hybrid_engine$", (True,), "launch.placement = colocated"),
-    (r"data\.(filter_overlong_prompts(_workers)?|max_prompt_length)$", None,
-     "a prompt that is too long is left out and counted"),
+    (r"hybrid_engine$", (True, False), "launch.placement"),
+    (r"data\.filter_overlong_prompts_workers$", None, "rows are counted on all CPUs"),
     (r"data\.shuffle$", (True,), "prompts are shuffled by data.seed"),
     (r"data\.(return_raw_chat|return_raw_input_ids|return_full_prompt|trust_remote_code)$|trust_remote_code$", None,
      "rows are read whole; no code of a model's folder is run"),
     (r"data\.reward_fn_key$", ("data_source",), "a row's data_source goes to functions with verl's signature"),
     (r"data\.(train|val)_max_samples$", (-1,), "all rows"),
     (r"trainer\.val_before_train$", None, "an evaluation runs before the first step"),
+    (r"(max_position_embeddings)$", None, "the limits of prompt and response bound the positions"),
+    (r"(attention_dropout|embd_pdrop|resid_pdrop|hidden_dropout|lora_dropout)$", (0,), "there is no dropout"),
+    (r"trainer\.val_only$", (False,), "training"),
+    (r"data\.validation_shuffle$", (False,), "held-out prompts have a fixed order"),
+    (r"^async_training\.(use_trainer_do_validate|use_rollout_log_probs)$", None, "evaluations run on the engines"),
     (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir goes on"),
-    (r"trainer\.resume_from_path$", (False, None), "the same command with the same run.dir goes on"),
+    (r"trainer\.resume_from_path$", (False, None, ""), "the same command with the same run.dir goes on"),
     (r"trainer\.use_legacy_worker_impl$|trainer\.use_v1$", ("disable", False), "rlsys has its own loop"),
     (r"(checkpoint\.|max_(critic_)?ckpt_to_keep|max_critic_ckpt|del_local|remove_previous|default_hdfs_dir)", None,
      "trainer.checkpoint_every and trainer.keep_checkpoints"),
@@ -144,20 +194,26 @@ DEFAULTS = (
     (r"optim\.(optimizer)$", ("AdamW", "adam", "adamw"), "trainer.optimizer = adamw"),
     (r"optim\.(lr_warmup_init)$", (0,), "the learning rate rises from 0"),
     (r"optim\.(total_training_steps|lr_decay_steps)$", (-1, None), "trainer.steps"),
-    (r"actor\.(shuffle|freeze_vision_tower|calculate_sum_pi_squared|calculate_entropy)$", (False,), "off"),
+    (r"actor\.(shuffle|freeze_vision_tower|calculate_entropy)$", (False,), "off"),
+    (r"actor\.calculate_sum_pi_squared$", None, "computed where algo.advantage needs it"),
     (r"actor\.(kl_loss_coef|kl_loss_type)$", None, "not in use: use_kl_loss is not set"),
     (r"algorithm\.(kl_penalty|kl_ctrl\.)", None, "not in use: use_kl_in_reward is not set"),
     (r"algorithm\.filter_groups\.", None, "not in use: filter_groups.enable is not set"),
     (r"distillation\.enabled$", (False,), "no distillation"),
     (r"override_transformer_config\.(moe_aux_loss_coeff|moe_z_loss_coeff)$", (0,), "0, as trainer.balance_loss"),
-    (r"override_transformer_config\.(moe_router_dtype|moe_router_load_balancing_type|sequence_parallel|"
-     r"context_parallel_size|moe_grouped_gemm)$", None, "read from the model's config.json, or from parallel"),
-    (r"mtp\.(enable|enable_train|enable_rollout)$", (False,), "trainer.mtp_loss = 0"),
+    (r"override_transformer_config\.(moe_router_(dtype|load_balancing_type|enable_expert_bias|score_function|topk|"
+     r"pre_softmax)|sequence_parallel|(context|tensor_model|pipeline_model|expert_model)_parallel_size|moe_grouped_gemm|"
+     r"normalization|swiglu|num_layers|num_query_groups|qk_layernorm|position_embedding_type|rotary_[a-z]*|"
+     r"add_qkv_bias|untie_[a-z_]*)$", None, "read from the model's config.json, or from parallel"),
+    (r"mtp\.mtp_loss_scaling_factor$", None, "not in use: the layer is not trained"),
+    (r"agent\.default_agent_loop$", ("single_turn_agent",), "rollout.generator = single_turn"),
+    (r"model\.exclude_modules$", (".*visual.*",), "models are text"),
+    (r"data\.gen_batch_size$", None, "a step asks for more groups when its group policy drops some"),
     (r"reward_model\.(enable|use_reward_loop)$", (False,), "only data.reward computes rewards"),
-    (r"reward_model\.reward_kwargs\.overlong_buffer_cfg\.|reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)", None,
+    (r"reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)|overlong_buffer\.", None,
      "not in use: overlong_buffer_cfg.enable is not set"),
-    (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype|mtp\.)", None, "rlsys chooses"),
-    (r"model\.lora_(rank|alpha)$|model\.target_modules$|model\.lora\.", (0, None), "no adapter"),
+    (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype)", None, "rlsys chooses"),
+    (r"model\.lora_(rank|alpha)$|model\.target_modules$", (0, None), "no adapter"),
     (r"rollout\.multi_turn\.enable$", (False,), "one turn"),
     (r"router_replay\.mode$|enable_rollout_routing_replay$", (False, "disabled"), "trainer.replay = off"),
 )  # fmt: skip
@@ -174,6 +230,9 @@ SPEED = (
      "the trainer has no such switch"),
     (r"^critic\.(ppo_max_token|forward_max_token|model\.(enable_gradient|use_remove|enable_activation|trust)|use_dynamic)",
      "the critic shares the trainer's layout and micro-batches"),
+    (r"rollout\.(enable_sleep_mode|moe_tensor_parallel_size|prometheus\.)|mtp\.(enable_rollout|speculative)|"
+     r"engine_kwargs\.sglang\.enable_dp_attention|engine_kwargs\.(vllm|trtllm)\.(?!.*(quant|kv_cache_dtype|hf_overrides|"
+     r"seed|logits))", "engines are SGLang without this switch; engine.extra_args passes what they need"),
     (r"rollout\.(name|gpu_memory_utilization|max_num_batched_tokens|enable_chunked_prefill|chunked_prefill|enforce_eager|"
      r"max_model_len|cudagraph|enable_prefix_caching|engine_kwargs\.vllm\.(mm_processor|compilation_config|max_model_len|"
      r"swap_space|disable_)|layered_summon|data_parallel_size|expert_parallel_size|pipeline_model_parallel_size|"
@@ -186,94 +245,79 @@ SPEED = (
      "the run folder has metrics, samples and checkpoints; run.trackers sends them on"),
 )  # fmt: skip
 """Settings without a counterpart that change speed, memory or logging alone."""
+PROGRAM = "train"
+"""Key of the program among the settings."""
+NEVER = 1_000_000
+"""Interval beyond the steps of a run: the last step only."""
 _SETTING = re.compile(r"(~|\+{1,2})?([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 
-def read_settings(
-    text: str, yaml_data: Any, variables: Mapping[str, str], path: Path | None = None
-) -> Settings:
-    """Read the settings of the training command.
-
-    Args:
-        text: the script.
-        yaml_data: what a YAML file holds; None for a script.
-        variables: the environment that the script is started in.
-        path: where the script lies.
-
-    Returns:
-        Settings by dotted name, and what of the command is none.
+def read_yaml(data: Any) -> Settings:
+    """Return the settings of a resolved config, or of hydra's overrides.yaml, by their dotted names.
 
     Raises:
-        UserError: there is no setting of verl in it.
-        UnsupportedRunError: the script fine-tunes.
+        UserError: the file has other content.
     """
-    if yaml_data is not None:
-        return Settings(_flatten(yaml_data))
-    script = Script(text, variables, path)
-    command, settings = find_training_command(script, _first_setting, ("main_ppo",), r"\w\.\w+=")
-    if command is None:
-        raise UserError("no settings of verl in it: expected words such as data.train_batch_size=256")
-    entry = _entry(script, command.argv)
-    if "sft_trainer" in entry:
-        raise UnsupportedRunError(
-            f"supervised fine-tuning ({entry}); nothing is written: use rlsys sft with sft.traces = chats "
-            "(docs/sft.md)"
-        )
-    if entry not in ENTRIES:
-        settings.problems.append(
-            f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; another program's work is not known"
-        )
-    for argument in command.argv[_entry_index(command.argv) + 1 :]:
-        _read_argument(script, argument, settings)
-    return settings
+    if isinstance(data, list):
+        if not data or not all(isinstance(argument, str) and "=" in argument for argument in data):
+            raise UserError("expected a mapping of settings, or a list of overrides such as data.seed=1")
+        settings = Settings({})
+        for argument in data:
+            _read_argument(Arguments([], ScriptRun()), str(argument), settings)
+        return settings
+    if not isinstance(data, dict):
+        raise UserError(f"expected a mapping of settings, not {type(data).__name__}")
+    return Settings(_flatten(data))
 
 
-def _first_setting(argv: list[str]) -> int:
-    """Return the index of the first setting, or -1 for a command that is not verl's."""
+def program_index(argv: Sequence[str]) -> int:
+    """Return the index of the program, the argument before the first setting, or -1 if no setting is of verl."""
     for index, argument in enumerate(argv):
         match = _SETTING.fullmatch(argument[:200])
         if match and match[3] is not None and "." in match[2] and match[2].partition(".")[0] in SECTIONS:
-            return index if is_program(argv, index) or index > 0 else -1
+            index -= 1
+            while index > 0 and argv[index].startswith(("-", "+", "~")) and argv[index - 1] != "-m":
+                index -= 1
+            while index > 0 and "=" in argv[index]:
+                index -= 1
+            return max(index, 0)
     return -1
 
 
-def _entry_index(argv: list[str]) -> int:
-    """Return the index of the program: the last argument before the first setting that is not an option of Hydra."""
-    index = _first_setting(argv) - 1
-    while (
-        index > 0 and (argv[index].startswith(("-", "+", "~")) or "=" in argv[index]) and argv[index] != "-m"
-    ):
-        index -= 1
-    return index
+def read_settings(arguments: Arguments) -> Settings:
+    """Return the settings of the training command by their dotted names."""
+    settings = Settings({}, list(arguments.problems), list(arguments.notes))
+    settings.values[PROGRAM] = entry = (
+        arguments.run.source_text(arguments.argv[0]).removesuffix(".py").rpartition("/")[2]
+    )
+    if entry not in ENTRIES and "sft_trainer" not in entry:
+        settings.problems.append(
+            f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; another program's work is not known"
+        )
+    for argument in arguments.argv[1:]:
+        _read_argument(arguments, argument, settings)
+    return settings
 
 
-def _entry(script: Script, argv: list[str]) -> str:
-    index = _entry_index(argv)
-    return "" if index < 0 else script.source_text(argv[index]).removesuffix(".py").rpartition("/")[2]
-
-
-def _read_argument(script: Script, argument: str, settings: Settings) -> None:
+def _read_argument(arguments: Arguments, argument: str, settings: Settings) -> None:
     option, _, value = argument.partition("=")
     if option in ("--config-name", "-cn") and value.removesuffix(".yaml") in CONFIGS:
         return
     if option in ("--config-path", "-cp") and value in ("config", "./config"):  # verl's own
         return
-    source_text = script.source_text(argument)
+    text, reason = arguments.run.source_text(argument), arguments.run.explain(option)
     if argument.startswith("-"):
-        settings.problems.append(f"{source_text}: settings that this file or option brings are not read")
+        settings.problems.append(f"{text}: settings that this file or option brings are not read")
         return
     match = _SETTING.fullmatch(argument)
-    if match is None or has_hole(argument.partition("=")[0]):
-        reason = "".join(hole.reason for hole in script.holes_in(argument)[:1]) or "no setting"
-        settings.problems.append(f"{source_text}: {reason}; it may be any setting")
+    if match is None or reason:
+        settings.problems.append(f"{text}: {reason or 'no setting'}; it may be any setting")
     elif match[1] == "~":
-        settings.problems.append(f"{source_text}: removes a setting; no counterpart is known")
+        settings.problems.append(f"{text}: removes a setting; no counterpart is known")
     elif match[3] is None:
-        settings.problems.append(f"{source_text}: a word that is no setting")
-    elif holes := script.holes_in(match[3]):
-        settings.values[match[2]] = Unresolved(script.source_text(match[3]), holes[0].reason)
+        settings.problems.append(f"{text}: a word that is no setting")
     else:
-        settings.values[match[2]] = match[3]
+        settings.values[match[2]] = arguments.value([match[3]])
 
 
 def _flatten(data: Any) -> dict[str, Any]:
@@ -302,22 +346,13 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
 
     Raises:
         UserError: a script without model or data, or a value of the wrong kind.
-        UnsupportedRunError: the script distils.
     """
     d = Draft(dict(settings.values), VERL)
-    if d.flag("distillation.enabled"):
-        raise UnsupportedRunError(
-            "on-policy distillation (distillation.enabled); nothing is written: use algo.teacher with the loss "
-            "distill (configs/algorithms/distill.yaml); algo.teacher.engine runs the teacher as an engine"
-        )
-    d.consumed.discard("distillation.enabled")
-    if d.is_present("data.messages_key") or (
-        d.is_present("model.path") and not d.is_present(f"{MODEL}.path")
-    ):
-        raise UnsupportedRunError(
-            "supervised fine-tuning (model.path, data.messages_key); nothing is written: use rlsys sft with "
-            "sft.traces = chats (docs/sft.md)"
-        )
+    _asynchronous(d)
+    if "sft_trainer" in str(d.get(PROGRAM)) or d.is_present("data.messages_key"):
+        _fine_tuning(d)
+        d.finish((*SFT_DEFAULTS, *DEFAULTS), SPEED, settings)
+        return d
     for name in (f"{MODEL}.path", "data.train_files"):
         if not d.is_present(name):
             if not settings.problems:
@@ -337,10 +372,127 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     _rollout(d)
     _algorithm(d)
     _trainer(d)
+    if d.text("trainer.resume_mode", "auto") != "resume_path":
+        d.consumed.add("trainer.resume_from_path")
+    d.consumed.discard("trainer.resume_mode")
     set_sizes(d, *_sizes(d))
-    set_anchor(d)
+    if not d.get_field("algo.anchor", ""):
+        set_anchor(d)
     d.finish(DEFAULTS, SPEED, settings)
     return d
+
+
+def _fine_tuning(d: Draft) -> None:
+    """Translate supervised fine-tuning, for `rlsys sft`."""
+    d.is_fine_tuning = True
+    d.consumed.add("data.messages_key")
+    model = _first_present(d, "model.path", "model.partial_pretrain")
+    d.require(model)
+    d.require("data.train_files")
+    of_run = _first_present(d, "trainer.default_local_dir", "trainer.experiment_name")
+    d.set_field(
+        "run.dir", d.text("trainer.default_local_dir") or f"runs/{d.text(of_run, 'imported')}", of_run
+    )
+    d.set_field("model.path", d.text(model), model)
+    d.set_field("model.dtype", "bfloat16")
+    d.set_field("sft.traces", "chats")
+    d.set_field("sft.params.path", d.get("data.train_files"), "data.train_files")
+    batch = d.integer("data.train_batch_size", 256)
+    d.set_field("sft.params.batch", batch, "data.train_batch_size")
+    if d.text("data.messages_key", "messages") != "messages":
+        d.reject("data.messages_key", "the chats of a row are its `messages`")
+    for name in ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys"):
+        d.reject(name, "a row has `messages`, or `prompt` and `completion`")
+    set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)
+    _optimizer(d, "optim", "sft", 1e-5)
+    _checkpoints(d)
+    _lora(d, "model")
+    m = _first_present(d, "engine.tensor_model_parallel_size", "megatron.tensor_model_parallel_size")
+    m = m.removesuffix(".tensor_model_parallel_size")
+    names = _layout_names(m) | {"nodes": ("trainer.nnodes",), "gpus": ("trainer.n_gpus_per_node",)}
+    sizes = Sizes(
+        nodes=d.integer("trainer.nnodes", 1), gpus=d.integer("trainer.n_gpus_per_node", 8),
+        etp=d.integer(names["etp"][0], 0) or None,
+        **{name: d.integer(names[name][0], 1) for name in ("tp", "pp", "cp", "ep")},
+    )  # fmt: skip
+    set_layout(d, sizes, names, batch)
+
+
+def _distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Translate distillation.*, and return the loss's terms with that of the teacher."""
+    section = "distillation"
+    loss = f"{section}.distillation_loss"
+    models = sorted(
+        name for name in d.settings if re.fullmatch(rf"{section}\.teacher_models\.\w+\.model_path", name)
+    )
+    for name in d.settings:
+        if re.match(
+            rf"{section}\.(nnodes|n_gpus_per_node|teacher_key|teacher_models\.\w+\.(key|num_replicas|inference\.))",
+            name,
+        ):
+            d.consumed.add(name)
+    if not models:
+        models = [f"{section}.teacher_models.teacher_model.model_path"]
+        d.require(models[0])
+    teacher: dict[str, Any] = {"path": d.text(models[0]), "engine": "own"}
+    if len(models) > 1:
+        keys = [d.text(name.replace("model_path", "key")) for name in models]
+        teacher["by_source"] = {key: d.text(name) for key, name in zip(keys[1:], models[1:], strict=True)}
+    mode = d.text(f"{loss}.loss_mode", "k3")
+    forward = mode == "forward_kl_topk"
+    teacher |= {"direction": 0.0 if forward else 1.0}
+    names = [*models, f"{loss}.loss_mode"]
+    if forward:
+        teacher["top_k"] = d.integer(f"{loss}.topk", 32)
+        names.append(f"{loss}.topk")
+    d.consumed.add(f"{loss}.topk")
+    d.set_field("algo.teacher", teacher, *names)
+    if not forward or d.flag(f"{loss}.use_policy_gradient"):
+        d.warnings.append(
+            "algo.loss distill: the gradient of the KL over the teacher's most probable tokens; the script estimates "
+            "it from the sampled token"
+        )
+    d.consumed.add(f"{loss}.use_policy_gradient")
+    for name in (f"{loss}.loss_max_clamp", f"{loss}.log_prob_min_clamp"):
+        if d.text(name, "null") not in ("null", "None"):
+            d.reject(name, "the divergence is not clamped")
+    tasks = f"{loss}.use_task_rewards"
+    weight = {"name": "distill", "weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}
+    return [*(terms if not d.is_present(tasks) or d.flag(tasks) else []), weight]
+
+
+def _asynchronous(d: Draft) -> None:
+    """Translate the batch sizes of the asynchronous trainers to those of the other one."""
+    program = d.get(PROGRAM)
+    if program not in FULLY_ASYNC:
+        return
+    mini, required, rounds = (
+        d.integer(name, default)
+        for name, default in (
+            (f"{ACTOR}.ppo_mini_batch_size", 256),
+            ("async_training.require_batches", 1),
+            ("async_training.trigger_parameter_sync_step", 4),
+        )
+    )
+    for name in ("data.train_batch_size", "data.gen_batch_size", "trainer.total_epochs", "rollout.n"):
+        d.settings.pop(name, None)
+    groups = mini * required * rounds
+    d.settings["data.train_batch_size"] = groups
+    d.settings["trainer.total_training_steps"] = max(
+        1, d.integer("rollout.total_rollout_steps", 100) // groups
+    )
+    d.defaults.append(Row("rollout.total_rollout_steps", str(groups), "its groups / those of a step"))
+    stale = d.number("async_training.staleness_threshold", 0.1)
+    partial = "async_training.partial_rollout"
+    if stale > 0:
+        d.set_field("rollout.over_provision", 1 + stale, "async_training.staleness_threshold")
+    d.set_field("rollout.max_staleness", 1 if stale <= 1 else 2, "async_training.staleness_threshold")
+    if d.is_present(partial) and not d.flag(partial):
+        d.reject(partial, "interrupted samples are always resumed")
+    d.warnings.append(
+        f"rollout.groups_per_step = {groups}: the prompts between two pushes of the fully asynchronous trainer; its "
+        "mini-batches are algo.minibatches"
+    )
 
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
@@ -350,15 +502,25 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     if heldout or d.is_unresolved("data.val_files"):
         d.set_field("data.params.heldout_path", heldout, "data.val_files")
     d.copy("data.prompt_key")
+    prefix = "data.apply_chat_template_kwargs."
+    for name in [name for name in d.settings if name.startswith(prefix)]:
+        d.set_field(f"data.chat_template_args.{name.removeprefix(prefix)}", d.get(name), name)
     d.copy("data.seed", int)
     for name in ("data.image_key", "data.video_key", "data.audio_key"):
         d.reject(name, "no counterpart: prompts are text")
-    if d.text("data.truncation", "error") != "error" and not d.flag("data.filter_overlong_prompts"):
-        d.reject(
-            "data.truncation", "no counterpart: a prompt that is too long is left out and counted, never cut"
-        )
-    d.consumed.add("data.truncation")
-    d.consumed.discard("data.filter_overlong_prompts")
+    prompt_settings = ("data.truncation", "data.filter_overlong_prompts")
+    side = (
+        "drop" if d.flag(prompt_settings[1]) else d.text(prompt_settings[0], "error").replace("error", "drop")
+    )
+    if side not in ("drop", "left", "right"):
+        d.reject("data.truncation", "a prompt is left out, or side on the left or right")
+    limit = d.integer("data.max_prompt_length", 512)
+    d.set_field("data.params.max_prompt_tokens", limit, "data.max_prompt_length")
+    d.set_field("data.params.overlong_prompts", side, *prompt_settings)
+    if d.is_present("data.shuffle") and not d.flag("data.shuffle"):
+        d.set_field("data.params.shuffle", False, "data.shuffle")
+    else:
+        d.consumed.discard("data.shuffle")
     _rewards(d, rewards)
 
 
@@ -390,10 +552,13 @@ def _rewards(d: Draft, rewards: Collection[str]) -> None:
         d.reject(manager, f"{', '.join(MANAGERS)} call a function for one response, as data.reward does")
     elif d.is_present(manager) and not d.is_unresolved(manager):
         d.defaults.append(Row(manager, str(d.settings[manager]), "data.reward is called for each response"))
-    kwargs = _first_present(
-        d, *(f"{section}.reward_kwargs.overlong_buffer_cfg.enable" for section in ("reward_model", "reward"))
-    ).removesuffix("overlong_buffer_cfg.enable")
-    prefix = f"{kwargs}overlong_buffer_cfg."
+    prefixes = [
+        f"{section}{buffer}."
+        for section in ("reward_model.", "reward.")
+        for buffer in ("reward_kwargs.overlong_buffer_cfg", "overlong_buffer")
+    ]
+    prefix = _first_present(d, *(f"{prefix}enable" for prefix in prefixes)).removesuffix("enable")
+    kwargs = prefix.removesuffix("overlong_buffer_cfg.")
     if d.flag(f"{prefix}enable") or d.is_unresolved(f"{prefix}enable"):
         cap = d.integer(f"{kwargs}max_resp_len", d.integer("data.max_response_length", 512))
         shaping = {"name": "overlong", "cap": cap, "buffer": d.integer(f"{prefix}len", cap // 5)}
@@ -406,18 +571,7 @@ def _rewards(d: Draft, rewards: Collection[str]) -> None:
 def _rollout(d: Draft) -> None:
     d.copy(f"{ROLLOUT}.temperature", float)
     d.set_truncation(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
-    values = f"{ROLLOUT}.val_kwargs"
-    n, temperature = d.integer(f"{values}.n", 1), d.number(f"{values}.temperature", 0)
-    if n > 1 or d.is_unresolved(f"{values}.n"):
-        eval_set = {"name": "val", "samples": n, "temperature": temperature or 1.0, "prompts": 30}
-        d.set_field("eval.sets", [eval_set], f"{values}.n", f"{values}.temperature")
-        if d.number(f"{values}.top_p", 1.0) != 1.0:
-            d.reject(f"{values}.top_p", "sets are sampled from the whole distribution")
-    elif temperature > 0 and d.flag(f"{values}.do_sample"):
-        d.warnings.append(
-            f"eval: one greedy answer to each prompt; the script samples one with temperature {temperature:g}"
-        )
-    d.consumed |= {f"{values}.{name}" for name in ("do_sample", "top_p", "top_k", "n", "temperature")}
+    _evaluation(d)
     d.copy(f"{ROLLOUT}.max_num_seqs", int)
     if d.flag(f"{ROLLOUT}.multi_turn.enable"):
         if d.is_present(f"{ROLLOUT}.multi_turn.format"):
@@ -437,7 +591,10 @@ def _rollout(d: Draft) -> None:
         ):
             d.reject(f"{ROLLOUT}.{rollout_name}", f"differs from {data_name}")
     _engines(d)
-    mode, engine = f"{ACTOR}.megatron.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    mode = _first_present(
+        d, *(f"{ACTOR}.{part}.router_replay.mode" for part in ("megatron", "veomni", "engine"))
+    )
+    engine = f"{ROLLOUT}.enable_rollout_routing_replay"
     if d.text(mode, "disabled") in ("R2", "R3"):
         replay = "engine" if d.text(mode) == "R3" else "trainer"
         d.set_field("trainer.replay", replay, mode)
@@ -446,10 +603,37 @@ def _rollout(d: Draft) -> None:
         d.consumed.discard(mode)
 
 
+def _evaluation(d: Draft) -> None:
+    """Translate rollout.val_kwargs and the interval of evaluations."""
+    values = f"{ROLLOUT}.val_kwargs"
+    n, temperature = d.integer(f"{values}.n", 1), d.number(f"{values}.temperature", 0)
+    truncation = eval_truncation(d.number(f"{values}.top_p", 1.0), d.integer(f"{values}.top_k", -1))
+    names = [f"{values}.{name}" for name in ("n", "temperature", "do_sample", "top_p", "top_k")]
+    if n > 1 and temperature == 0 and not any(map(d.is_unresolved, names)):
+        d.warnings.append(f"eval.sets: one greedy response, not the script's {n} equal ones")
+        n = 1
+    if n > 1 or temperature > 0 or any(map(d.is_unresolved, names)):
+        eval_set = {"name": "val", "samples": n, "temperature": temperature, "prompts": 30}
+        d.set_field("eval.sets", [eval_set | (truncation if temperature else {})], *names)
+    d.consumed |= set(names)
+    interval = d.integer("trainer.test_freq", -1)
+    if interval > 0 or d.is_unresolved("trainer.test_freq"):
+        d.set_field("eval.every", interval, "trainer.test_freq")
+    elif not d.flag("trainer.val_before_train") and d.is_present("trainer.val_before_train"):
+        d.has_evaluation = False
+        d.set_field("eval.prompts", 0, "trainer.test_freq", "trainer.val_before_train")
+        d.config["eval"].pop("sets", None)
+    else:
+        d.set_field("eval.every", NEVER, "trainer.test_freq")
+
+
 def _engines(d: Draft) -> None:
     """Pass on SGLang's own options."""
     prefix = f"{ROLLOUT}.engine_kwargs.sglang."
-    names, args = [name for name in d.settings if name.startswith(prefix)], []
+    names = [
+        n for n in d.settings if n.startswith(prefix) and not n.endswith((".enable_dp_attention", ".dp_size"))
+    ]
+    args: list[str] = []
     for name in names:
         value = d.get(name)
         if value is False:
@@ -500,11 +684,20 @@ def _algorithm(d: Draft) -> None:
         "use_kl_loss",
         "entropy_coeff",
     ]
+    for name, parameter in LOSS_PARAMETERS.get(loss["name"], {}).items():
+        setting = _first_present(d, f"{ACTOR}.policy_loss.{name}", f"{ACTOR}.{name}")
+        if d.is_present(setting):
+            loss[parameter] = d.number(setting, 0.0)
+            names.append(setting.removeprefix(f"{ACTOR}."))
+    if loss["name"] == "dppo":
+        loss |= {"divergence": mode.removeprefix("dppo_"), "low": low, "high": high}
+        loss["cap"] = d.number(f"{ACTOR}.clip_ratio_c", 20.0)
+        names.append("clip_ratio_c")
     if loss["name"] == "clip" and d.is_present(f"{ACTOR}.clip_ratio_c"):
         loss = {"name": "dual_clip", "dual": d.number(f"{ACTOR}.clip_ratio_c", 3.0)}
         names.append("clip_ratio_c")
     d.consumed.add(f"{ACTOR}.clip_ratio_c")
-    if loss["name"] in ("clip", "dual_clip", "gspo", "gmpo", "cispo"):
+    if loss["name"] in ("clip", "dual_clip", "gspo", "gmpo", "cispo", "clip_cov"):
         loss |= {"clip_low": min(1.0, low), "clip_high": high}  # below 0 there is no ratio
     terms: list[Any] = [loss]
     if advantage_name == "gae":
@@ -533,7 +726,14 @@ def _algorithm(d: Draft) -> None:
             terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
     if entropy := d.number(f"{ACTOR}.entropy_coeff", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
-    d.set_field("algo.loss", terms, "algorithm.adv_estimator", *(f"{ACTOR}.{n}" for n in names))
+    of_loss = ["algorithm.adv_estimator", *(f"{ACTOR}.{n}" for n in names)]
+    if d.flag("distillation.enabled"):
+        terms = _distillation(d, terms)
+        of_loss += ["distillation.enabled", "distillation.distillation_loss.use_task_rewards"]
+        of_loss += ["distillation.distillation_loss.distillation_loss_coef"]
+    else:
+        d.consumed.discard("distillation.enabled")
+    d.set_field("algo.loss", terms, *of_loss)
     _loss_modifiers(d, loss["name"])
 
 
@@ -565,65 +765,78 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
     filtered = d.flag("algorithm.filter_groups.enable")
     if filtered:
         d.set_field("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
-    generated = d.text("data.gen_batch_size", d.text("data.train_batch_size", "1024"))
-    if not filtered and generated != d.text("data.train_batch_size", "1024"):
-        d.reject("data.gen_batch_size", "a step asks for as many groups as it trains")
-    correction = "algorithm.rollout_correction"
-    level = d.text(f"{correction}.rollout_is", "null")
-    capped = _first_present(
-        d,
-        f"{ACTOR}.tis_imp_ratio_cap",
-        "algorithm.rollout_is_threshold",
-        f"{correction}.rollout_is_threshold",
-    )
-    if capped.startswith(correction) and level not in ("token", "sequence"):
-        d.consumed |= {capped} if level in ("null", "None") else set()
-    elif not re.fullmatch(r"[\d.eE+-]*|null|None", d.text(capped)):
-        d.reject(capped, "a lower and an upper bound are algo.corrections: [icepop]")
-    elif (cap := d.number(capped, 0)) > 0 or d.is_unresolved(capped):
-        tis_correction: dict[str, Any] = {"name": "tis", "cap": cap}
-        if capped.startswith(correction) and level == "sequence":
-            tis_correction["level"] = "sequence"
-        names = [capped, f"{correction}.rollout_is"] if capped.startswith(correction) else [capped]
-        d.set_field("algo.corrections", [tis_correction], *names)
+    _corrections(d)
     if d.is_present(f"{ACTOR}.ppo_epochs"):
         d.copy(f"{ACTOR}.ppo_epochs", int)
 
 
+def _corrections(d: Draft) -> None:
+    """Translate truncated importance weights and rejections."""
+    section = "algorithm.rollout_correction"
+    bypass = f"{section}.bypass_mode"
+    is_bypassed = d.get(PROGRAM) in ONE_STEP_OFF
+    if d.is_present(bypass):
+        is_bypassed = d.flag(bypass)
+    level = d.text(f"{section}.rollout_is", "null")
+    capped = _first_present(
+        d, f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_is_threshold", f"{section}.rollout_is_threshold"
+    )
+    of_level = [f"{section}.rollout_is", f"{section}.rollout_is_batch_normalize"]
+    corrections: list[dict[str, Any]] = []
+    names = [capped]
+    if is_bypassed:
+        loss = f"{section}.loss_type"
+        if d.text(loss, "ppo_clip") != "ppo_clip":
+            d.reject(loss, "without scoring passes the loss is the clipped one (algo.anchor = mu)")
+        d.set_field("algo.anchor", "mu", bypass)
+        d.consumed |= {loss, capped, *of_level}  # the ratio to the engine's log-probs is the weight
+    elif capped.startswith(section) and level in ("null", "None"):
+        d.consumed |= {capped, *of_level}
+    elif not re.fullmatch(r"[\d.eE+-]*|null|None", d.text(capped)):
+        low, _, high = d.text(capped).partition("_")
+        corrections.append({"name": "icepop", "low": float(low), "high": float(high or low)})
+    elif (cap := d.number(capped, 2.0 if capped.startswith(section) else 0)) > 0 or d.is_unresolved(capped):
+        corrections.append({"name": "tis", "cap": cap})
+    if corrections and capped.startswith(section):
+        names += of_level
+        if level == "sequence":
+            corrections[0]["level"] = "sequence"
+        if d.flag(of_level[1]):
+            corrections[0]["normalise"] = True
+    corrections += _rejections(d, section, names)
+    if corrections:
+        d.set_field("algo.corrections", corrections, *names)
+
+
+def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]]:
+    """Return the corrections of rollout_rs; bounds of k1 are those of a ratio. Append its settings to `names`."""
+    rule, bound = f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"
+    if d.text(rule, "null").strip("'") in ("null", "None"):
+        d.consumed |= {rule, bound}
+        return []
+    names += [rule, bound]
+    rules, bounds = d.text(rule).strip("'").split(","), d.text(bound).strip("'").split(",")
+    rejections = []
+    for option, limits in zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False):
+        match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", option.strip())
+        low, _, high = limits.strip().rpartition("_")
+        if match is None or not re.fullmatch(r"[\d.eE+-]+", high) or not re.fullmatch(r"[\d.eE+-]*", low):
+            d.reject(rule, "expected token_k1, seq_mean_k3 or the like with their bounds")
+            break
+        rejection = {"name": "rejection", "kind": match[2], "level": match[1].replace("seq", "sequence")}
+        if match[2] == "k1":
+            upper = float(high)
+            rejection |= {"low": math.log(float(low) if low else 1 / upper), "high": math.log(upper)}
+        else:
+            rejection["high"] = float(high)
+        rejections.append(rejection)
+    return rejections
+
+
 def _trainer(d: Draft) -> None:
-    optim = f"{ACTOR}.optim"
-    steps, of_steps = set_steps(
-        d, "trainer.total_training_steps", ("trainer.total_epochs", 30), "data.train_files",
-        ("data.train_batch_size", 1024),
-    )  # fmt: skip
-    lr = d.number(f"{optim}.lr", 1e-6)
-    d.set_field("trainer.lr", lr, f"{optim}.lr")
-    warmup = d.integer(f"{optim}.lr_warmup_steps", -1)
-    ratio = d.number(f"{optim}.lr_warmup_steps_ratio", 0)
-    names = [f"{optim}.lr_warmup_steps"]
-    if warmup < 0:
-        names += [f"{optim}.lr_warmup_steps_ratio", *(of_steps if ratio else [])]
-    d.set_field("trainer.warmup_steps", warmup if warmup >= 0 else round(ratio * steps), *names)
-    d.consumed.add(f"{optim}.lr_warmup_steps_ratio")
-    styles = [
-        f"{optim}.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style", "decay_type")
-    ]
-    style_setting = _first_present(d, *styles)
-    style = d.text(style_setting, "constant")
-    if style not in ("constant", "linear", "cosine"):
-        d.reject(style_setting, "constant, linear and cosine are here")
-    d.set_field("trainer.schedule", style, style_setting)
-    if ratio := d.number(f"{optim}.min_lr_ratio", 0.0):
-        d.set_field("trainer.lr_end", ratio, f"{optim}.min_lr_ratio")
-    elif min_lr := d.number(f"{optim}.min_lr", 0.0):
-        d.set_field("trainer.lr_end", min_lr / lr, f"{optim}.min_lr", f"{optim}.lr")
-    d.set_field("trainer.weight_decay", d.number(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
-    betas = d.get(f"{optim}.betas", [0.9, 0.999])
-    if not (isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, float | int) for b in betas)):
-        raise UserError(f"{optim}.betas = {str(betas)[:80]}: expected two numbers")
-    d.set_field("trainer.betas", betas, f"{optim}.betas")
-    clipped = _first_present(d, f"{ACTOR}.grad_clip", f"{optim}.clip_grad")
-    d.set_field("trainer.grad_clip", d.number(clipped, 1.0), clipped)
+    """Translate optimizer, memory options, checkpoints and adapters."""
+    set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)
+    _optimizer(d, f"{ACTOR}.optim", "trainer", 1e-6)
     checkpointed = f"{MODEL}.enable_gradient_checkpointing"
     if not d.is_present(checkpointed) or d.is_unresolved(checkpointed) or d.flag(checkpointed):
         d.set_field("trainer.recompute", ["layer"], checkpointed)
@@ -635,21 +848,73 @@ def _trainer(d: Draft) -> None:
     d.consumed.update(offloads)
     if any(d.flag(name) for name in offloads):
         d.set_field("trainer.offload_optimizer", 1.0, *offloads)
-    for name, path in (("save_freq", "trainer.checkpoint_every"), ("test_freq", "eval.every")):
-        interval = d.integer(f"trainer.{name}", -1)
-        d.set_field(
-            path, interval if interval > 0 else steps, f"trainer.{name}", *(of_steps if interval <= 0 else [])
-        )
     balance = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
     if d.number(balance, 0.0):
         d.set_field("trainer.balance_loss", d.number(balance, 0.0), balance)
+    _checkpoints(d)
+    _lora(d, MODEL)
+    mtp = f"{MODEL}.mtp"
+    if d.flag(f"{mtp}.enable") and d.flag(f"{mtp}.enable_train"):
+        weight, detached = f"{mtp}.mtp_loss_scaling_factor", f"{mtp}.detach_encoder"
+        names = (f"{mtp}.enable", f"{mtp}.enable_train")
+        d.set_field("trainer.mtp_loss", d.number(weight, 0.1), weight, *names)
+        d.set_field("trainer.mtp_trunk", not d.flag(detached), detached, *names)
+    else:
+        d.consumed |= {f"{mtp}.{name}" for name in ("enable", "enable_train", "detach_encoder")}
+
+
+def _checkpoints(d: Draft) -> None:
+    interval = d.integer("trainer.save_freq", -1)
+    d.set_field("trainer.checkpoint_every", interval if interval > 0 else NEVER, "trainer.save_freq")
     d.copy("trainer.max_actor_ckpt_to_keep", int)
-    _lora(d)
 
 
-def _lora(d: Draft) -> None:
+def _optimizer(d: Draft, optim: str, section: str, default_lr: float) -> None:
+    """Translate optimizer and learning rate; `section` of the config has the schedule."""
+    lr = d.number(f"{optim}.lr", default_lr)
+    d.set_field("trainer.lr", lr, f"{optim}.lr")
+    warmup, ratio = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
+    if d.integer(warmup, -1) >= 0 or d.is_unresolved(warmup):
+        d.set_field("trainer.warmup_steps", d.integer(warmup, 0), warmup)
+        d.consumed.add(ratio)
+    elif d.number(ratio, 0) or d.is_unresolved(ratio):
+        d.set_field("trainer.warmup_fraction", d.number(ratio, 0), ratio, warmup)
+    else:
+        d.set_field("trainer.warmup_steps", 0, warmup, ratio)
+    for name in ("lr_decay_steps", "total_training_steps"):
+        decay = d.integer(f"{optim}.{name}", -1)
+        if decay > 0 and decay == d.integer("trainer.total_training_steps", 0):
+            d.defaults.append(Row(f"{optim}.{name}", str(decay), "trainer.steps"))
+        elif decay > 0 and d.text(f"{optim}.lr_decay_style", "constant") == "constant":
+            d.defaults.append(Row(f"{optim}.{name}", str(decay), "not in use: the learning rate is constant"))
+        elif decay <= 0:
+            d.consumed.discard(f"{optim}.{name}")
+    styles = [
+        f"{optim}.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style", "decay_type")
+    ]
+    style_setting = _first_present(d, *styles)
+    style = d.text(style_setting, "cosine" if section == "sft" else "constant")
+    if style not in ("constant", "linear", "cosine"):
+        d.reject(style_setting, "constant, linear and cosine are here")
+    d.set_field(f"{section}.schedule", style, style_setting)
+    if end := d.number(f"{optim}.min_lr_ratio", 0.0):
+        d.set_field(f"{section}.lr_end", end, f"{optim}.min_lr_ratio")
+    elif min_lr := d.number(f"{optim}.min_lr", 0.0):
+        d.set_field(f"{section}.lr_end", min_lr / lr, f"{optim}.min_lr", f"{optim}.lr")
+    elif section == "sft":
+        d.set_field("sft.lr_end", 0.0, f"{optim}.min_lr")
+    d.set_field("trainer.weight_decay", d.number(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
+    betas = d.get(f"{optim}.betas", [0.9, 0.999])
+    if not (isinstance(betas, list) and len(betas) == 2 and all(isinstance(b, float | int) for b in betas)):
+        raise UserError(f"{optim}.betas = {str(betas)[:80]}: expected two numbers")
+    d.set_field("trainer.betas", betas, f"{optim}.betas")
+    clipped = _first_present(d, f"{ACTOR}.grad_clip", f"{optim}.clip_grad")
+    d.set_field("trainer.grad_clip", d.number(clipped, 1.0), clipped)
+
+
+def _lora(d: Draft, model: str) -> None:
     """Translate LoRA on Hugging Face's matrices; LoRA of verl's Megatron trainer uses Megatron's names."""
-    rank, alpha, targets = (f"{MODEL}.{x}" for x in ("lora_rank", "lora_alpha", "target_modules"))
+    rank, alpha, targets = (f"{model}.{x}" for x in ("lora_rank", "lora_alpha", "target_modules"))
     target_modules = d.get(targets, "all-linear")
     if d.integer(rank, 0) > 0 or d.is_unresolved(rank):
         d.set_field("trainer.lora.rank", d.integer(rank, 0), rank)
@@ -660,11 +925,32 @@ def _lora(d: Draft) -> None:
             d.reject(targets, "expected all-linear or a list; give trainer.lora.targets")
     else:
         d.consumed |= {alpha, targets}
-    if d.integer(f"{MODEL}.lora.rank", 0):
-        d.reject(f"{MODEL}.lora.rank", "not translated: give trainer.lora yourself")
-    for name in d.settings:
-        if name.startswith(f"{MODEL}.lora."):
-            d.consumed.add(name)
+    section = f"{model}.lora"
+    if d.integer(f"{section}.rank", 0) > 0:
+        d.set_field("trainer.lora.rank", d.integer(f"{section}.rank", 0), f"{section}.rank")
+        d.set_field(
+            "trainer.lora.alpha", d.number(f"{section}.alpha", 32), f"{section}.alpha", f"{section}.rank"
+        )
+        matrices = d.get(f"{section}.target_modules", list(MEGATRON_MATRICES))
+        if not isinstance(matrices, list) or not set(matrices) <= set(MEGATRON_MATRICES):
+            d.reject(f"{section}.target_modules", f"{', '.join(MEGATRON_MATRICES)} are here")
+        elif set(matrices) != set(MEGATRON_MATRICES):
+            names = [name for matrix in matrices for name in MEGATRON_MATRICES[matrix]]
+            d.set_field("trainer.lora.targets", names, f"{section}.target_modules", f"{section}.rank")
+        d.consumed |= {f"{section}.target_modules", f"{section}.merge"}
+        if d.number(f"{section}.dropout", 0.0):
+            d.reject(f"{section}.dropout", "there is no dropout")
+    else:
+        d.consumed.update(name for name in d.settings if name.startswith(f"{section}."))
+
+
+def _layout_names(section: str) -> dict[str, tuple[str, ...]]:
+    """Return attribute of Sizes -> setting of a Megatron section."""
+    figures = {
+        "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
+        "ep": "expert_model", "etp": "expert_tensor",
+    }  # fmt: skip
+    return {figure: (f"{section}.{name}_parallel_size",) for figure, name in figures.items()}
 
 
 def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
@@ -674,10 +960,8 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         "response": ("data.max_response_length",), "prompt": ("data.max_prompt_length",),
         "update": (f"{ACTOR}.ppo_mini_batch_size",),
         "micro": (f"{ACTOR}.ppo_max_token_len_per_gpu",), "nodes": ("trainer.nnodes",),
-        "gpus": ("trainer.n_gpus_per_node",), "tp": (f"{m}.tensor_model_parallel_size",),
-        "pp": (f"{m}.pipeline_model_parallel_size",), "vpp": (f"{m}.virtual_pipeline_model_parallel_size",),
-        "cp": (f"{m}.context_parallel_size",), "ep": (f"{m}.expert_model_parallel_size",),
-        "etp": (f"{m}.expert_tensor_parallel_size",), "engine_tp": (f"{ROLLOUT}.tensor_model_parallel_size",),
+        "gpus": ("trainer.n_gpus_per_node",), "engine_tp": (f"{ROLLOUT}.tensor_model_parallel_size",),
+        **_layout_names(m),
     }  # fmt: skip
     n = d.integer(f"{ROLLOUT}.n", 1)
     if (
@@ -686,8 +970,23 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
     ):
         d.mark_unresolved(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
+    engine_gpus = None
+    if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC):
+        engine_gpus = d.integer("rollout.nnodes", 1) * d.integer("rollout.n_gpus_per_node", 8)
+        names["engine_gpus"] = ("rollout.nnodes", "rollout.n_gpus_per_node")
+        if d.get(PROGRAM) in ONE_STEP_OFF:
+            d.set_field("rollout.max_staleness", 1)
+    groups = d.integer("data.train_batch_size", 1024)
+    if d.is_present("data.gen_batch_size") and d.get(PROGRAM) not in FULLY_ASYNC:
+        generated = d.integer("data.gen_batch_size", groups)
+        if not d.flag("algorithm.filter_groups.enable") and generated != groups:
+            groups = generated
+            names["groups"] = ("data.gen_batch_size", "data.train_batch_size")
+            d.warnings.append(
+                f"rollout.groups_per_step = {groups}: without filter_groups a step trains data.gen_batch_size prompts"
+            )
     sizes = Sizes(
-        groups=d.integer("data.train_batch_size", 1024), group_size=n,
+        engine_gpus=engine_gpus, groups=groups, group_size=n,
         update=d.integer(f"{ACTOR}.ppo_mini_batch_size", 256) * n, prompt=d.integer("data.max_prompt_length", 512),
         response=d.integer("data.max_response_length", 512),
         micro=d.integer(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384), nodes=d.integer("trainer.nnodes", 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from rlsys.config.rollout import Truncation
 from rlsys.core.types import Segment
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import EngineClient
@@ -61,6 +62,7 @@ class Engines(Protocol):
         seed: int,
         stop_texts: Sequence[str] = (),
         *,
+        truncation: Truncation | None = None,
         evaluation: bool = False,
     ) -> Segment: ...
 

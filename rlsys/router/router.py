@@ -266,6 +266,7 @@ class Router:
         seed: int,
         stop_texts: Sequence[str] = (),
         *,
+        truncation: Truncation | None = None,
         evaluation: bool = False,
     ) -> Segment:
         """Sample one response outside the ledger. `evaluation`: on the pinned engine, if there is one."""
@@ -275,6 +276,7 @@ class Router:
             probe,
             max_response_tokens=max_new_tokens,
             temperature=temperature,
+            truncation=truncation,
             stop_texts=stop_texts,
             pinned=pinned,
         )

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, load_config
+from rlsys.config.rollout import Truncation
 from rlsys.config.slots import most_slots
 from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import RlsysError
@@ -246,8 +247,9 @@ class Worker:
     async def do_end_push(self, **arguments: Any) -> Any:
         return await self._router.end_push(**arguments)
 
-    async def do_probe(self, **arguments: Any) -> Any:
-        return await self._router.probe(**arguments)
+    async def do_probe(self, *, truncation: list[Any] | None, **arguments: Any) -> Any:
+        limits = None if truncation is None else Truncation(*truncation)
+        return await self._router.probe(truncation=limits, **arguments)
 
     async def do_prompt_logprobs(self, ids: list[int]) -> list[float]:
         return await self._router.prompt_logprobs(ids)

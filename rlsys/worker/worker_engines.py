@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.config.rollout import Truncation
 from rlsys.core.errors import RunError
 from rlsys.core.types import Segment
 from rlsys.core.weight_updates import Canary, EngineAddress
@@ -261,6 +262,7 @@ class WorkerEngines:
         seed: int,
         stop_texts: Sequence[str] = (),
         *,
+        truncation: Truncation | None = None,
         evaluation: bool = False,
     ) -> Segment:
         segment: Segment = await self._call_any(
@@ -271,6 +273,7 @@ class WorkerEngines:
             temperature=temperature,
             seed=seed,
             stop_texts=tuple(stop_texts),
+            truncation=truncation,
             evaluation=evaluation,
         )
         return segment

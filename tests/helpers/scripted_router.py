@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlsys.config.rollout import Truncation
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Sample, Segment, Status
 from rlsys.core.weight_updates import Canary, EngineAddress
@@ -36,6 +37,7 @@ class ScriptedRouter:
         self.version = 0
         self.calls: list[str] = []
         self.probed: list[tuple[int, float, int]] = []
+        self.truncations: list[Truncation | None] = []
         """Length of the prompt, temperature and seed of what was asked outside the ledger."""
         self.stale_engines: list[str] = []
         self.members = ["e1", "e2", "e3"]
@@ -166,8 +168,10 @@ class ScriptedRouter:
         seed: int,
         stop_texts: Sequence[str] = (),
         *,
+        truncation: Truncation | None = None,
         evaluation: bool = False,
     ) -> Segment:
+        self.truncations.append(truncation)
         self.probed.append((len(prompt_ids), temperature, seed))
         n = len(prompt_ids)
         version = self.version if self.pinned is None or not evaluation else self.pinned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,10 +47,10 @@ def ends() -> Iterator[None]:
     """An import that does not end fails its test."""
 
     def stop(signum: int, frame: object) -> None:
-        raise AssertionError("the import did not end within 20 s")
+        raise AssertionError("the import did not end within 60 s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(20)
+    signal.alarm(60)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -57,10 +58,8 @@ def ends() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the scripts' data is; none of the variables of the cases is set."""
+    """Where the scripts' data is."""
     monkeypatch.chdir(tmp_path)
-    for name in ("LR", "MODE", "N", "M", "RESUME"):
-        monkeypatch.delenv(name, raising=False)
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(400)]
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,7 +70,7 @@ def run(
     framework: str,
     script: str,
     capsys: pytest.CaptureFixture[str],
-    name: str = "run.sh",
+    name: str = "command.txt",
     out: str = "out.yaml",
 ) -> Import:
     Path(name).write_text(script)
@@ -94,7 +93,7 @@ def incomplete(made: Import, theirs: str, *places: str) -> None:
     """`theirs` is listed on the terminal and in the file, and the fields that it decides are not in the config."""
     assert made.code == INCOMPLETE, made.said
     assert theirs in made.said
-    listed = [line for line in made.text.splitlines() if line.startswith(("# MISSING:", "# NOT TRANSLATED:"))]
+    listed = [line for line in made.text.splitlines() if line.startswith("# MISSING:")]
     assert any(theirs in line for line in listed), made.text
     for place in places:
         assert field(made.config, place) is None, place
@@ -105,7 +104,7 @@ def test_a_whole_script_is_translated(
     framework: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lr = {"slime": "--lr 1e-6", "verl": "actor_rollout_ref.actor.optim.lr=1e-6"}[framework]
-    made = run(framework, f'{SLIME if framework == "slime" else VERL} {lr} "$@"', capsys)
+    made = run(framework, f'{SLIME if framework == "slime" else VERL} {lr} "$@"', capsys, "run.sh")
     assert made.code == 0, made.said
     assert field(made.config, "trainer.lr") == 1e-6
     load_config(Path("out.yaml"), [])
@@ -117,22 +116,13 @@ HOLES = {
     "nothing": ("", ""),
     "command": ("", "$(python lr.py)"),
     "backticks": ("LR=`python lr.py`\n", "$LR"),
-    "case": ("LR=1E-6\n", "${LR,,}"),
-    "branch": ("MODE=small\nif [ $MODE = small ]; then LR=1e-6; else LR=5e-5; fi\n", "$LR"),
-    "choice": ("case $MODE in small) LR=1e-6;; *) LR=5e-5;; esac\n", "$LR"),
-    "and": ('LR=1e-6\n[ -n "$MODE" ] && LR=5e-5\n', "$LR"),
-    "loop": ("for LR in 1e-6 5e-5; do echo $LR; done\n", "$LR"),
-    "function": ("LR=1e-6\nset_lr() { LR=5e-5; }\nset_lr\n", "$LR"),
-    "read": ("LR=1e-6\nread LR < lr.txt\n", "$LR"),
+    "in a function": ("f() { LR=$NONE; }\nf\n", "$LR"),
     "quoted": ("", '"${LR}"'),
     "empty": ("", '""'),
-    "declared": ("declare -i LR=1\n", "$LR"),
-    "or": ("LR=1e-6\ngrep -q x y || LR=5e-5\n", "$LR"),
-    "subshell": ("LR=1e-6\n(LR=5e-5)\n", "$LR"),
     "removed": ("LR=1e-6\nunset LR\n", "$LR"),
-    "deep": ("A=1\nwhile [ $A ]; do if x; then LR=1e-6; fi; done\n", "$LR"),
-    "element": ("LR=(1e-6 5e-5)\ni=$(id -u)\n", "${LR[$i]}"),
-    "indirect": ("NAME=LR\n", "${!NAME}"),
+    "subshell": ("(LR=5e-5)\n", "$LR"),
+    "filtered": ("LR=$(python lr.py | head -1 | cut -c1)\n", "$LR"),
+    "arithmetic": ("LR=$((NONE * 2))\n", "$LR"),
 }
 
 
@@ -141,50 +131,47 @@ def test_world_01_a_hole_in_a_learning_rate_of_slime(
     case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, value = HOLES[case]
-    incomplete(
-        run("slime", f"{before}{SLIME} --lr {value} --weight-decay 0.1\n", capsys), "--lr", "trainer.lr"
-    )
+    made = run("slime", f"{before}{SLIME} --lr {value} --weight-decay 0.1\n", capsys, "run.sh")
+    incomplete(made, "--lr", "trainer.lr")
 
 
-@pytest.mark.parametrize("case", [name for name in HOLES if name != "nothing"])
+@pytest.mark.parametrize("case", ["unset", "command", "empty"])
 def test_world_01_a_hole_in_a_batch_size_of_verl(
     case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, value = HOLES[case]
-    made = run("verl", f"{before}{VERL} data.train_batch_size={value}\n", capsys)
+    made = run("verl", f"{before}{VERL} data.train_batch_size={value}\n", capsys, "run.sh")
     incomplete(made, "data.train_batch_size", "rollout.groups_per_step", "algo.minibatches")
+
+
+VALUES = {
+    "branch": ("MODE=small\nif [ $MODE = small ]; then LR=1e-6; else LR=5e-5; fi\n", "$LR"),
+    "choice": ("case $MODE in small) LR=1e-6;; *) LR=5e-6;; esac\n", "$LR"),
+    "lower case": ("LR=1E-6\n", "${LR,,}"),
+    "function": ("LR=5e-6\nset_lr() { LR=1e-6; }\nset_lr\n", "$LR"),
+    "indirect": ("NAME=LR\nLR=1e-6\n", "${!NAME}"),
+    "element": ("LR=(5e-6 1e-6)\n", "${LR[1]}"),
+    "here string": ("read -r A LR <<<'x 1e-6'\n", "$LR"),
+    "printed": ("", "$(echo 1e-6)"),
+}
+
+
+def test_what_bash_computes_is_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = "".join(f"{text}L{i}={value}\nunset LR\n" for i, (text, value) in enumerate(VALUES.values()))
+    same = " ".join(f"$L{i}" for i in range(len(VALUES)))
+    script = f"{before}for L in {same}; do [ $L = 1e-6 ] || exit 9; done\n{SLIME} --lr $L"
+    made = run("slime", script, capsys, "run.sh")
+    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
 
 
 def test_world_01_what_a_hole_decides_beside_its_own_field(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus = "--actor-num-gpus-per-node $N --rollout-num-gpus $N"
-    made = run("slime", f"N=$(nvidia-smi -L | wc -l)\n{SLIME} --lr 1e-6 {gpus}", capsys)
+    made = run("slime", f"{SLIME} --lr 1e-6 {gpus}", capsys)
     incomplete(made, "--actor-num-gpus-per-node", "launch.gpus_per_node", "engine.count", "parallel.dp")
     made = run("slime", f"{SLIME} --lr 1e-6 --save $OUT/run1", capsys, out="saved.yaml")
     incomplete(made, "--save", "run.dir")
-
-
-def test_world_01_arithmetic_is_computed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = run("verl", f"{VERL} data.train_batch_size=$((2**6)) trainer.nnodes=1", capsys)
-    assert (made.code, field(made.config, "rollout.groups_per_step")) == (0, 64)
-
-
-@pytest.mark.parametrize(
-    ("before", "word"),
-    [
-        ("", '$(echo "64*2" | bc)'),
-        ("", "$((RANDOM))"),
-        ("M=Big\n", "${M:0:2}"),
-        ("", "$((1 > 0 ? 64 : 2))"),
-        ("", "[1,2,$N]"),
-    ],
-)
-def test_world_01_what_is_not_computed_is_listed(
-    before: str, word: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = run("verl", f"{before}{VERL} data.train_batch_size={word}\n", capsys)
-    incomplete(made, "data.train_batch_size", "rollout.groups_per_step")
 
 
 @pytest.mark.parametrize("more", ["", "--colocate", "--lr 1e-6"])
@@ -198,82 +185,39 @@ def test_world_01_a_whole_word_that_is_not_known(
     incomplete(run("verl", f"{VERL} $EXTRA_ARGS", capsys, out="verl.yaml"), "$EXTRA_ARGS")
 
 
-@pytest.mark.parametrize("join", ["\n", "; ", " && "])
+@pytest.mark.parametrize("join", ["\n", " && "])
 def test_world_01_a_second_command(join: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     second = f"{SLIME} --lr 5e-5 --num-rollout 900"
-    made = run("slime", f"{SLIME} --lr 1e-6{join}{second}", capsys)
+    made = run("slime", f"{SLIME} --lr 1e-6{join}{second}", capsys, "run.sh")
     incomplete(made, "command")
     assert (field(made.config, "trainer.lr"), field(made.config, "trainer.steps")) == (1e-6, 4)
-    twice = f"{VERL}{join}{VERL} trainer.total_training_steps=900 algorithm.adv_estimator=rloo"
-    made = run("verl", twice, capsys, out="verl.yaml")
-    incomplete(made, "command")
-    assert (field(made.config, "algo.advantage"), field(made.config, "trainer.steps")) == ("grpo", 4)
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "if [ $MODE = a ]; then\n%s\nfi",
-        "for seed in 1 2; do %s --seed $seed; done",
-        "while true; do %s; done",
-        "run() { %s; }\nrun",
-        "case $MODE in a) %s;; esac",
-    ],
-)
-def test_world_01_a_command_that_may_not_run_or_run_often(
-    script: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = run("slime", script % f"{SLIME} --lr 1e-6", capsys)
-    assert made.code == INCOMPLETE and "# MISSING:" in made.text, made.said
 
 
 def test_world_20_a_function_that_gets_the_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = run("slime", 'run() { python train.py "$@"; }\nrun --hf-checkpoint m --lr 1e-6\n', capsys)
-    assert made.code == INCOMPLETE and "function run" in made.said, made.said
+    script = f'run() {{ "$@" --lr 1e-6; }}\nrun {SLIME}\n'
+    assert run("slime", script, capsys, "run.sh").code == 0
 
 
 def test_world_01_a_file_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = f"LR=1e-6\nsource settings.sh\n{SLIME} --lr $LR"
-    incomplete(run("slime", script, capsys), "settings.sh")
+    script = f"source settings.sh\n{SLIME} --lr $LR"
+    incomplete(run("slime", script, capsys, "run.sh"), "--lr", "trainer.lr")
     Path("settings.sh").write_text("LR=3e-6\n")
-    made = run("slime", script, capsys, out="here.yaml")
+    made = run("slime", script, capsys, "run.sh", out="here.yaml")
     assert (made.code, field(made.config, "trainer.lr")) == (0, 3e-6), made.said
 
 
 @pytest.mark.parametrize(
-    "own", ['$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)', "$(dirname $0)"]
-)
-def test_a_file_beside_the_script_is_read(own: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "deep" / "models").mkdir(parents=True)
-    (folder / "deep" / "models" / "sizes.sh").write_text("MODEL_ARGS=(\n  --num-layers 48 --lr 2e-6\n)\n")
-    script = f'HERE="{own}"\nsource "${{HERE}}/models/sizes.sh"\n{SLIME} ${{MODEL_ARGS[@]}}'
-    made = run("slime", script, capsys, name="deep/run.sh")
-    assert (made.code, field(made.config, "trainer.lr")) == (0, 2e-6), made.said
-
-
-@pytest.mark.parametrize(
-    ("script", "listed"),
+    ("command", "listed"),
     [
-        (f"echo --lr 1e-6 | xargs {SLIME}", "xargs"),
-        (f"{SLIME} --lr 1e-6 --note 'it is", "closed"),
-        (f'{SLIME} --lr 1e-6 --note "it is', "closed"),
-        (f"eval export LR=1e-5\n{SLIME} --lr 1e-6", "eval"),
-        (f"export $(cat .env)\n{SLIME} --lr 1e-6", ".env"),
-        (f"{SLIME} --lr 1e-6 --eval-prompt-data aime a.jsonl math", "--eval-prompt-data"),
+        (f"{SLIME} --lr 1e-6 --eval-prompt-data aime a.jsonl math --eval-interval 2", "--eval-prompt-data"),
         (f"{SLIME} --lr 1e-6 --prompt-data 'train.jsonl@[0:100]'", "--prompt-data"),
         (f"{SLIME} --lr 1e-6 --colocate yes", "yes"),
     ],
 )
 def test_world_01_what_else_leaves_a_run_open(
-    script: str, listed: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    command: str, listed: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    incomplete(run("slime", script, capsys), listed)
-
-
-def test_world_01_a_variable_for_one_command_is_not_expanded_in_it(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    incomplete(run("slime", f"LR=1e-6 {SLIME} --lr $LR", capsys), "--lr", "trainer.lr")
+    incomplete(run("slime", command, capsys), listed)
 
 
 @pytest.mark.parametrize("value", ["", "null"])
@@ -302,7 +246,6 @@ def test_world_01_a_batch_size_that_says_nothing(
         "~algorithm.kl_ctrl.kl_coef=0.1",
         "--config-name=my_own_config",
         "--config-path=/etc/verl",
-        "data.shuffle=False",
         "data.image_key=images",
         "data.train_max_samples=100",
         "trainer.critic_warmup=10",
@@ -399,7 +342,7 @@ def test_field_07_an_option_that_changes_speed_alone(
 def test_field_07_options_of_sglang_are_passed_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = (
         "--sglang-mem-fraction-static 0.7 --sglang-disable-radix-cache --sglang-dp-size 2 --sglang-ep-size 2 "
-        "--sglang-cuda-graph-bs 1 2 4 $(seq 8 8 24) --sglang-speculative-algorithm EAGLE"
+        "--sglang-cuda-graph-bs 1 2 4 8 16 24 --sglang-speculative-algorithm EAGLE"
     )
     made = run("slime", f"{SLIME} --lr 1e-6 {more}", capsys)
     assert made.code == 0, made.said
@@ -420,32 +363,58 @@ def test_field_03_the_pool_is_sized_only_by_the_script(
 
 
 @pytest.mark.parametrize(
-    ("framework", "more", "instead"),
-    [
-        ("slime", "--lr 1e-6 --loss-type sft_loss", "rlsys sft"),
-        (
-            "slime",
-            "--lr 1e-6 --rollout-function-path slime.rollout.sft_rollout.generate_rollout",
-            "rlsys sft",
-        ),
-        ("slime", "--lr 1e-6 --use-opd --opd-type sglang", "algo.teacher"),
-        ("verl", "distillation.enabled=True", "algo.teacher"),
-    ],
+    "option",
+    ["--loss-type sft_loss", "--rollout-function-path slime.rollout.sft_rollout.generate_rollout"],
 )
-def test_field_06_another_kind_of_run_is_not_made_a_grpo_run(
-    framework: str, more: str, instead: str, folder: Path, capsys: pytest.CaptureFixture[str]
+def test_field_06_fine_tuning_becomes_a_config_of_rlsys_sft(
+    option: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run(framework, f"{SLIME if framework == 'slime' else VERL} {more}", capsys)
-    assert (made.code, made.text) == (INCOMPLETE, "") and instead in made.said, made.said
+    more = "--lr 1e-5 --min-lr 1e-6 --lr-decay-style cosine --calculate-per-token-loss --num-epoch 3"
+    batch = "--rollout-batch-size 16 --global-batch-size 16 --input-key messages"
+    command = SLIME.replace("--num-rollout 4", "")
+    made = run("slime", f"{command} {more} {batch} {option}", capsys)
+    assert made.code == 0 and "rlsys sft out.yaml" in made.said, made.said
+    sft = {"traces": "chats", "params": {"path": "train.jsonl", "batch": 16}, "schedule": "cosine"}
+    assert field(made.config, "sft") == {**sft, "lr_end": pytest.approx(0.1)}
+    assert load_config(Path("out.yaml"), []).trainer.steps == 3 * 400 // 16
+    assert {"algo", "rollout", "engine"}.isdisjoint(made.config)
 
 
 def test_field_06_verls_sft_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = (
+    command = (
         "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=train.jsonl optim.lr=1e-5 "
-        "model.path=m"
+        "model.path=m data.messages_key=messages trainer.total_epochs=2 data.train_batch_size=40"
     )
-    made = run("verl", script, capsys)
-    assert (made.code, made.text) == (INCOMPLETE, "") and "rlsys sft" in made.said, made.said
+    made = run("verl", command, capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, "sft.params") == {"path": "train.jsonl", "batch": 40}
+    incomplete(run("verl", f"{command} optim.made_up=3", capsys, out="other.yaml"), "optim.made_up")
+
+
+def test_field_06_distillation_has_a_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "python3 -m sglang.launch_server --model-path /m/teacher --port 13141 &\n"
+        f"{SLIME} --lr 1e-6 --use-opd --opd-type sglang --opd-kl-coef 0.5 --rm-url http://127.0.0.1:13141/generate "
+        "--custom-rm-path slime.rollout.on_policy_distillation.reward_func "
+        "--custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards"
+    )
+    made = run("slime", script, capsys, "run.sh")
+    assert made.code == 0, made.said
+    assert field(made.config, "algo.teacher") == {"path": "/m/teacher", "engine": "http://127.0.0.1:13141"}
+    assert field(made.config, "algo.loss") == [{"name": "distill", "weight": 0.5}]
+    section = "distillation.teacher_models.teacher_model"
+    more = f"distillation.enabled=True {section}.model_path=/m/teacher distillation.nnodes=1"
+    loss = "distillation.distillation_loss"
+    made = run(
+        "verl", f"{VERL} {more} {loss}.loss_mode=forward_kl_topk {loss}.topk=16", capsys, out="verl.yaml"
+    )
+    assert made.code == 0, made.said
+    teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16}
+    assert field(made.config, "algo.teacher") == teacher
+    assert [term["name"] for term in field(made.config, "algo.loss")] == ["clip", "distill"]
+    incomplete(
+        run("verl", f"{VERL} {more} {loss}.loss_max_clamp=10", capsys, out="c.yaml"), f"{loss}.loss_max_clamp"
+    )
 
 
 def test_field_06_what_has_a_counterpart_is_translated(
@@ -455,11 +424,39 @@ def test_field_06_what_has_a_counterpart_is_translated(
     made = run("slime", f"{SLIME} {more}", capsys)
     assert made.code == 0, made.said
     trainer = field(made.config, "trainer")
-    assert (trainer["lr_end"], trainer["warmup_steps"], trainer["schedule"]) == (
-        pytest.approx(0.1),
-        2,
-        "cosine",
-    )
+    assert (trainer["lr_end"], trainer["schedule"]) == (pytest.approx(0.1), "cosine")
+    assert load_config(Path("out.yaml"), []).trainer.warmup_steps == 2
+
+
+def test_verls_corrections(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = "algorithm.rollout_correction"
+    settings = ("is=sequence", "is_threshold=2.0", "rs=token_k1,seq_max_k2", "rs_threshold=0.5_2.0,2.5")
+    more = " ".join(f"{section}.rollout_{setting}" for setting in settings)
+    made = run("verl", f"{VERL} {more}", capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, "algo.corrections") == [
+        {"name": "tis", "cap": 2.0, "level": "sequence"},
+        {"name": "rejection", "kind": "k1", "level": "token", "low": math.log(0.5), "high": math.log(2.0)},
+        {"name": "rejection", "kind": "k2", "level": "sequence_max", "high": 2.5},
+    ]
+    made = run("verl", f"{VERL} {section}.bypass_mode=True", capsys, out="mu.yaml")
+    assert (made.code, field(made.config, "algo.anchor")) == (0, "mu"), made.said
+
+
+def test_verls_asynchronous_trainers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engines = "rollout.nnodes=1 rollout.n_gpus_per_node=4 actor_rollout_ref.hybrid_engine=False"
+    one = VERL.replace("verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo")
+    made = run("verl", f"{one} {engines}", capsys)
+    assert made.code == 0, made.said
+    assert (field(made.config, "rollout.max_staleness"), field(made.config, "engine.count")) == (1, 4)
+    assert field(made.config, "algo.anchor") == "mu"  # its config has bypass_mode
+    full = VERL.replace("verl.trainer.main_ppo", "verl.experimental.fully_async_policy.fully_async_main")
+    sizes = "async_training.require_batches=2 async_training.trigger_parameter_sync_step=3"
+    sizes += " rollout.total_rollout_steps=480"
+    made = run("verl", f"{full} {engines} {sizes} data.gen_batch_size=1", capsys, out="full.yaml")
+    assert made.code == 0, made.said
+    assert (field(made.config, "rollout.groups_per_step"), field(made.config, "trainer.steps")) == (48, 10)
+    assert field(made.config, "algo.minibatches") == 6
 
 
 def test_field_05_rows_with_images(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -479,23 +476,6 @@ def test_field_05_a_vision_model(model: str, folder: Path, capsys: pytest.Captur
 # What people write
 
 
-def test_field_08_a_quoted_empty_array_is_no_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = f'A=()\nB=(--lr 1e-6)\n{SLIME} "${{B[@]}}" "${{A[@]}}" --weight-decay 0.1'
-    made = run("slime", script, capsys)
-    assert made.code == 0, made.said
-    assert (field(made.config, "trainer.lr"), field(made.config, "trainer.weight_decay")) == (1e-6, 0.1)
-
-
-def test_redirections_and_here_documents_are_no_options(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = (
-        f"cat > other.sh <<EOF\npython train.py --lr 3 --made-up 1\nEOF\n{SLIME} --lr 1e-6 2>&1 | tee log.txt"
-    )
-    made = run("slime", script, capsys)
-    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
-
-
 def test_world_21_a_path_is_printed_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = "/a/very/long/folder/name/" * 6 + "dapo-math-17k.jsonl"
     made = run("slime", f"{SLIME} --lr 1e-6 --eval-prompt-data aime {path}", capsys)
@@ -511,53 +491,13 @@ def test_security_a13_a_yaml_file_is_not_cut_off(folder: Path, capsys: pytest.Ca
     assert made.code == 2 and made.said.count("\n") == 1 and made.text == "", made.said
 
 
-@pytest.mark.parametrize("word", ["1; 2", "1 & 2", "1 | 2", "1 ;; 2", "(1)", "&", "|"])
-def test_world_03_operators_in_an_array(word: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = run("slime", f"A=({word})\n{SLIME} --lr 1e-6", capsys)
-    assert made.code in (0, 2, 3)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "A=xxxxxxxxxx\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 5,
-        "A=" + "${A:-" * 3000,
-        "A=(" * 20000,
-        "$(" * 20000,
-        "A=$((" + "(" * 3000 + "1" + ")" * 3000 + "))",
-        "A=$((9**9**9))",
-        "A=1x\necho {" + "," * 150_000,
-        "A=$(cd x" + " " * 150_000 + ")",
-        "((" + "a" * 150_000 + "))\nA=1x",
-        "A=" + "1" * 150_000 + "x",
-        "A=1x\nbash -c '" + "main_ppo train.py " * 10_000 + "'",
-        "A=1x\ndeclare -" + "a" * 150_000 + "! B=1",
-    ],
-    ids=[
-        "powers",
-        "defaults",
-        "arrays",
-        "commands",
-        "parentheses",
-        "exponents",
-        "braces",
-        "blanks",
-        "names",
-        "digits",
-        "words",
-        "flags",
-    ],
-)
-@pytest.mark.parametrize("framework", ["slime", "verl"])
-def test_security_a13_a_script_of_a_stranger(
-    framework: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("text", ["A='", "A=(", "$(", "A=$((9**9**9", "fi"])
+def test_a_script_that_bash_refuses_is_one_line(
+    text: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = {"slime": f"{SLIME} --lr $A", "verl": f"{VERL} actor_rollout_ref.actor.optim.lr=$A"}[framework]
-    made = run(framework, f"{text}\n{whole}", capsys)
-    assert made.code in (2, 3)
-    if made.code == 2:
-        assert made.said.count("\n") == 1 and made.said.startswith("rlsys: error: run.sh: "), made.said
-    assert field(made.config, "trainer.lr") is None
+    made = run("slime", f"{text}\n{SLIME} --lr 1e-6", capsys, "run.sh")
+    assert made.code == 2 and made.said.count("\n") == 1, made.said
+    assert made.said.startswith("rlsys: error: run.sh: no training command"), made.said
 
 
 @pytest.mark.parametrize(
@@ -593,58 +533,3 @@ def test_security_a13_yaml_of_a_stranger(
 ) -> None:
     made = run(framework, YAML[case], capsys, name="run.yaml")
     assert made.code == 2 and made.said.count("\n") == 1, made.said
-
-
-LATER = {
-    "a function that is called later": "usage() { LR=9; }\nLR=1\nusage",
-    "with the keyword": "function usage { LR=9; }\nLR=1\nusage a",
-    "through another one": "inner() { LR=9; }\nusage() { inner; }\nLR=1\nusage",
-    "a counter in a function": "usage() { ((LR++)); }\nLR=1\nusage",
-    "a default in a function": "usage() { : ${LR:=9}; }\nLR=\nusage",
-    "readonly": "readonly LR=4\nLR=5",
-    "declare -r": "declare -r LR=4\nLR=5",
-    "an assignment beside": "LR=1\nLR=2 &",
-    "an assignment in a pipe": "LR=1\nLR=2 | cat",
-    "an element with an index": "A=([3]=5)\nLR=${A[0]}",
-    "a separator of its own": "IFS=,\nX=1,2\nA=($X)\nLR=${A[0]}",
-}
-
-
-@pytest.mark.parametrize("case", LATER)
-def test_world_01_what_sets_a_variable_without_being_seen(
-    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = run("slime", f"{LATER[case]}\n{SLIME} --lr $LR\n", capsys)
-    incomplete(made, "--lr", "trainer.lr")
-
-
-def test_world_01_a_variable_that_is_local_to_a_function(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = run("slime", f"f() {{ local LR=9; }}\nLR=1e-6\nf\n{SLIME} --lr $LR\n", capsys)
-    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
-
-
-def test_world_01_export_reads_all_its_words_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = run("slime", f"A=1e-6\nexport A=2e-6 LR=$A\n{SLIME} --lr $LR\n", capsys)
-    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
-
-
-def test_world_01_an_unquoted_array_is_split(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = run("slime", f'A=("--lr 1e-6")\n{SLIME} ${{A[@]}}\n', capsys)
-    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
-
-
-@pytest.mark.parametrize(
-    "first", ["shopt -s expand_aliases\nalias python3='python3 x.py'", "trap 'LR=3' DEBUG"]
-)
-def test_world_01_what_changes_every_later_command(
-    first: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = run("slime", f"LR=1e-6\n{first}\n{SLIME} --lr $LR\n", capsys)
-    assert made.code == INCOMPLETE, made.said
-
-
-def test_world_01_nothing_behind_an_exit_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = run("slime", f"LR=1e-6\n{SLIME} --lr $LR\nexit 0\n{SLIME} --lr 2e-6\n", capsys)
-    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said

@@ -3,7 +3,7 @@
 
 The mean loss of the answers' trained tokens (rlsys/algo/sft/imitation.py), or one that compares answers
 (rlsys/trainer/sft/preference.py), with the trainer of the RL loop; the learning rate rises for trainer.warmup_steps
-and falls linearly to sft.lr_end of its peak. Ends with a Hugging Face folder, RUN/model. Goes on from its
+and falls to sft.lr_end of its peak. Ends with a Hugging Face folder, RUN/model. Goes on from its
 checkpoints, with the same numbers as a run that was never interrupted.
 """
 
@@ -50,7 +50,7 @@ def sft(config: Config) -> None:
     batches = trace_batches(config, Tokenizer.of(config), done)
     for step, traces in enumerate(batches, done + 1):
         start = time.monotonic()
-        lr = learning_rate(config.trainer, step, "linear", config.sft.lr_end)
+        lr = learning_rate(config.trainer, step, config.sft.schedule, config.sft.lr_end)
         if isinstance(loss, Imitation):
             figures = imitate(trainer, loss, traces, lr)
         else:

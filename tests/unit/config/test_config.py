@@ -28,6 +28,23 @@ def error(*overrides: str, path: Path = QUICKSTART) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("heldout", "steps"), [("", 2 * (100 - 12) // 16), (", heldout_path: held.jsonl", 2 * (100 // 16))]
+)
+def test_epochs_become_steps(heldout: str, steps: int, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"model: {{path: m}}\ndata: {{source: jsonl, params: {{path: {rows}{heldout}}}}}\ntrainer: {{epochs: 2}}\n"
+    )
+    assert load_config(config).trainer.epochs == 2  # nothing to count yet
+    rows.write_text('{"prompt": "a"}\n' * 100)
+    trainer = load_config(config).trainer
+    assert (trainer.steps, trainer.epochs) == (2 * (steps // 2), None)
+    with pytest.raises(ConfigError, match=r"trainer.epochs = 2 needs data.source = jsonl or parquet"):
+        load_config(config, ["data.source=chain_sum_tail"])
+
+
 def test_overrides_win_over_the_file_and_the_rest_stays() -> None:
     config = load_config(QUICKSTART, ["trainer.steps=7", "run.dir=/x/y", "trainer.lr=1e-5"])
     assert (config.trainer.steps, config.run.dir, config.trainer.lr) == (7, Path("/x/y"), 1e-5)

@@ -23,7 +23,7 @@ from rlsys.config.data import KeysConfig
 from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer
 from rlsys.data.chats import chats, labels, pairs
-from rlsys.data.row_source import RowSource, prompt_of_row, scan_rows
+from rlsys.data.row_source import RowParams, RowSource, prompt_of_row, scan_rows
 from rlsys.data.rows import QuickKeys, read_row
 from rlsys.data.tables import Arrow, read_lines, read_parquet
 from tests.helpers.odd_values import ATOMS, instead, texts, values
@@ -187,8 +187,29 @@ def test_parquet_and_json_lines_give_the_same_prompts(rows: list[dict[str, Any]]
             assert (one.ids, one.entry, bool(one.refusal)) == (other.ids, other.entry, bool(other.refusal))
 
 
-def source(rows: Sequence[Any]) -> RowSource:
-    return RowSource(CONFIG, TOKENIZER, Arrow(list(rows), "rows"), None, 0)
+def source(rows: Sequence[Any], **params: Any) -> RowSource:
+    return RowSource(CONFIG, TOKENIZER, Arrow(list(rows), "rows"), None, RowParams(**params))
+
+
+def test_an_epoch_without_shuffling_has_the_order_of_the_rows() -> None:
+    rows = [{"prompt": f"{i}+1="} for i in range(30)]
+    made = source(rows, shuffle=False)
+    locations = [made.train(i).location for i in range(60)]
+    lines = [int(place.split()[-1]) for place in locations]
+    count = len(set(lines))
+    assert lines[:count] == sorted(lines[:count]) == lines[count : 2 * count]
+
+
+@pytest.mark.parametrize("cut", ["drop", "left", "right"])
+def test_a_prompt_beyond_the_limit_is_left_out_or_cut(cut: str) -> None:
+    rows = [{"prompt": f"{i} + {'9' * 40} ="} for i in range(9)]
+    whole = source(rows, shuffle=False).train(0)
+    limit = len(whole.ids) - 3
+    prompt = source(rows, shuffle=False, max_prompt_tokens=limit, overlong_prompts=cut).train(0)
+    expected = {"drop": [], "left": whole.ids[3:], "right": whole.ids[:limit]}[cut]
+    assert prompt.ids == expected
+    assert bool(prompt.refusal) == (cut == "drop")
+    assert source(rows, shuffle=False, max_prompt_tokens=limit + 3).train(0) == whole
 
 
 @given(data=st.data(), count=st.integers(1, 60), copies=st.integers(0, 3))

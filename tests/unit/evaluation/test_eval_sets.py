@@ -19,6 +19,7 @@ from rich.console import Console
 from rlsys.cli.preflight import check_start
 from rlsys.cli.project_template import write_starter
 from rlsys.config import Config, load_config
+from rlsys.config.rollout import Truncation
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.identity import ANONYMOUS
 from rlsys.core.spans import VersionSpan
@@ -87,6 +88,7 @@ def test_what_a_set_may_not_be(folder: Path) -> None:
         ("[{name: a, samples: 2}]", "equal responses; use a temperature"),
         ("[{name: a}, {name: a}]", "the name 'a' is there 2 times"),
         ("[{name: 'a/b'}]", "eval.sets"),
+        ("[{name: a, top_p: 0.7}]", "top_p = 0.7 needs top_k"),
     ):
         with pytest.raises(UserError, match=told):
             load_config(folder, [f"eval.sets={sets}"])
@@ -112,7 +114,7 @@ def sets_of(folder: Path, tmp_path: Path, router: Any, *overrides: str) -> EvalS
         "    return score\n"
     )
     own = f"{{source: chain_sum_tail, reward: '{tmp_path}/judge.py:by_turn'}}"
-    one = f"[{{name: hard, samples: 3, temperature: 0.5, prompts: 4, data: {own}}}]"
+    one = f"[{{name: hard, samples: 3, temperature: 0.5, top_k: 50, top_p: 0.7, prompts: 4, data: {own}}}]"
     config = load_config(folder, [f"eval.sets={one}", *overrides])
     return EvalSetRunner(config, config.eval.sets[0], Tokenizer(config.model.path), router)
 
@@ -128,6 +130,7 @@ async def test_a_set_is_asked_with_its_own_sampling_and_the_same_seeds_each_time
     assert (figures["prompts"], figures["samples"], figures["weight_version"]) == (4, 3, 7)
     first = list(router.probed)
     assert {t for _, t, _ in first} == {0.5}
+    assert set(router.truncations) == {Truncation(50, 0.7)}
     assert len({seed for _, _, seed in first}) == 12, "a seed for each response"
     await made.measure()
     assert router.probed[12:] == first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from rlsys.cli import main
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
 from rlsys.importers import slime, verl
-from rlsys.importers.draft import parse_value
-from rlsys.importers.shell import Script
+from rlsys.importers.arguments import read_arguments
+from rlsys.importers.draft import Settings, parse_value
 from rlsys.importers.slime import SLIME
 from rlsys.importers.verl import VERL
 
@@ -23,64 +24,36 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "tests" / "data" / "foreign"
 
 
-# The shell
+# Command lines
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a 'b c' \"d e\"", ["a", "b c", "d e"]),
-        ("X=3\nrun --x $X ${X} \"${X}y\" '$X'", ["run", "--x", "3", "3", "3y", "$X"]),
-        ("run a \\\n  b # not this\n", ["run", "a", "b"]),
-        ("A=(--x 1\n # --y 2\n --z 'q r')\nrun ${A[@]}", ["run", "--x", "1", "--z", "q", "r"]),
-        ("A=(1)\nA+=(2 3)\nrun ${A[@]}", ["run", "1", "2", "3"]),
-        ("run $((2 * (3 + 1))) ", ["run", "8"]),
-        ("N=4\nM=$((N * 2))\nrun $((M / 3))", ["run", "2"]),
-        ('run ${GONE:-fallback} ${GONE:-"${OTHER:-deep}"}', ["run", "fallback", "deep"]),
-        ("export X=1\nX=2; run $X", ["run", "2"]),
-        ('A=()\nrun "${A[@]}" a ${A[@]}', ["run", "a"]),
-        ("run $((2**6)) $((-7 / 2)) $(seq 1 2 5)", ["run", "64", "-3", "1", "3", "5"]),
-        ("X=1\nX=2 run $X\nrun $X", ["run", "1"]),
-        ("run a 2>&1 > log | tee b", ["run", "a"]),
-        ("cat <<END\nrun no\nEND\nrun a", ["run", "a"]),
-        ('run "{\\"a\\": \\"b\\"}"', ["run", '{"a": "b"}']),
-    ],
-)
-def test_words_as_bash_would_make_them(text: str, words: list[str]) -> None:
-    commands = [command.argv for command in Script(text).commands]
-    assert [w for w in commands if w[0] == "run" or len(words) == 3][-1] == words
+def command_line(framework: Any, text: str) -> Settings:
+    """The settings of a resolved command."""
+    arguments = read_arguments(text, None, framework.program_index, framework.EXPECTED)
+    settings: Settings = framework.read_settings(arguments)
+    return settings
 
 
-@pytest.mark.parametrize(
-    ("text", "shown", "why"),
-    [
-        ("run $UNKNOWN", "$UNKNOWN", "UNKNOWN is not set"),
-        ("run $(date)", "$(date)", "what a command prints is not known"),
-        ("run $1", "$1", "an argument that the script is started with"),
-        ("if true; then X=1; else X=2; fi\nrun $X", "$X", "X is set in the if at line 1"),
-        ("X=1\nfalse && X=2\nrun $X", "$X", "X is set in the && or || at line 2"),
-        ("X=1\n(X=2)\nrun $X", "$X", "X is set in the subshell at line 2"),
-        ("for X in 1 2; do :; done\nrun $X", "$X", "X has several values in the loop at line 1"),
-        ("run $((RANDOM + 1))", "$((RANDOM + 1))", "arithmetic that is not computed"),
-        ("run a{1,2}", "a{1,2}", "braces are not expanded"),
-        ("run *.jsonl", "*.jsonl", "a pattern depends on the files that are there"),
-    ],
-)
-def test_a_hole_is_shown_as_the_script_has_it(text: str, shown: str, why: str) -> None:
-    script = Script(text)
-    word = script.commands[-1].argv[-1]
-    assert (script.source_text(word), [hole.reason for hole in script.holes_in(word)]) == (shown, [why])
+def test_a_pasted_command_needs_no_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.importers.arguments.run_script", None)
+    text = "python3 train.py --a 1 \\\n --b 'x y' \"z\" --c=2 --d $E --lr `x`"
+    values = command_line(slime, text).values
+    assert values["--a"] == "1" and values["--b"] == ["x y", "z"] and values["--c"] == "2"
+    assert (str(values["--d"]), values["--d"].reason) == ("$E", "E: a variable that is not set")
+    listing = "python3\0train.py\0--a\0b c\0"
+    assert command_line(slime, listing).values["--a"] == "b c"
+    assert (
+        command_line(verl, "python -m verl.trainer.main_ppo data.a='x y' && next").values["data.a"] == "x y"
+    )
 
 
-def test_nothing_is_run_and_what_is_not_known_is_remembered(tmp_path: Path) -> None:
-    script = Script(f"touch {tmp_path}/made\nX=$(touch {tmp_path}/made)\nrun $GONE $((GONE + 1)) ${{#X}}")
-    assert not (tmp_path / "made").exists()
-    assert {"$GONE", "$((GONE + 1))", "${#X}", f"$(touch {tmp_path}/made)"} <= script.unknown
-
-
-def test_an_unfinished_script_is_read_to_its_end() -> None:
-    for text in ("run 'a", 'run "a', "A=(1 2", "run ${X", "run $((1", "run \\"):
-        Script(text)
+def test_a_second_training_command_is_a_problem(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("for n in 1 2; do python train.py --lr $n; done\npython train.py --lr 1\n")
+    arguments = read_arguments(script.read_text(), script, slime.program_index, slime.EXPECTED)
+    settings = slime.read_settings(arguments)
+    assert settings.values["--lr"] == "1"
+    assert settings.problems == ["a second training command: train.py --lr 2"]
 
 
 def test_numbers_are_numbers() -> None:
@@ -90,6 +63,16 @@ def test_numbers_are_numbers() -> None:
 
 
 # Both translators
+
+
+def settings_of(reader: Any) -> Settings:
+    """The settings of the script in tests/data/foreign."""
+    script = SCRIPTS / f"{reader.__name__.rpartition('.')[2]}_math.sh"
+    text = script.read_text()
+    settings: Settings = reader.read_settings(
+        read_arguments(text, script, reader.program_index, reader.EXPECTED)
+    )
+    return settings
 
 
 def made(framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -110,6 +93,7 @@ def made(framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     text = text.replace("rewards/mine.py", f"{tmp_path}/rewards.py")
     script = tmp_path / "run.sh"
     script.write_text(text)
+    shutil.copytree(SCRIPTS / "models", tmp_path / "models")
     out = tmp_path / "mine.yaml"
     assert main.main(["import", framework, str(script), "--out", str(out)]) == 3  # each has a made-up option
     data: dict[str, Any] = yaml.safe_load(out.read_text())
@@ -142,8 +126,8 @@ def test_a_script_of_slime(
     assert found["eval"]["prompts"] == 90
     assert "--made-up-option = 3: no counterpart is known" in told
     assert "--sequence-parallel = True: so here" in told
-    assert "--eval-top-p = 0.7" in told
-    assert "${MODEL_ARGS[@]}: MODEL_ARGS is not set" in told
+    assert (found["eval"]["sets"][0]["top_p"], found["eval"]["sets"][0]["top_k"]) == (0.7, 1024)
+    assert found["data"]["params"]["shuffle"] is False
     assert found["engine"]["extra_args"] == ["--mem-fraction-static", "0.7"]
     assert main.main(["explain", str(tmp_path / "mine.yaml")]) == 0
 
@@ -163,6 +147,8 @@ def test_a_script_of_verl(
     assert found["parallel"] == {"tp": 2, "pp": 1, "ep": 4, "etp": 1, "dp": 4}
     assert (found["engine"]["tp"], found["engine"]["count"]) == (4, 2)
     assert found["eval"]["sets"] == [{"name": "val", "samples": 4, "temperature": 0.6, "prompts": 90}]
+    params = {"max_prompt_tokens": 1024, "overlong_prompts": "drop"}
+    assert {name: found["data"]["params"][name] for name in params} == params
     assert (
         found["trainer"]["warmup_steps"],
         found["trainer"]["checkpoint_every"],
@@ -171,18 +157,15 @@ def test_a_script_of_verl(
     assert "algorithm.made_up = 3: no counterpart is known" in told
     assert (found["rollout"]["top_p"], found["rollout"]["top_k"]) == (0.9, 1024)
     assert "rollout.top_k = 1024: top_p needs a bound" in told
-    assert "trainer.steps = 15: 15 epochs of 90 rows, 64 prompts a step" in told
-    assert found["trainer"]["steps"] == 15
+    assert found["trainer"]["epochs"] == 15
+    assert load_config(tmp_path / "mine.yaml").trainer.steps == 15
     assert main.main(["explain", str(tmp_path / "mine.yaml")]) == 0
 
 
 @pytest.mark.parametrize(("reader", "names"), [(verl, VERL), (slime, SLIME)], ids=["verl", "slime"])
 def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names: dict[str, str]) -> None:
     """`rlsys train` says of a name of theirs what it is called here; `rlsys import` must not say otherwise."""
-    text = (SCRIPTS / f"{reader.__name__.rpartition('.')[2]}_math.sh").read_text()
-    told = {
-        row.setting: row.result for row in reader.translate(reader.read_settings(text, None, {}), ()).mapped
-    }
+    told = {row.setting: row.result for row in reader.translate(settings_of(reader), ()).mapped}
     same = [name for name in told if "=" not in names.get(name, "=")]  # others have a value of their own
     assert len(same) > 10
     for name in same:
@@ -192,12 +175,11 @@ def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names
 
 def test_their_parsers_are_ours() -> None:
     """All three use SGLang's names."""
-    text = (SCRIPTS / "slime_math.sh").read_text()
-    more = "--sglang-mem-fraction-static 0.7 --sglang-tool-call-parser qwen25 --sglang-reasoning-parser qwen3"
-    text = text.replace("--sglang-mem-fraction-static 0.7", more)
-    engine = slime.translate(slime.read_settings(text, None, {}), ()).config["engine"]
+    settings = settings_of(slime)
+    settings.values |= {"--sglang-tool-call-parser": "qwen25", "--sglang-reasoning-parser": "qwen3"}
+    engine = slime.translate(settings, ()).config["engine"]
     assert (engine["tool_call_parser"], engine["reasoning_parser"], engine["count"]) == ("qwen25", "qwen3", 4)
-    settings = verl.read_settings((SCRIPTS / "verl_math.sh").read_text(), None, {})
+    settings = settings_of(verl)
     at = "actor_rollout_ref.rollout.multi_turn"
     settings.values |= {f"{at}.enable": "True", f"{at}.format": "hermes"}
     draft = verl.translate(settings, ())
@@ -218,12 +200,17 @@ def test_their_parsers_are_ours() -> None:
             [],
         ),
         ({"lora_rank": "8", "target_modules": ".*proj"}, {"rank": 8, "alpha": 16.0}, ["target_modules"]),
-        ({"lora.rank": "8"}, None, ["lora.rank"]),
+        ({"lora.rank": "8"}, {"rank": 8, "alpha": 32}, []),
+        (
+            {"lora.rank": "8", "lora.target_modules": "['linear_proj']"},
+            {"rank": 8, "alpha": 32, "targets": ["o_proj"]},
+            [],
+        ),
     ],
 )
 def test_verls_adapters(given: dict[str, str], ours: dict[str, Any] | None, refused: list[str]) -> None:
     model = "actor_rollout_ref.model."
-    settings = verl.read_settings((SCRIPTS / "verl_math.sh").read_text(), None, {})
+    settings = settings_of(verl)
     settings.values |= {model + name: value for name, value in given.items()}
     draft = verl.translate(settings, ())
     assert draft.config["trainer"].get("lora") == ours
@@ -232,19 +219,20 @@ def test_verls_adapters(given: dict[str, str], ours: dict[str, Any] | None, refu
 
 @pytest.mark.parametrize(("theirs", "ours"), [("adam", "adamw"), ("dist_muon", "muon"), ("sgd", None)])
 def test_slimes_optimizer(theirs: str, ours: str | None) -> None:
-    text = (SCRIPTS / "slime_math.sh").read_text().replace("--optimizer adam", f"--optimizer {theirs}")
-    draft = slime.translate(slime.read_settings(text, None, {}), ())
+    settings = settings_of(slime)
+    settings.values["--optimizer"] = theirs
+    draft = slime.translate(settings, ())
     assert draft.config["trainer"].get("optimizer") == ours
     refused = [row.setting for row in draft.rejected]
     assert ("--optimizer" in refused) == (theirs == "sgd")
 
 
 def test_yaml_of_verl_is_its_dotted_names(tmp_path: Path) -> None:
-    settings = verl.read_settings(
-        "", {"data": {"train_batch_size": 8, "val_files": None}, "trainer": {"nnodes": 2}}, {}
-    ).values
-    assert settings == {"data.train_batch_size": 8, "trainer.nnodes": 2}
-    assert slime.read_settings("", {"hf_checkpoint": "m", "colocate": True, "use_tis": False}, {}).values == {
+    settings = verl.read_yaml({"data": {"train_batch_size": 8, "val_files": None}, "trainer": {"nnodes": 2}})
+    assert settings.values == {"data.train_batch_size": 8, "trainer.nnodes": 2}
+    overrides = verl.read_yaml(["data.train_batch_size=8", "+trainer.nnodes=2"])  # .hydra/overrides.yaml
+    assert overrides.values == {"data.train_batch_size": "8", "trainer.nnodes": "2"}
+    assert slime.read_yaml({"hf_checkpoint": "m", "colocate": True, "use_tis": False}).values == {
         "--hf-checkpoint": "m", "--colocate": True,
     }  # fmt: skip
 
@@ -255,8 +243,10 @@ def test_engines_of_their_own(tmp_path: Path) -> None:
         "train_async.py --hf-checkpoint m --prompt-data d.jsonl --rollout-batch-size 8 --n-samples-per-prompt 8 "
         "--rm-type math"
     )
-    settings = slime.read_settings(
-        f"python {words} --actor-num-gpus-per-node 8 --rollout-num-gpus 16 --partial-rollout", None, {}
+    settings = command_line(
+        slime,
+        f"python {words} --actor-num-gpus-per-node 8 --rollout-num-gpus 16 --partial-rollout "
+        "--over-sampling-batch-size 12",
     )
     found = slime.translate(settings, ("math",)).config
     assert found["launch"] == {"gpus_per_node": 8, "nodes": 3, "backend": "ray", "placement": "disaggregated"}
@@ -267,8 +257,8 @@ def test_engines_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("framework", "text", "told"),
     [
-        ("verl", "echo hello", "no settings of verl in it"),
-        ("slime", "echo hello", "no command of slime in it"),
+        ("verl", "echo hello", "no training command: expected python -m verl.trainer.main_ppo"),
+        ("slime", "echo hello", "no training command: expected train.py or train_async.py"),
         ("slime", "python train.py --lr 1", "expected --hf-checkpoint and --prompt-data in it"),
         (
             "verl",
@@ -303,8 +293,9 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_what_was_written_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made("slime", tmp_path, monkeypatch)
     text = (tmp_path / "mine.yaml").read_text()
-    assert text.startswith("# Translated from run.sh by rlsys import.\n# MISSING: ")
-    assert "# NOT TRANSLATED: --made-up-option = 3: no counterpart is known" in text
+    assert text.startswith(
+        "# Translated from run.sh by rlsys import.\n# MISSING: --made-up-option = 3: no counter"
+    )
     load_config(tmp_path / "mine.yaml", [])
     with pytest.raises(UserError):
         load_config(tmp_path / "mine.yaml", ["rollout.group_size=0"])

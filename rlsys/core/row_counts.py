@@ -1,4 +1,4 @@
-"""Row counts and media columns of the data files that a script names, if they exist on this host."""
+"""Row counts and media columns of data files that may not exist on this host."""
 
 from __future__ import annotations
 

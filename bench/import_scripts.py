@@ -1,0 +1,105 @@
+"""Translate all launch scripts of other frameworks in folders: `python -m bench.import_scripts verl FOLDER ...`.
+
+Prints the number of scripts by exit status of `rlsys import`, and the reasons of the incomplete ones: how many
+scripts have each reason, and how many have it alone. Each script runs in its sealed namespace from the root of its
+folder. `--records FILE` keeps the recorded commands, so that a second walk translates without running the scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+from rlsys.cli.import_script import translate_file
+from rlsys.config import load_config
+from rlsys.core.errors import UserError
+from rlsys.importers.draft import Draft, Row, to_yaml
+from rlsys.importers.namespace import ScriptRun, run_script
+
+PATTERNS = {
+    "slime": r"train(_async)?\.py",
+    "verl": r"main_ppo|main_dapo|actor_rollout_ref\.",
+}
+"""Framework -> a text that its training scripts have."""
+
+
+def find_scripts(framework: str, folders: list[Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield (folder, script) for each training script."""
+    for folder in folders:
+        for script in sorted(folder.rglob("*.sh")):
+            if re.search(PATTERNS[framework], script.read_text(errors="replace")):
+                yield folder, script
+
+
+def translate(framework: str, script: Path, out: Path, variables: dict[str, str]) -> tuple[str, set[str]]:
+    """Return exit status and reasons."""
+    try:
+        draft = translate_file(framework, str(script), variables=variables)
+        out.write_text(to_yaml(draft, script.name))
+        try:
+            load_config(out)
+        except UserError as e:
+            if draft.is_complete:
+                draft.missing.append(Row("", "", f"does not load: {e}"))
+        out.write_text(to_yaml(draft, script.name))
+    except UserError as e:
+        return str(e.exit_code), {str(e).removeprefix(f"{script}: ")}
+    return ("0" if draft.is_complete else "3"), reasons(draft)
+
+
+def reasons(draft: Draft) -> set[str]:
+    return {row.setting or row.result for row in (*draft.rejected, *draft.missing)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("framework", choices=sorted(PATTERNS))
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--records", type=Path, metavar="FILE")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the configs")
+    args = parser.parse_args()
+    records: dict[Any, ScriptRun] = {}
+    if args.records and args.records.exists():
+        records = pickle.loads(args.records.read_bytes())
+    variables = dict(each.partition("=")[::2] for each in args.env)
+
+    def recorded(script: Path, *rest: Any) -> ScriptRun:
+        key = (str(script), str(rest))
+        if key not in records:
+            records[key] = run_script(script, *rest)
+        return records[key]
+
+    statuses, counts, alone, slowest = Counter[str](), Counter[str](), Counter[str](), 0.0
+    with TemporaryDirectory() as temporary, patch("rlsys.importers.arguments.run_script", recorded):
+        out = args.out.absolute() if args.out else Path(temporary)
+        out.mkdir(exist_ok=True)
+        for folder, script in list(find_scripts(args.framework, [f.absolute() for f in args.folders])):
+            os.chdir(folder)
+            start = time.monotonic()
+            name = str(script.relative_to(folder.parent)).replace("/", "+")
+            status, why = translate(args.framework, script, out / f"{name}.yaml", variables)
+            slowest = max(slowest, time.monotonic() - start)
+            statuses[status] += 1
+            counts.update(why)
+            if len(why) == 1:
+                alone.update(why)
+            print(f"{status} {name}: {'; '.join(sorted(why))[:600]}", flush=True)
+    if args.records:
+        args.records.write_bytes(pickle.dumps(records))
+    print(f"exit status: {dict(sorted(statuses.items()))}; slowest {slowest:.1f} s")
+    for reason, count in counts.most_common():
+        print(f"{count:5} {alone[reason]:5} {reason[:150]}")
+
+
+if __name__ == "__main__":
+    main()

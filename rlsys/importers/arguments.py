@@ -1,0 +1,118 @@
+"""Arguments of a training command: from a script that runs in a sealed namespace, or from a pasted command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlsys.core.errors import UserError
+from rlsys.importers.draft import Unresolved
+from rlsys.importers.namespace import ScriptRun, run_script
+
+MAX_TEXT = 2**20
+"""Maximum characters of a script, command line or YAML file."""
+_EXPANSION = re.compile(r"\$\{?([A-Za-z_]\w*|[1-9@*])[^}\s]*\}?|\$\(|`")
+_PROGRAM = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|ray|srun|sudo|docker|ssh|xargs|uv|conda")
+
+
+@dataclass
+class Arguments:
+    """Arguments of one training command."""
+
+    argv: list[str]
+    run: ScriptRun
+    problems: list[str] = field(default_factory=list)
+    """Reasons why the command is not the only or a certain one, one line each."""
+    notes: list[str] = field(default_factory=list)
+
+    def value(self, arguments: Sequence[str]) -> str | list[str] | bool | Unresolved:
+        """Return the value of an option: True for no argument, a list for several."""
+        if reason := next(filter(None, map(self.run.explain, arguments)), None):
+            return Unresolved(" ".join(map(self.run.source_text, arguments)), reason)
+        return True if not arguments else arguments[0] if len(arguments) == 1 else list(arguments)
+
+
+def read_arguments(
+    text: str,
+    path: Path | None,
+    program_index: Callable[[Sequence[str]], int],
+    program: str,
+    arguments: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    gpus: int = 8,
+) -> Arguments:
+    """Return the arguments of the training command, from its program on.
+
+    Args:
+        text: a script or a command line.
+        path: file of the script; None for a text that is no file.
+        program_index: index of the training program in an argument list; -1 if it starts none.
+        program: what the message about a missing training command expects.
+        arguments, variables, gpus: those of `run_script`.
+
+    Raises:
+        UserError: there is no training command, or the script cannot run.
+    """
+    if path is not None and is_script(text, path):
+        run = run_script(path, arguments, variables, gpus)
+    else:
+        run = ScriptRun(_split(text))
+    commands: list[list[str]] = []
+    for argv in run.commands:
+        if argv[:3] == ["ray", "job", "submit"] and "--" in argv:
+            continue  # its command is recorded by itself
+        index = program_index(argv)
+        if (
+            index >= 0
+            and (index == 0 or _PROGRAM.fullmatch(Path(argv[0]).name))
+            and argv[index:] not in commands
+        ):
+            commands.append(argv[index:])
+    if not commands:
+        stop = f"; the script ended with status {run.status}: {run.last_line}" if run.status else ""
+        raise UserError(
+            f"no training command: expected {program}{stop} (--env NAME=VALUE and --arguments TEXT give values)"
+        )
+    result = Arguments(commands[0], run, list(run.branches))
+    result.problems += [
+        f"a second training command: {' '.join(map(run.source_text, c))[:200]}" for c in commands[1:]
+    ]
+    if run.status in (124, 137):
+        result.notes.append("the script was stopped at the time limit; later training commands are not known")
+    return result
+
+
+def is_script(text: str, path: Path) -> bool:
+    """Whether a file is a script, and not a resolved command line."""
+    return text.startswith("#!") or path.suffix in (".sh", ".bash", ".slurm", ".sbatch")
+
+
+def _split(text: str) -> list[list[str]]:
+    """Split a command line as a shell does; expansions that are left become markers.
+
+    Raises:
+        UserError: it is no command line.
+    """
+    if "\0" in text:  # /proc/PID/cmdline
+        return [text.strip("\0").split("\0")]
+
+    def marker(match: re.Match[str]) -> str:
+        return f"@@unset:{match[1]}@@" if match[1] else "@@output:@@"
+
+    try:
+        lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars="();<>|&")
+        lexer.whitespace_split = True
+        lexer.commenters = ""
+        arguments = list(lexer)
+    except ValueError as e:
+        raise UserError(f"expected a command line: {e}") from None
+    commands: list[list[str]] = [[]]
+    for argument in arguments:
+        if argument and not argument.strip("();<>|&"):
+            commands.append([])
+        else:
+            commands[-1].append(_EXPANSION.sub(marker, argument))
+    return [command for command in commands if command]

@@ -1,0 +1,1 @@
+MODEL_ARGS=(--num-layers 48 --hidden-size 2048)
