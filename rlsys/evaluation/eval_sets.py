@@ -62,7 +62,9 @@ class EvalSetRunner:
         self._rewards = Rewards(set_config)
         self._scorer = build_scorer(set_config, self._rewards, tokenizer)
         self.generator = build_generator(
-            set_config, tokenizer, probing_turns(set_config, router, eval_set.temperature, eval_set.truncation)
+            set_config,
+            tokenizer,
+            probing_turns(set_config, router, eval_set.temperature, eval_set.truncation),
         )
 
     async def measure(self) -> dict[str, float]:
