@@ -1,4 +1,4 @@
-"""HTTP client of one engine: its address and keys, the time limits of responses, and one error class for each failure."""
+"""HTTP client of one engine: address and keys, time limits of responses, and one error class for each failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/config.md, a reference of all config fields, and docs/commands.md, a reference of the command line.
+"""Writes the generated references of docs/: all config fields, all commands with their options, all recipes.
 
 python -m tests.gate.reference
 """
@@ -6,6 +6,7 @@ python -m tests.gate.reference
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlsys.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_PAGE, COMMANDS_PAGE = ROOT / "docs" / "config.md", ROOT / "docs" / "commands.md"
+RECIPES_PAGE = ROOT / "docs" / "recipes.md"
 CONFIG_HEAD = """# Config fields
 
 All fields of a config, with type, bounds and default, from the code. `python -m tests.gate.reference` writes this
@@ -34,6 +36,16 @@ All commands and options of `rlsys`, from the code. `python -m tests.gate.refere
 `rlsys COMMAND --help` prints the same. CONFIG is a YAML file or the name of a shipped config, RUN a run folder;
 `SECTION.FIELD=VALUE` changes [a field of the config](config.md).
 """
+RECIPES_HEAD = """# Recipes
+
+All shipped configs of methods, with the first sentences of each file. `python -m tests.gate.reference` writes this
+page. [algorithms.md](algorithms.md) describes the plug-ins that they name.
+"""
+RECIPE_FOLDERS = {
+    "algorithms": "`rlsys train configs/algorithms/NAME.yaml`",
+    "preferences": "`rlsys sft configs/preferences/NAME.yaml`, on compared answers ([sft.md](sft.md))",
+    "imitation": "`rlsys sft configs/imitation/NAME.yaml`, on answers",
+}
 _BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -129,6 +141,19 @@ def _default(field: Mapping[str, Any]) -> str:
     return f"`{json.dumps(default, ensure_ascii=False)}`"
 
 
+def recipes_page() -> str:
+    """Return the list of all recipes."""
+    lines = [RECIPES_HEAD]
+    for folder, command in RECIPE_FOLDERS.items():
+        lines += [f"## {folder}", "", command, "", "| recipe | content |", "|---|---|"]
+        for path in sorted((ROOT / "configs" / folder).glob("*.yaml")):
+            comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+            text = _sentence(" ".join(line.removeprefix("#") for line in comment))
+            lines.append(f"| [{path.stem}](../configs/{folder}/{path.name}) | {text} |")
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
 def commands_page() -> str:
     """Return the reference of the command line."""
     commands = _subcommands(make_parser())
@@ -193,3 +218,4 @@ def _sentence(text: str) -> str:
 if __name__ == "__main__":
     CONFIG_PAGE.write_text(config_page(), encoding="utf-8")
     COMMANDS_PAGE.write_text(commands_page(), encoding="utf-8")
+    RECIPES_PAGE.write_text(recipes_page(), encoding="utf-8")

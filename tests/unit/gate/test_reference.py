@@ -1,9 +1,16 @@
-"""docs/config.md and docs/commands.md are what `python -m tests.gate.reference` writes."""
+"""docs/config.md, docs/commands.md and docs/recipes.md are what `python -m tests.gate.reference` writes."""
 
 from __future__ import annotations
 
 from rlsys.config import Config
-from tests.gate.reference import COMMANDS_PAGE, CONFIG_PAGE, commands_page, config_page
+from tests.gate.reference import (
+    COMMANDS_PAGE,
+    CONFIG_PAGE,
+    RECIPES_PAGE,
+    commands_page,
+    config_page,
+    recipes_page,
+)
 
 
 def test_the_reference_of_the_config_is_current() -> None:
@@ -12,6 +19,10 @@ def test_the_reference_of_the_config_is_current() -> None:
 
 def test_the_reference_of_the_commands_is_current() -> None:
     assert COMMANDS_PAGE.read_text(encoding="utf-8") == commands_page()
+
+
+def test_the_list_of_recipes_is_current() -> None:
+    assert RECIPES_PAGE.read_text(encoding="utf-8") == recipes_page()
 
 
 def test_every_section_and_an_option_of_a_subcommand_is_listed() -> None:
