@@ -42,9 +42,9 @@ All shipped configs of methods, with the first sentences of each file. `python -
 page. [algorithms.md](algorithms.md) describes the plug-ins that they name.
 """
 RECIPE_FOLDERS = {
-    "algorithms": "`rlsys train configs/algorithms/NAME.yaml`",
-    "preferences": "`rlsys sft configs/preferences/NAME.yaml`, on compared answers ([sft.md](sft.md))",
-    "imitation": "`rlsys sft configs/imitation/NAME.yaml`, on answers",
+    "algorithms": "`rlsys train FILE` trains with one of them.",
+    "preferences": "`rlsys sft FILE` fine-tunes on compared answers ([sft.md](sft.md)).",
+    "imitation": "`rlsys sft FILE` fine-tunes on answers.",
 }
 _BOUNDS = {
     "minimum": "at least",
