@@ -199,6 +199,7 @@ def create_venv(python: str, kind: str) -> None:
             remove_partial_packages()
     else:
         if VENV.exists():
+            confirm_replacement(python, kind)
             for marker in (STAMP, VENV / VENV_RECORD):  # first: the rest is removed in any order
                 marker.unlink(missing_ok=True)
             shutil.rmtree(VENV)
@@ -214,6 +215,23 @@ def create_venv(python: str, kind: str) -> None:
                 f"{python} cannot create .venv: {output.splitlines()[-1] if output else 'no message'}"
             )
     write_json(VENV / VENV_RECORD, {"python": python, "kind": kind})
+
+
+def confirm_replacement(python: str, kind: str) -> None:
+    """Ask before a complete .venv of another Python, or for the other kind of host, is removed.
+
+    Raises:
+        SetupError: the user declined, or cannot be asked.
+    """
+    record = venv_record()
+    if record is None or read_json(STAMP) is None:
+        return
+    change = f".venv was set up for a {str(record[1]).upper()} host with {record[0]}"
+    request = f"this set-up is for a {kind.upper()} host with {python}, and replaces it"
+    if not sys.stdin.isatty():
+        raise SetupError(f"{change}; {request}: remove {VENV} first, or choose the same PYTHON")
+    if input(f"{change}; {request}. Continue? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise SetupError(f"{change}; it is unchanged")
 
 
 def remove_partial_packages() -> None:

@@ -93,6 +93,19 @@ def describe_parts(config: Config) -> list[Fact]:
     ]
 
 
+def describe_fine_tuning(config: Config) -> list[Fact]:
+    """Describe model, answers and loss of supervised fine-tuning."""
+    sft, t = config.sft, config.trainer
+    params = f" with {_flat(sft.params)}" if sft.params else ""
+    return [
+        ("model", f"{_model(config.model.path)}, {config.model.dtype}"),
+        ("answers", f"{sft.traces}{params}"),
+        ("loss", _short(sft.loss)),
+        ("steps", f"{t.steps} train steps, a checkpoint every {t.checkpoint_every}"),
+        ("learning rate", f"{t.lr:g} after {t.warmup_steps} steps, falling to {t.lr * sft.lr_end:g}"),
+    ]
+
+
 def _model(folder: Path) -> str:
     name = snapshot_name(folder)
     return str(folder) if name is None else f"{name} in {folder}"

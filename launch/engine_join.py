@@ -21,9 +21,8 @@ from launch.environment import environment
 from launch.plan import LaunchPlan, Role
 from launch.process import RoleProcess
 from launch.readiness import engine_is_up
-from launch.rundir import CONFIG_FILE
 from launch.stops import StopSignals
-from rlsys.config import Config, load_config
+from rlsys.config import Config, load_run_config
 from rlsys.core import membership
 from rlsys.core.errors import UserError
 from rlsys.core.identity import config_path, engine_identity, write_config
@@ -57,7 +56,7 @@ def join(
         UserError: the run cannot be joined.
         RlsysError: the engine's own error when it dies.
     """
-    config, owner = load_config(run / CONFIG_FILE), current_owner(run)
+    config, owner = load_run_config(run), current_owner(run)
     engine = config.engine.model_copy(update={"tp": tp_size(config, pool)})
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": run}), "engine": engine})
     address = coordinator.read_address(run)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from rlsys.config import Config
+from rlsys.core.cache import cache_folder
 from rlsys.core.devices import VARIABLE
 from rlsys.planner.layout import on_cuda
 
@@ -51,7 +52,15 @@ CUDA_HOST = {
 
 def kernel_folder() -> Path:
     """Return the cache folder of compiled kernels."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlsys" / "kernels"
+    return cache_folder("kernels")
+
+
+def _cache_variables() -> dict[str, str]:
+    return {name: os.environ.get(name) or str(kernel_folder() / part) for name, part in CACHES.items()}
+
+
+def _home_is_writable() -> bool:
+    return os.access(Path.home(), os.W_OK | os.X_OK)
 
 
 def allocator_notes(config: Config) -> list[str]:
@@ -88,12 +97,13 @@ def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = N
         cores: number of cores of a node; by default this node's.
     """
     if not cuda:
-        return dict(CPU_HOST)
+        if _home_is_writable():
+            return dict(CPU_HOST)
+        # SGLang and torch create their caches below the home folder while they are imported.
+        return {**CPU_HOST, **_cache_variables(), "XDG_CACHE_HOME": str(cache_folder("home"))}
     variables = dict(CUDA_HOST)
     if kind != "rollout":
-        variables |= {
-            name: os.environ.get(name) or str(kernel_folder() / part) for name, part in CACHES.items()
-        }
+        variables |= _cache_variables()
     if _shares_memory(config, kind):
         variables |= {name: EXPANDABLE.sub(r"\1False", os.environ[name]) for name in _expandable()}
     if kind == "engine":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from rlsys.config import Config
 from rlsys.config.beside import reference_config, teacher_config
 from rlsys.core.errors import UserError
 from rlsys.core.identity import config_path
+from rlsys.core.imports import module_command
 from rlsys.core.membership import FOLDER as MEMBERS
 from rlsys.core.membership import WEIGHTS_VARIABLE
 from rlsys.obs.role import STACKS_VARIABLE
@@ -134,7 +134,7 @@ def build_plan(
     """
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
     push_plan(config, layout)  # raises if weights cannot reach an engine
-    rollout = [sys.executable, "-m", "rlsys.rollout.service", "--config", _run_config(config)]
+    rollout = module_command("rlsys.rollout.service", "--config", _run_config(config))
     rollout += [argument for url in urls for argument in ("--engine", url)]
     if (reference := config.engine.reference) == "own":
         sidecar_config = reference_config(config)
@@ -166,7 +166,7 @@ def build_client_plan(
 ) -> LaunchPlan:
     """Build a plan of engines and one process, `module`, that sends prompts to them."""
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
-    command = [sys.executable, "-m", module, "--config", _run_config(config)]
+    command = module_command(module, "--config", _run_config(config))
     command += [argument for url in urls for argument in ("--engine", url)]
     client_role = Role(module.rpartition(".")[2], "trainer", command)
     return LaunchPlan([*roles, client_role], nodes, config.run.dir, _shared(config))
@@ -288,7 +288,7 @@ def _trainer(
     world = sum(share.count for share in shares)
     for part, share in enumerate(shares):
         address = nodes[share.node].address if len(nodes) > 1 else config.engine.host
-        argv = [sys.executable, "-m", "launch.ranks", "--ranks", str(share.count), "--address", address]
+        argv = module_command("launch.ranks", "--ranks", str(share.count), "--address", address)
         if len(shares) > 1:
             first = sum(earlier.count for earlier in shares[:part])
             argv += ["--first", str(first), "--world", str(world)]

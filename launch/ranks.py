@@ -20,6 +20,7 @@ import sys
 from types import FrameType
 
 from rlsys.core.errors import UserError
+from rlsys.core.imports import module_command
 from rlsys.core.interfaces import choose_interface
 from rlsys.core.sockets import STORE_VARIABLE, role_folder
 from rlsys.obs.role import format_error
@@ -96,7 +97,7 @@ def commands_of(args: argparse.Namespace) -> list[tuple[list[str], dict[str, str
         common |= {"MASTER_ADDR": host, "MASTER_PORT": port}
     # Drop the variables of a surrounding torchrun, whose store is not that of these ranks.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    command = [sys.executable, "-m", *args.command]
+    command = module_command(*args.command)
     return [
         (command, {**inherited, **common, "RANK": str(args.first + i), "LOCAL_RANK": str(i)})
         for i in range(args.ranks)

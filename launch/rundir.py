@@ -20,16 +20,16 @@ from typing import Any
 
 import psutil
 
-from rlsys.config import Config, dump_config, identity_fields, load_config
+from rlsys.config import Config, dump_config, identity_fields, load_run_config
 from rlsys.core.errors import UserError, disk_errors
 from rlsys.core.owner import Owner, claim
+from rlsys.core.run_files import CONFIG_FILE
 from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
 DEAD_HOST_SECONDS = 120.0
 """A file server keeps the locks of a dead machine for its lease, 90 s for NFS."""
 _LOCK = ".lock"
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _check_contents(config: Config) -> bool:
         return False
     if not _has_started(path):
         return False
-    if conflict := differences(load_config(path / CONFIG_FILE), config):
+    if conflict := differences(load_run_config(path), config):
         raise UserError(
             f"run.dir = {path}: holds a run of another config ({conflict}); choose another folder"
         )

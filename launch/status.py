@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.backends.slurm import client
 from launch.submit import JOB
-from rlsys.config import load_config
+from rlsys.config import load_run_config
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.obs.metrics import FILE_NAME, MetricsTail, read_metrics
 
@@ -36,7 +36,10 @@ def status_lines(run: Path, current_time: float, live: dict[str, Any] | None = N
         facts.append(("train step", f"{metrics.last_step}{', the last' if done else ''}"))
         facts.append(("last metric", f"{current_time - last:.0f} s ago"))
         if metrics.steps:
-            facts.append(("reward", f"{metrics.steps[-1]['reward']:.3f}"))
+            entry = metrics.steps[-1]
+            facts += [(key, f"{entry[key]:.3f}") for key in ("reward", "loss") if entry.get(key) is not None][
+                :1
+            ]
         lost_time = lost_seconds(MetricsTail(run).read())
         facts.append(("lost to stops", f"{lost_time:.0f} s, {lost_time * gpus_of(run):.0f} GPU-seconds"))
         facts.append(("sessions", str(sum(r["event"] in ("start", "resume") for r in metrics.runs))))
@@ -80,7 +83,7 @@ def lost_seconds(entries: Iterable[dict[str, Any]]) -> float:
 
 def gpus_of(run: Path) -> int:
     """Return the number of GPUs of the run; without GPUs, of trainer ranks."""
-    config = load_config(run / "config.yaml")
+    config = load_run_config(run)
     return config.launch.nodes * config.launch.gpus_per_node or config.parallel.world_size
 
 

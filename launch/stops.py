@@ -14,8 +14,10 @@ from rlsys.obs.role import without_ignored
 class StoppedBySignal(RlsysError):
     """A clean stop by a signal; the same command resumes the run."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; the same command resumes the run")
+    def __init__(self, number: int, resume_point: str = "") -> None:
+        """Create the error. `resume_point`: where the run stands, and from where it continues."""
+        name, point = signal.Signals(number).name, resume_point and f" {resume_point}"
+        super().__init__(f"stopped by {name}{point}; the same command resumes the run")
         self.number = number
         self.exit_code = 128 + number
 

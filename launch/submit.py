@@ -6,13 +6,13 @@ import math
 import os
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.backends.slurm import client
 from rlsys.config import Config
 from rlsys.core.errors import UserError
+from rlsys.core.imports import module_command
 
 SCRIPT, JOB = Path("logs/submit.sbatch"), Path("logs/job")
 """Files of the run folder: the script that was submitted, and the job's id."""
@@ -68,6 +68,8 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
     # sbatch splits its lines at spaces outside of quotes, as a shell does.
     lines = [shlex.quote(f"--{name}={value}") for name, value in options_by_name.items() if value is not None]
     lines += ["--exclusive", "--requeue"]
+    if not any(option.startswith("--mem") for option in options.extra):
+        lines.append("--mem=0")  # all memory of the nodes; else the partition's default, which may be small
     if launch.spare_nodes or launch.min_engines is not None:
         lines.append("--no-kill")
     lines += options.extra
@@ -75,7 +77,7 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
         raise UserError(
             f"{invalid[0]!r}: an option of sbatch must not contain line breaks or control characters"
         )
-    command = [sys.executable, "-m", "rlsys.cli.main", "train", str(config_file), *overrides]
+    command = module_command("rlsys.cli.main", "train", str(config_file), *overrides)
     command += ["launch.backend=slurm", f"launch.nodes={launch.nodes}"]
     return "\n".join(
         [

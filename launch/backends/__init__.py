@@ -6,7 +6,6 @@ folder, which every node can read.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +13,7 @@ from typing import Protocol
 from launch import cgroup
 from launch.plan import Node, Role
 from rlsys.config import Config
+from rlsys.core.imports import module_command
 
 END, END_NOW, STACKS = b"E", b"Q", b"S"
 """Orders to a keeper."""
@@ -83,7 +83,7 @@ class Backend(Protocol):
 
 def keeper_command(role: Role, config: Config, *, shielded: bool) -> list[str]:
     """Return the command line of a role's keeper."""
-    command = [sys.executable, "-m", "launch.keeper", "--grace", str(config.launch.grace_seconds)]
+    command = module_command("launch.keeper", "--grace", str(config.launch.grace_seconds))
     command += ["--cgroup", cgroup.group_name(config.run.dir, role.name)]
     if shielded:
         command.append("--shielded")

@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from launch.plan import Node, Role
 from launch.ports import PortReservation
 from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
+from rlsys.core.imports import module_command
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of an srun whose task the scheduler terminated."""
@@ -115,7 +115,7 @@ class SlurmBackend:
 
     def _hold_ports(self, node: int, n: int) -> subprocess.Popen[str]:
         """Start a step that prints free ports of a node, and reserves them while it runs."""
-        command = [*self._srun(node), sys.executable, "-m", "launch.ports", str(n)]
+        command = [*self._srun(node), *module_command("launch.ports", str(n))]
         step = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

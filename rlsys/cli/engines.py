@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.engine_join import engines, join
-from launch.rundir import CONFIG_FILE
 from launch.stops import StopSignals
 from rlsys.cli.cluster import Add, check_run_folder
-from rlsys.config import load_config
+from rlsys.config import load_run_config
 from rlsys.core import membership
 from rlsys.core.errors import UserError
 from rlsys.core.owner import current_owner
@@ -52,7 +51,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _join(args: argparse.Namespace) -> int:
     check_run_folder(args.run)
-    config, current_engines = load_config(args.run / CONFIG_FILE), engines(args.run)
+    config, current_engines = load_run_config(args.run), engines(args.run)
     if (max_engines := config.launch.max_engines) is not None and len(current_engines) >= max_engines:
         raise UserError(
             f"{args.run}: the run has {len(current_engines)} engines, the maximum (launch.max_engines = "
@@ -78,7 +77,7 @@ def _drain(args: argparse.Namespace) -> int:
         raise UserError(
             f"{url} is no engine of {args.run}; its engines: {', '.join(current_engines) or 'none'}"
         )
-    config = load_config(args.run / CONFIG_FILE)
+    config = load_run_config(args.run)
     if not args.undo:
         remaining, min_engines = (
             sum(bool(metrics["serving"]) for u, metrics in current_engines.items() if u != url),

@@ -6,14 +6,16 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import psutil
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from launch.describe import (
     describe_arithmetic,
+    describe_fine_tuning,
     describe_idle,
     describe_parts,
     describe_plan,
@@ -21,8 +23,9 @@ from launch.describe import (
 )
 from launch.diagram import NodeGroup, draw, group_nodes
 from launch.environment import allocator_notes
-from launch.plan import LaunchPlan, Node, Ports, build_plan
+from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
 from rlsys.config import Config, add_config, dump_config, load_config
+from rlsys.convert.config import HFConfig
 from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
 from rlsys.core.machines import machines
@@ -33,9 +36,18 @@ from rlsys.obs.otlp import check_spans
 from rlsys.planner.capacity import describe_capacity
 from rlsys.planner.duration import estimated_duration, measured_duration
 from rlsys.planner.layout import lay_out
-from rlsys.planner.memory import Fact, describe_memory, size_warnings
+from rlsys.planner.memory import (
+    GB,
+    TRAINER_FACTS,
+    Fact,
+    describe_memory,
+    memory_problems,
+    size_warnings,
+    trainer_memory_problems,
+)
 from rlsys.planner.model_preflight import check_tensors, read_model
 from rlsys.planner.traffic import describe_traffic
+from rlsys.planner.unusual_settings import host_memory_problems, unusual_settings
 from rlsys.viewer.trackers.tracker import check_trackers
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -67,7 +79,7 @@ def explain(args: argparse.Namespace) -> int:
     """Run `rlsys explain`."""
     if not 0 < args.gpu_memory < math.inf:
         raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
-    from rlsys.cli.preflight import check_start  # imports torch
+    from rlsys.cli.preflight import check_fine_tuning, check_start  # imports torch
 
     config = load_config(args.config, args.overrides)
     try:
@@ -77,7 +89,7 @@ def explain(args: argparse.Namespace) -> int:
     screen, plan = describe_run(config, args.gpu_memory, absent)
     check_trackers(config.run.trackers)
     check_spans(config.run.spans)
-    notes = check_start(config)
+    notes = check_fine_tuning(config) if config.fine_tunes else check_start(config)
     if args.whole or args.commands:
         sections = [dump_config(config)] * args.whole + [describe_commands(config, plan)] * args.commands
         print("\n".join(sections))
@@ -103,6 +115,8 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
     Raises:
         UserError: the config cannot run.
     """
+    if config.fine_tunes:
+        return describe_fine_tuning_run(config, gpu_gb, absent)
     from megatron_patches import have_transformer_engine  # imports torch
     from rlsys.algo.no_effect import describe_passes  # likewise
 
@@ -114,7 +128,8 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
         engine = have_transformer_engine() if have_cuda() else config.launch.gpus_per_node > 0
         sizes.append(describe_prompts(config, hf, engine))
         sizes += describe_memory(config, hf)
-        odd += size_warnings(config, hf, gpu_gb)
+        odd += size_warnings(config)
+        odd += _memory_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
         traffic, warnings = describe_traffic(config, hf)
         capacity = describe_capacity(config, hf, machines()["h100"])
         sizes, odd = sizes + traffic + capacity, odd + warnings
@@ -138,6 +153,47 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
         folds=group_nodes(layout, other_roles, config.launch.nodes),
         gpus_per_node=config.launch.gpus_per_node,
         odd=odd,
+    ), plan
+
+
+def _memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """Compare the roles with the memory of GPUs, or of this machine where the run has no GPUs."""
+    if not (config.launch.gpus_per_node or have_cuda()):
+        return host_memory_problems(config, hf, psutil.virtual_memory().total / GB)
+    return (
+        trainer_memory_problems(config, hf, gpu_gb)
+        if config.fine_tunes
+        else memory_problems(config, hf, gpu_gb)
+    )
+
+
+def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) -> tuple[Screen, LaunchPlan]:
+    """Return the facts of `rlsys sft`: a trainer without engines and prompts. Arguments: see `describe_run`."""
+    sizes, odd = [], []
+    if config.model.path.exists():
+        hf = read_model(config)
+        check_tensors(config, hf)
+        sizes = [fact for fact in describe_memory(config, hf) if fact[0] in TRAINER_FACTS]
+        odd = _memory_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
+    else:
+        reason = absent or f"{config.model.path} does not exist"
+        odd = [f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory"]
+    layout = replace(lay_out(config), engines=[])
+    nodes = [Node("localhost")]
+    if config.launch.nodes > 1:
+        nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
+    plan = build_sft_plan(config, layout, nodes, Ports([], 0, ()))
+    duration = _remaining_duration(config) or "not estimated: it depends on the length of the answers"
+    return Screen(
+        title=f"run {config.run.dir}: rlsys sft",
+        parts=[
+            ("what", describe_fine_tuning(config)),
+            ("size", sizes),
+            ("time", [("duration", duration)]),
+        ],
+        folds=group_nodes(layout, [], config.launch.nodes),
+        gpus_per_node=config.launch.gpus_per_node,
+        odd=odd + allocator_notes(config),
     ), plan
 
 

@@ -48,6 +48,7 @@ from rlsys.config.precision import check_device, device_capability
 from rlsys.convert.hub import pin_models
 from rlsys.core.devices import have_cuda
 from rlsys.core.errors import RlsysError, UserError
+from rlsys.core.run_files import newest_checkpoint_step
 from rlsys.data.pin import pin_data
 from rlsys.engine.launch_args import engine_command
 from rlsys.importers.explain import explain_options
@@ -191,7 +192,18 @@ def supervise(
             except StoppedBySignal as stop_error:
                 if stop_error.number == signal.SIGUSR1 or backend.preempted():
                     request_requeue(config, run_dir.path, backend, display)
-                raise
+                raise StoppedBySignal(stop_error.number, resume_point(run_dir.path)) from None
+
+
+def resume_point(run: Path) -> str:
+    """Describe the last train step of a stopped run, and the checkpoint from which it continues."""
+    last_step = read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
+    checkpoint = newest_checkpoint_step(run)
+    if checkpoint >= last_step:
+        return f"after train step {last_step}, which is saved"
+    saved = f"the newest checkpoint is of step {checkpoint}" if checkpoint else "no checkpoint exists"
+    repeated = f"{checkpoint + 1} to {last_step}" if last_step > checkpoint + 1 else str(last_step)
+    return f"after train step {last_step}; {saved}, so train step {repeated} will be repeated"
 
 
 def request_requeue(config: Config, run: Path, backend: Backend, display: Display) -> None:
@@ -477,6 +489,9 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  (until the process ends)
     args = make_parser().parse_args(argv)
     try:
         code = int(args.run_command(args))
@@ -495,6 +510,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # otherwise the flush at exit fails again
         return 128 + signal.SIGPIPE
+    except OSError as e:
+        if e.filename is None or e.strerror is None:
+            raise
+        print(f"rlsys: error: {e.filename}: {e.strerror}", file=sys.stderr)
+        return UserError.exit_code if isinstance(e, PermissionError | FileNotFoundError) else 1
 
 
 if __name__ == "__main__":

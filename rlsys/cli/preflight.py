@@ -11,10 +11,32 @@ from __future__ import annotations
 from rlsys.algo.preflight import check, notes
 from rlsys.algo.trial import try_objective
 from rlsys.config import Config
+from rlsys.data import Tokenizer
+from rlsys.data.traces import trace_batches
 from rlsys.obs.packages import mismatches
 from rlsys.rehearse import trial
 from rlsys.rollout.dry_run import dry_run
 from rlsys.rollout.preflight import check_names
+
+
+def check_fine_tuning(config: Config) -> list[str]:
+    """Check that `rlsys sft` can start: loss, model folder, rows of the first step, and the trainer's layers.
+
+    Returns:
+        Notes, one per line.
+
+    Raises:
+        UserError: it cannot start.
+    """
+    from rlsys.trainer.sft.sft import made_loss
+
+    made_loss(config.sft.loss)
+    lines = [str(mismatch) for mismatch in mismatches().values()]
+    if not config.model.path.exists():
+        return [*lines, f"NOT CHECKED: {config.model.path} does not exist: rows and layers"]
+    next(iter(trace_batches(config, Tokenizer.of(config), 0)))
+    trial.check_build(config)
+    return lines
 
 
 def check_start(config: Config) -> list[str]:

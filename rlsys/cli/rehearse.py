@@ -20,6 +20,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
 from rlsys.convert.hub import model_overrides, pin_models
 from rlsys.core.errors import RunError, UserError
+from rlsys.core.imports import module_command
 from rlsys.planner.memory import budget, model_size
 from rlsys.planner.model_preflight import read_model
 from rlsys.rehearse.figures import Figures
@@ -132,7 +133,7 @@ def run_rank(config: Path, overrides: list[str], request: Request) -> Figures:
     request_json = json.dumps({"config": str(config), "overrides": overrides, "request": asdict(request)})
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlsys.rehearse.rank"],
+            module_command("rlsys.rehearse.rank"),
             stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, **_ENV},
         )  # fmt: skip
         assert process.stdin is not None and process.stderr is not None

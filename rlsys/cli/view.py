@@ -20,9 +20,10 @@ from rich.rule import Rule
 from rich.text import Text
 
 from rlsys.cli.cluster import check_run_folder
-from rlsys.config import Config, load_config
+from rlsys.config import Config, load_run_config
 from rlsys.core.errors import UserError
-from rlsys.core.run_files import CONFIG_FILE
+from rlsys.core.imports import module_command
+from rlsys.core.run_files import ANSWERS_FILE
 from rlsys.core.types import Status
 from rlsys.ledger.samples import Order, SampleQuery, SampleView, check_query
 from rlsys.obs.role import without_ignored
@@ -96,6 +97,12 @@ def show_samples(args: argparse.Namespace) -> int:
         sample=args.sample, group=args.group, step=args.step, status=args.status, resumed=args.resumed, order=order
     )  # fmt: skip
     check_query(query)
+    if (args.run / ANSWERS_FILE).is_file():
+        if args.rows or query != SampleQuery(order=order):
+            raise UserError(
+                f"{args.run}: an evaluation; expected --worst, --best, --longest, --grep, --n or --json only"
+            )
+        return show_answers(args.run / ANSWERS_FILE, order, pattern, args.n, as_json=args.json)
     texts = RunTexts(args.run)
     if args.rows:
         rows = AnswerRows(texts.tokenizer.decode)
@@ -127,6 +134,34 @@ def show_samples(args: argparse.Namespace) -> int:
     return 0
 
 
+def show_answers(path: Path, order: Order, pattern: re.Pattern[str] | None, n: int, *, as_json: bool) -> int:
+    """Print at most `n` responses of an evaluation in this order; `newest` is the order of the prompts."""
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    entries = [e for e in entries if pattern is None or pattern.search(e["response"])]
+    if order == "longest":
+        entries.sort(key=lambda e: -e["tokens"])
+    elif order in ("worst", "best"):
+        entries = [e for e in entries if e["reward"] is not None]
+        entries.sort(key=lambda e: _total(e["reward"]), reverse=order == "best")
+    console = Console()
+    for entry in entries[:n]:
+        if as_json:
+            print(json.dumps(entry))
+            continue
+        reward = f"no reward: {entry['reason']}" if entry["reward"] is None else f"reward {entry['reward']}"
+        verdict = "correct" if entry["correct"] else "not correct"
+        console.print(Rule(f"{reward}, {verdict}, {entry['tokens']} tokens, {entry['status']}", align="left"))
+        console.print(Text(_printable(entry["prompt"]), style="dim"))
+        console.print(Text(_printable(entry["response"])))
+    if not entries and not as_json:
+        console.print("no response matches")
+    return 0
+
+
+def _total(reward: float | dict[str, float]) -> float:
+    return sum(reward.values()) if isinstance(reward, dict) else reward
+
+
 def show_dashboard(args: argparse.Namespace) -> int:
     """Run `rlsys dash` until Ctrl-C. Reads only."""
     for run in args.runs:
@@ -152,7 +187,7 @@ def show_dashboard(args: argparse.Namespace) -> int:
 def track(args: argparse.Namespace) -> int:
     """Run `rlsys track`: send every line of metrics that a tracker does not have yet."""
     check_run_folder(args.run)
-    names = args.to or load_config(args.run / CONFIG_FILE).run.trackers
+    names = args.to or load_run_config(args.run).run.trackers
     if not names:
         raise UserError(
             f"{args.run}: run.trackers is empty; name one with --to, of {', '.join(sorted(PACKAGES))}"
@@ -169,7 +204,7 @@ def feed_trackers(config: Config, report: Callable[[str], None]) -> Iterator[Non
     if not config.run.trackers:
         yield
         return
-    command = [sys.executable, "-m", "rlsys.viewer.trackers.follow", str(run)]
+    command = module_command("rlsys.viewer.trackers.follow", str(run))
     path = run / "logs" / "trackers.log"
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as log:

@@ -1,6 +1,13 @@
 """An experiment's config: the sections and their fields, how YAML becomes them, and how a mistake is told."""
 
-from rlsys.config.load import add_config, dump_config, load_config, parse_overrides, read_layers
+from rlsys.config.load import (
+    add_config,
+    dump_config,
+    load_config,
+    load_run_config,
+    parse_overrides,
+    read_layers,
+)
 from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.same_run import identity, identity_fields
 from rlsys.config.schema import Config
@@ -14,6 +21,7 @@ __all__ = [
     "identity",
     "identity_fields",
     "load_config",
+    "load_run_config",
     "parse_overrides",
     "read_layers",
 ]

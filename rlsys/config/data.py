@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from rlsys.config.section import NonNegative, Positive, Section
+from rlsys.config.section import Gigabytes, NonNegative, Positive, Seconds, Section
 
 
 class KeysConfig(Section):
@@ -67,7 +67,7 @@ class DataConfig(Section):
     reward_env: list[str] = Field(default_factory=list)
     """Environment variables that a plain (not async) reward function may read, for example an API key. It sees
     no other variables of ours."""
-    reward_memory_gb: Annotated[float, Field(gt=0)] = 16.0
+    reward_memory_gb: Gigabytes = 16.0
     """Address space of one reward process, in GiB. A plain reward function that needs more gets a
     MemoryError."""
     judge: str | None = None
@@ -76,7 +76,7 @@ class DataConfig(Section):
     process_judge: str | None = None
     """Who finds the first wrong step of a failed response, and the right one, for planners that repair (scope):
     chain_sum (a rule), or an import path."""
-    judge_timeout: Annotated[float, Field(gt=0)] = 120.0
+    judge_timeout: Seconds = 120.0
     """Seconds to wait for a verdict. After them there is none. Time in which the engines rest does not
     count."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlsys.config.section import FilePath, NonNegative, Positive, Section
+from rlsys.config.section import FilePath, NonNegative, Positive, Seconds, Section
 
 
 class RunConfig(Section):
@@ -42,9 +42,9 @@ class LaunchConfig(Section):
     release_memory: bool = False
     """Colocated on GPUs: engines give back the memory of weights and cache while the trainer works. Use it when
     both do not fit at once."""
-    grace_seconds: Annotated[float, Field(gt=0)] = 15.0
+    grace_seconds: Seconds = 15.0
     """Seconds a process gets to end by itself before it is killed."""
-    preemption_seconds: Annotated[float, Field(gt=0)] = 30.0
+    preemption_seconds: Seconds = 30.0
     """Seconds between the scheduler's SIGTERM or SIGUSR1 and its SIGKILL. A checkpoint that would take longer
     is not begun."""
     max_restarts: NonNegative = 3
@@ -63,5 +63,5 @@ class LaunchConfig(Section):
     """Further arguments of each role's srun, for example of a container plug-in (backend slurm)."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port on loopback where Prometheus reads the run (docs/seeing.md). 0 finds a free one; unset: none."""
-    silence_seconds: Annotated[float, Field(gt=0)] = 900.0
+    silence_seconds: Seconds = 900.0
     """Seconds without a token, a reward or a metric after which the log tells who waits for whom."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from rlsys.config.mistakes import ConfigError, explain_error
 from rlsys.config.schema import Config
 from rlsys.config.shipped import exists, find_config, find_model
 from rlsys.core.errors import UserError
-from rlsys.core.yaml_text import parse_yaml
+from rlsys.core.run_files import CONFIG_FILE
+from rlsys.core.yaml_text import dump_yaml, parse_yaml
 from rlsys.importers.explain import explain_foreign
 
 
@@ -116,6 +116,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(explain_foreign(e) or explain_error(e, Config)) from None
 
 
+def load_run_config(run: Path) -> Config:
+    """Load the config that a run keeps in its folder.
+
+    Raises:
+        ConfigError: the config is missing or invalid; the message starts with its path.
+    """
+    path = run / CONFIG_FILE
+    try:
+        return load_config(path)
+    except ConfigError as e:
+        message = str(e).removeprefix(f"{path}: ")
+        hint = "; another version of rlsys may have written it" if exists(path) else ""
+        raise ConfigError(f"{path}: {message}{hint}") from None
+
+
 def _with_shipped(data: dict[str, Any], name: str) -> dict[str, Any]:
     """With the folder of the model in section `name` found."""
     section = data.get(name)
@@ -126,4 +141,4 @@ def _with_shipped(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML, loadable again."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return dump_yaml(config.model_dump(mode="json", exclude=None if config.fine_tunes else {"sft"}))

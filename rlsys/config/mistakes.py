@@ -23,6 +23,15 @@ _DELETED = {
     "weights",
 }
 """Options that were, and why they are not any more."""
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "num_generations": "group_size",
+    "max_new_tokens": "max_response_tokens",
+    "max_response_length": "max_response_tokens",
+    "max_completion_length": "max_response_tokens",
+    "train_batch_size": "groups_per_step",
+}
+"""Names of TRL, verl and Transformers -> ours."""
 _KINDS = {
     "float_type": _NUMBER,
     "float_parsing": _NUMBER,
@@ -62,8 +71,9 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     dotted = ".".join([*path, key])
     if (reason := _DELETED.get(dotted)) is not None:
         return f"{dotted}: deleted; {reason}"
-    if others := _sections_with(key, model):
-        return f"{dotted}: unknown key; did you mean {' or '.join(f'{name}.{key}' for name in others)}?"
+    for name in (key, _SYNONYMS.get(key, key)):
+        if sections := _sections_with(name, model):
+            return f"{dotted}: unknown key; did you mean {' or '.join(f'{s}.{name}' for s in sections)}?"
     hint = f"did you mean {'.'.join([*path, near[0]])}?" if near else f"known keys: {', '.join(names)}"
     return f"{dotted}: unknown key; {hint}"
 
@@ -102,6 +112,8 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "value_error":
         return f"{loc}: {message}" if loc else message
     value = repr(first["input"])[:200]
+    if first["input"] in ("None", "none", "nil"):
+        message += "; an unset field is null in YAML"
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{loc} = {value}: {_EXPECTED.get(first['ctx']['class_name'], 'expected a section, field: value')}"
     if first["type"] == "literal_error" and isinstance(first["input"], str):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlsys.config.section import FilePath, Fraction, NonNegative, Positive, Section
+from rlsys.config.section import FilePath, Fraction, Megabytes, NonNegative, Positive, Seconds, Section
 
 TREES = ("latr", "echo")
 """Generators that make a group's responses together."""
@@ -50,7 +50,7 @@ class RolloutConfig(Section):
     max_resumes: NonNegative | None = None
     """How often a sample may be resumed; after that it is not interrupted again and the step waits for it.
     Unset: no limit."""
-    group_deadline: Annotated[float, Field(gt=0)] | None = None
+    group_deadline: Seconds | None = None
     """Seconds after which an unfinished group is censored, counted from the moment it may start in this
     process. Only a take that waits for groups checks it. Unset: never."""
     max_response_tokens: Positive = 256
@@ -95,7 +95,7 @@ class RolloutConfig(Section):
     keep_groups: NonNegative = 2
     """Groups of each train step whose tokens stay readable (rlsys samples, rlsys dash) when no checkpoint needs them
     any more, each with its log-probs and its advantage. A token takes 16 bytes on the disk."""
-    reward_timeout: Annotated[float, Field(gt=0)] = 30.0
+    reward_timeout: Seconds = 30.0
     """Seconds for one reward. After them the sample is censored; after a group reward that is too slow, its
     group."""
     reward_concurrency: Positive = 4
@@ -105,7 +105,7 @@ class RolloutConfig(Section):
     """Largest share of a train step's samples that may end in an exception that nobody foresaw (of a generator, a
     source or a planner); each is censored, and more of them end the run. What rows, tools, agents, environments and
     rewards get wrong in the ways that docs/rollout.md names does not count here."""
-    stall_timeout: Annotated[float, Field(gt=0)] = 600.0
+    stall_timeout: Seconds = 600.0
     """Seconds without a new token or reward after which a waiting take stops the run with a message. The run
     also stops when code in the rollout's event loop (an async reward) blocks it for so long."""
 
@@ -194,7 +194,7 @@ class EngineConfig(Section):
     batch is small. Needs deterministic = false, since a guess depends on other samples. 0: none."""
     return_routes: bool = False
     """Return the experts that each token was routed to, for trainer.replay = engine. Answers become larger."""
-    start_timeout: Annotated[float, Field(gt=0)] | None = None
+    start_timeout: Seconds | None = None
     """Seconds an engine may take to start. Unset: 240, plus 4 for each GB of the model's folder, plus 300 for
     compilation on a GPU, plus 1,800 for FP8 kernels."""
     reference: Annotated[str, Field(pattern=r"^(own|https?://\S+)$")] | None = None
@@ -357,7 +357,7 @@ class WeightsConfig(Section):
     """Engines that a push updates at once; the others go on with the weights before it until their turn comes.
     Unset: all at once. For large pools: it keeps the others at work, but the trainer gathers and sends the model
     once for every round, and tokens get older. For disaggregated engines."""
-    bucket_mb: Annotated[float, Field(gt=0)] = 256.0
+    bucket_mb: Megabytes = 256.0
     """Size of one bucket in MiB. Larger ones make fewer calls and need more memory during a push."""
     canary_mean: Annotated[float, Field(gt=0)] | None = None
     """Largest mean |trainer - engine| log-prob after a push; an engine beyond it does not serve. Unset: at first

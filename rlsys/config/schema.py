@@ -46,6 +46,11 @@ class Config(Section):
     """The warm start of `rlsys sft`."""
 
     @property
+    def fine_tunes(self) -> bool:
+        """Whether the file has a section `sft`: it is meant for `rlsys sft`, not for `rlsys train`."""
+        return "sft" in self.model_fields_set
+
+    @property
     def samples_per_step(self) -> int:
         return self.rollout.groups_per_step * self.rollout.group_size
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -21,6 +23,11 @@ Positive = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=366 * 86400)]
+"""Duration of at most a year: a timer of the operating system takes no infinite one."""
+Megabytes = Annotated[float, Field(gt=0, le=2**20)]
+Gigabytes = Annotated[float, Field(gt=0, le=2**16)]
+"""Sizes in MiB and GiB, of at most 1 and 64 TiB."""
 
 
 def _not_empty(value: Any) -> Any:
@@ -45,9 +52,43 @@ def _possible(path: Path) -> Path:
     return path
 
 
+def expand_path(value: Any) -> Any:
+    """Replace `~` and `$VARIABLE` in a path, as a shell does.
+
+    Raises:
+        ValueError: a variable that is not set, or a user that does not exist.
+    """
+    if not isinstance(value, str | Path):
+        return value
+    text = os.path.expanduser(str(value))
+    if text.startswith("~"):
+        raise ValueError(f"expected a path, found {text!r:.80}, which begins with the name of no user")
+    missing = [name for name in _VARIABLE.findall(text) if name.strip("{}") not in os.environ]
+    if missing:
+        raise ValueError(
+            f"expected a path, found {text!r:.80}; the variable {missing[0].strip('{}')} is not set"
+        )
+    return os.path.expandvars(text)
+
+
+def _finite(value: Any, name: str) -> None:
+    """Raise a ValueError for a number within `value` that is infinite or not a number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} = {value}: expected a finite number")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _finite(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _finite(inner, f"{name}.{index}")
+
+
 NAME_BYTES, PATH_BYTES = 255, 4095
 """Linux's limits."""
-FilePath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_possible)]
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})", re.ASCII)
+FilePath = Annotated[
+    Path, BeforeValidator(expand_path), BeforeValidator(_not_empty), AfterValidator(_possible)
+]
 
 
 class Section(BaseModel):
@@ -73,6 +114,14 @@ class Section(BaseModel):
             kinds = set(_leaves(cls.model_fields[info.field_name].annotation))
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"expected a number, found {str(value).lower()}")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_infinite_parameter(cls, value: Any, info: ValidationInfo) -> Any:
+        """Parameters of plug-ins have no types here; JSON would turn an infinite number into null."""
+        if info.field_name is not None and Any in set(_leaves(cls.model_fields[info.field_name].annotation)):
+            _finite(value, "")
         return value
 
 

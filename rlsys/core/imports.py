@@ -1,13 +1,14 @@
 """Import of functions that a config names: `package.module:function` or `path/to/file.py:function`.
 
-The working directory is on the import path. Standard library only: agents are imported in the Python of their
-own venv.
+The working directory is on the import path, behind everything else, and first while a module that the config names
+is imported. Standard library only: agents are imported in the Python of their own venv.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -19,6 +20,14 @@ from types import ModuleType
 from typing import Any
 
 from rlsys.core.errors import UserError
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in this Python.
+
+    `-P`: a file of the user in the working directory (`launch.py`, `queue.py`) hides no module of ours or of Python.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def resolve(field: str, name: str, registry: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -80,16 +89,19 @@ def import_attribute(field: str, path: str) -> Any:
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import a module with the working directory first on sys.path, as `python -m` does."""
-    sys.path.insert(0, str(Path.cwd()))
+    """Import a module with the working directory first on sys.path, as `python -m` does; afterwards it is last."""
+    directory = str(Path.cwd())
+    sys.path.insert(0, directory)
     try:
         return importlib.import_module(name)
     finally:
         sys.path.pop(0)
+        if directory not in sys.path:
+            sys.path.append(directory)  # for imports within functions
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import the module in a file, once per file.
+    """Import the module in a file, once per file. Processes that its code starts can import it by its name.
 
     Raises:
         ImportError: the file does not exist.
@@ -99,19 +111,31 @@ def _import_file(path: Path) -> ModuleType:
         raise ImportError(
             f"no such file; paths are relative to the directory in which rlsys was started, {Path.cwd()}"
         )
-    name = f"rlsys_plugin_file:{path}"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # modules beside the file can be imported, as beside a script
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
+    name = path.stem if _is_module_of(path.stem, path) else f"rlsys_plugin_file_{digest}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None  # of every file that ends in .py
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # modules beside the file can be imported, as beside a script
         try:
             spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def _is_module_of(name: str, path: Path) -> bool:
+    """Return whether `import name` imports the file, and not another module of the same name."""
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+        return file is not None and Path(file).resolve() == path
+    if not name.isidentifier():
+        return False
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path
 
 
 def source_location(error: BaseException) -> str:

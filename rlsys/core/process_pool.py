@@ -24,13 +24,17 @@ from typing import Any, BinaryIO
 import psutil
 
 from rlsys.core.errors import RunError
+from rlsys.core.imports import module_command
 from rlsys.core.texts import load_json
 
 START_SECONDS = 120.0
 INHERITED_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
     "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "HF_HOME", "XDG_CACHE_HOME",
+    "http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
 )  # fmt: skip
+"""Environment variables of processes that run user code: paths, threads, caches, and what HTTP requests need."""
 LENGTH = struct.Struct("<I")
 """Prefix of each message: its length."""
 MAX_RESULT_BYTES = 64 * 2**20
@@ -105,7 +109,7 @@ class ProcessPool:
         try:
             with child_end:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", self._module,
+                    *module_command(self._module),
                     stdin=child_end.fileno(),
                     stdout=child_end.fileno(),
                     env=self._environment(),

@@ -31,7 +31,7 @@ STORE_VARIABLE = "RLSYS_STORE"
 """Environment variable of ranks on one machine: their rendezvous file, one per start (rlsys/core/rendezvous.py)."""
 _PREFIX, _LOCK = "rlsys-", ".lock"
 _DRAFT_SECONDS = 3600.0
-"""Age from which the maker of a folder without its final name is taken for dead; giving the name takes milliseconds."""
+"""Age from which the maker of a folder without its final name is taken for dead; naming takes milliseconds."""
 _locks: list[int] = []
 """Descriptors of the folders that this process has created."""
 _PARENTS = ("/tmp", "/var/tmp", "/dev/shm")

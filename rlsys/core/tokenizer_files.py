@@ -23,6 +23,7 @@ from typing import Any
 
 from rlsys.core.cache import cache_folder
 from rlsys.core.errors import UserError, disk_errors
+from rlsys.core.imports import module_command
 from rlsys.core.model_folder import TOKENIZER, side_files, vocabulary_files
 from rlsys.core.process_pool import INHERITED_VARIABLES
 
@@ -207,13 +208,7 @@ def _convert(path: Path, folder: Path, code: bool) -> None:
     with disk_errors(folder, UserError):
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
-        command = [
-            sys.executable,
-            "-m",
-            "rlsys.data.tokenizer_conversion",
-            str(path.absolute()),
-            str(partial),
-        ]
+        command = module_command("rlsys.data.tokenizer_conversion", str(path.absolute()), str(partial))
         environment = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
         environment |= {
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),

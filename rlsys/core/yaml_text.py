@@ -1,7 +1,11 @@
-"""Safe YAML reader for configs, overrides and other people's files."""
+"""Safe YAML reader and writer for configs, overrides and other people's files.
+
+Both take `1e-3` for a number, as YAML 1.2 and JSON do; PyYAML follows YAML 1.1, where it is a text.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -22,6 +26,24 @@ class _Loader(yaml.SafeLoader):
                     )
                 keys.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writer that quotes texts which the reader would take for numbers."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:[0-9][0-9_]*|\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
+    )
+
+
+def dump_yaml(data: Any) -> str:
+    """Return the document of `data`, which `parse_yaml` reads again as it is."""
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+    return text
 
 
 def parse_yaml(text: str, source: str, *, position: bool = True) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 
 from rlsys.config import Config
 from rlsys.config.precision import engine_args
 from rlsys.core.devices import VARIABLE, have_cuda, visible_devices
 from rlsys.core.errors import UserError
+from rlsys.core.imports import module_command
 from rlsys.core.model_folder import language_model_overrides
 from rlsys.engine.head_sizes import check_head_size
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
@@ -32,8 +32,8 @@ def _on_cuda(config: Config) -> bool:
 def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
     """argv and extra environment of engine `index` on `port`. Raises UserError for a model that its kernels lack."""
     e = config.engine
-    argv = [
-        sys.executable, "-m", "rlsys.engine.server",
+    argv = module_command(
+        "rlsys.engine.server",
         "--model-path", str(config.model.path),
         "--host", e.host,
         "--port", str(port),
@@ -47,7 +47,7 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--enable-metrics",
         "--skip-server-warmup",
         "--sleep-on-idle",  # an idle scheduler would burn a core
-    ]  # fmt: skip
+    )  # fmt: skip
     env = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a health probe must not wait for a forward pass
         "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # of a gated delta net's last inputs: else bfloat16 always

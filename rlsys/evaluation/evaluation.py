@@ -5,13 +5,15 @@ the rollout manager evaluates. For `rlsys eval`:
 
     python -m rlsys.evaluation.evaluation --config EVALUATION/config.yaml --engine URL ...
 
-evaluates engines that serve `model.path`, and writes one line to metrics.jsonl of its folder.
+evaluates engines that serve `model.path`, and writes one line to metrics.jsonl of its folder, and the responses to
+answers.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,9 +21,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rlsys.config import Config, load_config
-from rlsys.core.errors import RunError
+from rlsys.core.errors import RunError, disk_errors
 from rlsys.core.identity import Identity, engine_identity
 from rlsys.core.owner import owner_of_process
+from rlsys.core.run_files import ANSWERS_FILE
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
@@ -105,6 +108,7 @@ def judge(items: list[EvalItem], verdicts: list[Verdict], prompts: int) -> EvalR
         weight_version=one_version([s for s, _ in items]),
         same_answer=most_common_fraction([v.answer for v in judged]),
         constant=most_common_fraction([reference_answer(p) for _, p in items]),
+        reward=sum(v.reward for v in judged if v.reward is not None) / len(judged),
         left_out=prompts - len(judged),
     )
 
@@ -177,6 +181,7 @@ async def evaluate(config: Config, identities: Mapping[str, Identity]) -> EvalRe
     tokenizer = Tokenizer.of(config)
     items = eval_items(build_source(config, tokenizer), config.eval.prompts)
     verdicts = await respond(config, tokenizer, identities, items, greedy_turns)
+    write_answers(config.run.dir / ANSWERS_FILE, tokenizer, items, verdicts)
     result = judge(items, verdicts, len(items))
     async with open_engines(config, identities) as engines:
         router = build_router(config, engines, tokenizer, skip_attestation=True)
@@ -187,6 +192,19 @@ async def evaluate(config: Config, identities: Mapping[str, Identity]) -> EvalRe
                 result.sets[eval_set.name] = await eval_set.measure()
         watch.cancel()
     return result
+
+
+def write_answers(path: Path, tokenizer: Tokenizer, items: list[EvalItem], verdicts: list[Verdict]) -> None:
+    """Write one JSON object per prompt: texts, tokens, reward or the reason for none, and whether it is correct."""
+    with disk_errors(path), path.open("w", encoding="utf-8") as file:
+        for (sample, prompt), verdict in zip(items, verdicts, strict=True):
+            entry = {
+                "prompt": tokenizer.decode(sample.prompt_ids), "response": tokenizer.decode(sample.judged_ids),
+                "reward": verdict.parts or verdict.reward, "correct": verdict.right, "reason": verdict.reason,
+                "answer": verdict.answer, "status": sample.status.value, "tokens": sample.sampled_tokens,
+                "location": prompt.location,
+            }  # fmt: skip
+            file.write(json.dumps(entry) + "\n")
 
 
 @asynccontextmanager

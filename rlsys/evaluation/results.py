@@ -29,6 +29,8 @@ class EvalResult:
     """Fraction of prompts with the most common answer; None if answers are unknown."""
     constant: float | None = None
     """Accuracy of the best constant answer; None if the data has no reference answers."""
+    reward: float | None = None
+    """Mean reward."""
     left_out: int = 0
     """Prompts without a response or without a verdict; `prompts` excludes them."""
 
@@ -38,9 +40,10 @@ class EvalResult:
             "accuracy": self.accuracy, "mean_length": self.mean_length, "prompts": self.prompts,
             "truncated": self.truncated, "weight_version": self.weight_version, "left_out": self.left_out,
         }  # fmt: skip
-        for name, share in (("same_answer_share", self.same_answer), ("constant_accuracy", self.constant)):
-            if share is not None:
-                values[name] = share
+        optional = {
+            "reward": self.reward, "same_answer_share": self.same_answer, "constant_accuracy": self.constant,
+        }  # fmt: skip
+        values |= {name: value for name, value in optional.items() if value is not None}
         return values | {
             f"{name}/{key}": v for name, set_metrics in self.sets.items() for key, v in set_metrics.items()
         }

@@ -27,7 +27,7 @@ import aiohttp
 import msgspec
 from pydantic import Field, model_validator
 
-from rlsys.config.section import Positive, Section
+from rlsys.config.section import Positive, Seconds, Section
 from rlsys.core.errors import UserError
 from rlsys.core.process_pool import INHERITED_VARIABLES
 from rlsys.core.sockets import role_folder
@@ -71,9 +71,9 @@ class ServiceParams(Section):
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
     """In the place of a connector: a service that speaks as rlsys/environments/serve.py does. Its key is in
     RLSYS_ENVIRONMENT_KEY."""
-    step_seconds: Annotated[float, Field(gt=0)] = 60.0
+    step_seconds: Seconds = 60.0
     """Longest wait for a step, or for a service that is away; then the sample is censored."""
-    idle_seconds: Annotated[float, Field(gt=0)] = 3600.0
+    idle_seconds: Seconds = 3600.0
     """After which an episode is closed that nobody steps. It is played again where it goes on after all."""
 
     @model_validator(mode="after")

@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rlsys.core.imports import module_command
+
 KINDS = ("flock", "posix", "create")
 SRUN_SECONDS = 60.0
 
@@ -34,7 +36,7 @@ def examine_locks(folder: Path, environment: Mapping[str, str] = os.environ) -> 
         tempfile.TemporaryDirectory(dir=folder, prefix=".rlsys-doctor-") as lock_folder,
         hold_locks(Path(lock_folder)),
     ):
-        command = [sys.executable, "-m", "rlsys.obs.lock_probe", lock_folder]
+        command = module_command("rlsys.obs.lock_probe", lock_folder)
         if node:
             command = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *command]
         try:

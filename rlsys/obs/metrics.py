@@ -114,39 +114,41 @@ def read_metrics(run_dir: Path) -> Metrics:
     """
     path = run_dir / FILE_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise UserError(
             f"{run_dir}: contains no {FILE_NAME}: not a run, or one that has not started"
         ) from None
     out = Metrics()
     latest: dict[tuple[str, int, str], dict[str, Any]] = {}
-    session_start = last_time = 0.0
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            out.torn_lines = 1
-            break
+    session_start = last_time = None
+    out.torn_lines = int(bool(lines.pop()))
+    for number, line in enumerate(lines, 1):
         entry = _parse(line, path, number)
         kind, step = entry["kind"], entry["step"]
         if kind == "run":
             out.runs.append(entry)
             if entry["event"] in ("start", "resume"):
                 latest = {k: e for k, e in latest.items() if k[1] <= step}
-                out.wall_seconds += last_time - session_start
+                out.wall_seconds += (last_time or 0.0) - (session_start or 0.0)
                 session_start = entry["time"]
         else:
             latest[kind, step, entry.get("name", "")] = entry
         last_time = entry["time"]
-    out.wall_seconds += last_time - session_start
+        if session_start is None:  # an evaluation of its own writes no line at its start
+            session_start = last_time
+    out.wall_seconds += (last_time or 0.0) - (session_start or 0.0)
     out.steps = [latest[k] for k in sorted(latest) if k[0] == "step"]
     out.evals = [latest[k] for k in sorted(latest) if k[0] == "eval"]
     out.warnings = [latest[k] for k in sorted(latest) if k[0] == "warning"]
     return out
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         entry = json.loads(line)
+    except UnicodeDecodeError:
+        raise UserError(f"{path}:{number}: not UTF-8 text") from None
     except json.JSONDecodeError as e:
         raise UserError(f"{path}:{number}: not JSON: {e.msg}") from None
     if not isinstance(entry, dict) or not {"kind", "step", "time"} <= entry.keys():
@@ -176,7 +178,7 @@ class MetricsTail:
             return []
         complete_lines = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete_lines)
-        lines = complete_lines.decode("utf-8", errors="replace").splitlines()
+        lines = complete_lines.split(b"\n")[:-1]
         entries = [_parse(line, self._path, self._lines + n) for n, line in enumerate(lines, 1)]
         self._lines += len(lines)
         return entries

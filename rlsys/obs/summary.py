@@ -24,6 +24,8 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
         "eval_accuracy_before": evals[0]["accuracy"] if evals else None,
         "eval_accuracy_after": evals[-1]["accuracy"] if len(evals) > 1 else None,
         "eval_prompts": evals[-1].get("prompts") if evals else None,
+        "loss_first": first.get("loss"),
+        "loss_last": last.get("loss"),
         "reward_first": first.get("reward"),
         "reward_last": last.get("reward"),
         "trained_tokens": tokens,

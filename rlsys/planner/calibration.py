@@ -12,7 +12,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from rlsys.config import Config, load_config
+from rlsys.config import Config, load_run_config
 from rlsys.core.errors import UserError
 from rlsys.ledger.reader import Length, RunReader
 from rlsys.obs.metrics import read_metrics
@@ -69,7 +69,7 @@ def calibrate(run: Path) -> Calibration:
     lengths = lengths_of(groups)
     prompts = [length.prompt for group in groups for length in group if length.prompt is not None]
     prompt = round(fmean(prompts)) if prompts else _PROMPT_TOKENS
-    config = load_config(run / "config.yaml")
+    config = load_run_config(run)
     later = steps[1:]  # the first step compiles
     shares = [s.get("shared_share", 0.0) for s in later]  # of a run of an older rlsys, nothing is shared
     tokens = [s["tokens"] + prompt * config.samples_per_step for s in later]

@@ -433,6 +433,18 @@ def expected_staleness(config: Config) -> str:
     return f"about {mean:.2g} train steps on average, at most {r.max_staleness}"
 
 
+TRAINER_FACTS = ("parameters", "trainer, one rank", "a checkpoint")
+"""Facts of `describe_memory` that hold without engines."""
+
+
+def trainer_memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """Describe a trainer that needs more memory than a GPU with `gpu_gb` GB has."""
+    need = budget(config, model_size(hf)).trainer
+    if need <= gpu_gb * GB:
+        return []
+    return [f"a trainer rank needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}"]
+
+
 def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     """Describe what needs more memory than a GPU with `gpu_gb` GB has."""
     size = model_size(hf)
@@ -452,9 +464,9 @@ def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     return problems
 
 
-def size_warnings(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Describe what does not fit a GPU with `gpu_gb` GB, and sizes that do not match."""
-    warnings = memory_problems(config, hf, gpu_gb)
+def size_warnings(config: Config) -> list[str]:
+    """Describe sizes that do not match."""
+    warnings = []
     if config.slots > (capacity := config.engine.writers * config.max_running_requests):
         warnings.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
     longest = config.rollout.max_response_tokens

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
+from rlsys.core.imports import module_command
 from rlsys.obs.packages import installed_version, mismatches
 
 PACKAGES = ("megatron-core", "torch")
@@ -24,7 +24,7 @@ _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
 def check_build(config: Config) -> None:
     """Raises UserError, in one line, when the trainer's layers cannot be built with the installed packages."""
     done = subprocess.run(
-        [sys.executable, "-m", "rlsys.rehearse.build"],
+        module_command("rlsys.rehearse.build"),
         input=config.model_dump_json(), capture_output=True, text=True, env={**os.environ, **_ENV}, check=False,
     )  # fmt: skip
     if done.returncode == 0:

@@ -29,7 +29,7 @@ from rlsys.worker.workers import Workers, worker_commands
 
 
 class RolloutComponents:
-    """The components that RolloutManager needs. The caller closes `rewards`.
+    """The components that RolloutManager needs. The caller starts and closes `rewards`.
 
     Raises:
         UserError: a plug-in does not exist, or the data section is invalid.
@@ -65,7 +65,6 @@ class RolloutComponents:
         self.source = build_source(config, self.tokenizer)
         check_teachers(config, self.source)
         self.rewards = Rewards(config)
-        self.rewards.begin()  # beside the engines' start
         self.scorer = build_scorer(config, self.rewards, self.tokenizer)
         self.engines = [launch_client(url, i) for i, url in enumerate(urls)]
         self.router: Router | Workers

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
+from rlsys.core.imports import module_command
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.data import PromptSource
 from rlsys.data.mixture import row_sources
@@ -64,10 +64,10 @@ class RowChecks:
         if not self._has_rows:
             return
         limits = prompt_limits(self._config)
-        command = [
-            sys.executable, "-m", "rlsys.data.row_check", "--config", str(self._config.run.dir / CONFIG_FILE),
+        command = module_command(
+            "rlsys.data.row_check", "--config", str(self._config.run.dir / CONFIG_FILE),
             "--vocab-size", str(limits.vocab_size), "--context-length", str(limits.context_length),
-        ]  # fmt: skip
+        )  # fmt: skip
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe

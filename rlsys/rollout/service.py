@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -264,8 +265,12 @@ async def serve(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with make_session() as session:
+    async with make_session() as session, contextlib.AsyncExitStack() as stack:
         parts = RolloutComponents(config, urls, reference, teacher, owner, session)
+        stack.push_async_callback(
+            parts.rewards.close
+        )  # else asyncio waits forever for a process that just starts
+        parts.rewards.begin()  # beside the engines' start
         path = config.run.dir / FILE_NAME
 
         def open_buffer() -> RolloutBuffer:
@@ -274,7 +279,7 @@ async def serve(
 
         try:
             buffer = await open_with_progress(path, open_buffer, owner)
-        except RlsysError:
+        except BaseException:
             withdraw_address(owner)
             raise
         try:
@@ -283,7 +288,6 @@ async def serve(
         finally:
             withdraw_address(owner)  # first: later readers open the file
             buffer.close()
-            await parts.rewards.close()
     if parts.reward_hung:  # an async reward may ignore cancellation, and asyncio would wait for it
         logging.shutdown()
         os._exit(0)

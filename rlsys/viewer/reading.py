@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlsys.config import load_config
+from rlsys.config import load_run_config
 from rlsys.core.errors import UserError
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.data.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ class RunTexts:
         self.reader = RunReader(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
             raise UserError(f"{run_dir}: not a run folder: no {CONFIG_FILE} in it")
-        self.config = load_config(run_dir / CONFIG_FILE)
+        self.config = load_run_config(run_dir)
         self._tokenizer: Tokenizer | None = None
 
     @property

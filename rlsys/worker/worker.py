@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -367,10 +368,11 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
     owner, _ = owner_of_process(config.run.dir)
     tokenizer = Tokenizer.of(config)
     rewards = Rewards(config)
-    rewards.begin()
     scorer = build_scorer(config, rewards, tokenizer)
     workers = config.rollout.workers
-    async with make_session() as session:
+    async with make_session() as session, contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(rewards.close)  # else asyncio waits forever for a process that just starts
+        rewards.begin()
         client = client_maker(config, session)
         engines = [
             client(url, engine_identity(owner, url), tp=config.engine.tp_of(i), index=i)

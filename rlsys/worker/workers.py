@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError
+from rlsys.core.imports import module_command
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.ledger.buffer import RolloutBuffer
@@ -338,5 +338,5 @@ class Workers:
 def worker_commands(config: Config, urls: Sequence[str]) -> list[list[str]]:
     """Return the commands that start the workers of a run. `urls`: all engines."""
     engines = [argument for url in urls for argument in ("--engine", url)]
-    module = [sys.executable, "-m", "rlsys.worker.worker", "--config", str(config.run.dir / CONFIG_FILE)]
+    module = module_command("rlsys.worker.worker", "--config", str(config.run.dir / CONFIG_FILE))
     return [[*module, "--number", str(i), *engines] for i in range(config.rollout.workers)]

@@ -23,6 +23,7 @@ from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.ledger import store
 from rlsys.ledger.store import FILE_NAME
 from tests.helpers import nemesis_launch
+from tests.helpers.file_locks import flock_on_shared_folders
 from tests.helpers.history import Verdict, judge
 from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed
 from tests.helpers.nemesis_launch import ENGINES, Launch, RolloutRole
@@ -107,7 +108,7 @@ def play(folder: Path, seed: int, schedule: list[Fault] | None = None, poison: i
             await world.run()
 
     with (
-        patch.object(fcntl, "flock", lambda *_: None),
+        patch.object(fcntl, "flock", flock_on_shared_folders),
         patch.object(sqlite3, "connect", connect_without_locks),
         patch.object(store, "is_local", lambda _: False),
     ):

@@ -41,6 +41,7 @@ from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.rollout.client import RolloutClient
+from tests.helpers.file_locks import flock_on_shared_folders
 from tests.helpers.history import Emission, Saved, Training, to_line
 from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, INITIAL, mixed
@@ -232,7 +233,7 @@ class Trainer:
 
 
 def main() -> None:
-    fcntl.flock = lambda *_: None  # type: ignore[assignment]
+    fcntl.flock = flock_on_shared_folders  # type: ignore[assignment]
     role, *rest = sys.argv[1:]
     parser = argparse.ArgumentParser()
     if role == "rollout":

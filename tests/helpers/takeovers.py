@@ -12,6 +12,7 @@ import pytest
 
 from rlsys.core.owner import Owner
 from rlsys.ledger import store
+from tests.helpers.file_locks import flock_on_shared_folders
 
 
 def between_look_and_commit(owner: Owner, do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +36,6 @@ def take_locks_away(monkeypatch: pytest.MonkeyPatch) -> None:
             return plain(path, **options)
         return plain(path.as_uri() + "?vfs=unix-none", uri=True, **options)
 
-    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(fcntl, "flock", flock_on_shared_folders)
     monkeypatch.setattr(store, "is_local", lambda _: False)
     monkeypatch.setattr(sqlite3, "connect", connect)

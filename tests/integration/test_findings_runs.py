@@ -1,4 +1,4 @@
-"""Open findings of world.md and facts/pretrained.md that only a real run shows (tests/findings_world.md)."""
+"""Findings of world.md and facts/pretrained.md that only a real run shows (tests/findings_world.md)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ from tests.helpers.runs import RLSYS, ROOT, TINY, steps_done
 pytestmark = pytest.mark.integration
 SHORT = (*TINY, "rollout.groups_per_step=2", "rollout.group_size=2", "rollout.max_response_tokens=32")
 SYNCHRONOUS = ("rollout.over_provision=1", "rollout.max_staleness=0", "parallel.ep=1")
-
-
-def open_finding(finding: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=finding)
 
 
 def rlsys(*words: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +35,6 @@ def test_world_12a_changed_data_is_refused_at_the_start(tmp_path: Path) -> None:
     assert second.returncode == 2 and "rows.jsonl" in second.stderr
 
 
-@open_finding("pretrained S4: an evaluation keeps no answer")
 def test_pretrained_s4_the_answers_of_an_evaluation_are_kept(tmp_path: Path) -> None:
     overrides = (f"run.dir={tmp_path}/run", *SHORT, "eval.prompts=2")
     done = rlsys("eval", "quickstart", *overrides)
@@ -50,7 +45,6 @@ def test_pretrained_s4_the_answers_of_an_evaluation_are_kept(tmp_path: Path) -> 
     assert shown.returncode == 0, shown.stderr
 
 
-@open_finding("pretrained S5: who stops a run between checkpoints is not told from which step it goes on")
 def test_pretrained_s5_a_stopped_run_tells_from_which_step_it_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = (*SHORT, *SYNCHRONOUS, "trainer.checkpoint_every=100", "launch.preemption_seconds=0.01")

@@ -42,7 +42,6 @@ def test_field_04_a_small_pool_makes_generation_longer() -> None:
     assert estimated_duration(small, read_model(small)) != estimated_duration(large, read_model(large))
 
 
-@open_finding("F9: explain says nothing of a toy's learning rate for full training of a real model")
 def test_field_09_explain_warns_of_a_toys_learning_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from rlsys.config import Config, explain_error, load_config
+from rlsys.config import Config, explain_error, load_config, load_run_config
 from rlsys.config.trainer import LoraConfig, ModelConfig, ParallelConfig
 from rlsys.convert.adapters import ADAPTERS, adapted
 from rlsys.convert.carried import save_carried, with_carried
@@ -178,7 +178,7 @@ def model_of(found: Path) -> Path:
         raise UserError(
             f"{found}: no config.json in it, and {run} is not a run folder, so the model is unknown"
         )
-    return load_config(run / "config.yaml").model.path
+    return load_run_config(run).model.path
 
 
 def _lora_of(found: Path) -> LoraConfig | None:

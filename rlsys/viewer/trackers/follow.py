@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsys.config import Config, load_config
+from rlsys.config import Config, load_run_config
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.ledger.samples import Order, SampleQuery
@@ -42,7 +42,7 @@ class Follower:
             raise UserError(f"{folder}: not a run folder: no {CONFIG_FILE} in it")
         check_trackers(names)
         self._folder, self._names = folder, names
-        self._config: Config = load_config(folder / CONFIG_FILE)
+        self._config: Config = load_run_config(folder)
         self._tail = MetricsTail(folder)
         self._trackers: dict[str, Tracker] = {}
         self._written: dict[str, dict[str, int]] = {}
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    names = load_config(args.run / CONFIG_FILE).run.trackers
+    names = load_run_config(args.run).run.trackers
     run_role(lambda: log.info("lines written: %s", follow(args.run, names, sys.stdin.fileno())))
 
 

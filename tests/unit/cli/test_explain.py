@@ -84,7 +84,7 @@ def test_the_screen_of_the_quickstart(
     assert "  algorithm            advantage grpo, loss clip, reducer token_mean, anchor mu\n" in told
     assert "  duration             not estimated without GPUs" in told
     assert "odd\n  NOT CHECKED: the moon\n" in told
-    assert "python -m" not in told and "grace_seconds" not in told
+    assert "python -P -m" not in told and "grace_seconds" not in told
 
 
 def test_the_config_and_the_commands_on_request(
@@ -97,7 +97,8 @@ def test_the_config_and_the_commands_on_request(
     assert main.main(["explain", str(QUICKSTART), "--commands"]) == 0
     told = capsys.readouterr().out
     assert (
-        "python -m rlsys.rollout.service" in told and "(port 0: a free port is chosen at the start)" in told
+        "python -P -m rlsys.rollout.service" in told
+        and "(port 0: a free port is chosen at the start)" in told
     )
 
 

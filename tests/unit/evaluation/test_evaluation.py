@@ -54,7 +54,7 @@ def config(tmp_path: Path) -> Config:
 async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str, config: Config) -> None:
     """The engine's answers are cut off at 8 tokens and wrong."""
     result = await evaluation.evaluate(config, {engine: ANONYMOUS})
-    assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3, constant=1 / 3)
+    assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3, constant=1 / 3, reward=0)
     found = await tryout.try_out(config, {engine: ANONYMOUS})
     assert [len(entry["samples"]) for entry in found] == [tryout.SAMPLES] * tryout.PROMPTS
     source = build_source(config, Tokenizer(config.model.path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from launch import bootstrap
+from launch.bootstrap import SetupError
 from rlsys.engine.cpu import platform
 
 
@@ -213,3 +215,24 @@ def test_an_interrupted_addition_is_not_taken_for_complete(
     with pytest.raises(KeyboardInterrupt):
         bootstrap.set_up(dev=True)
     assert not bootstrap.STAMP.exists() or bootstrap.STAMP.read_text() != whole
+
+
+def test_a_complete_environment_of_another_python_is_replaced_only_on_request(
+    own_venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_venv.mkdir(exist_ok=True)
+    stamp = own_venv / "rlsys-setup.json"
+    stamp.write_text("{}")
+    monkeypatch.setattr(bootstrap, "STAMP", stamp)
+    monkeypatch.setattr(bootstrap, "venv_record", lambda: ["/usr/bin/python3.11", "cpu"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(
+        SetupError, match=r"CPU host with /usr/bin/python3.11; .* replaces it: remove .* first"
+    ):
+        bootstrap.create_venv("/usr/bin/python3.12", "cpu")
+    terminal = io.StringIO("n\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    with pytest.raises(SetupError, match="it is unchanged"):
+        bootstrap.create_venv("/usr/bin/python3.12", "cpu")
+    assert stamp.exists()

@@ -18,6 +18,7 @@ from rlsys.planner.memory import (
     checkpoint_host,
     describe_memory,
     expected_staleness,
+    memory_problems,
     model_size,
     size_warnings,
     stage_budget,
@@ -103,26 +104,30 @@ def test_a_sharded_push_tells_its_senders() -> None:
     assert "its senders" not in plain(describe_memory(config(), QUICKSTART))
 
 
+def problems_of(run: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    return [*memory_problems(run, hf, gpu_gb), *size_warnings(run)]
+
+
 def test_what_will_not_fit_is_a_warning() -> None:
     text = plain(describe_memory(config("model.dtype=bfloat16", "engine.tp=2"), published("Qwen3-30B-A3B")))
     assert "parameters           30.5 B, 29 B of them in routed experts" in text
     assert "a weight push        61.1 GB to each engine, about 3.1 s at 20 GB/s (tensor)" in text
     assert "its hashes           61.1 GB per trainer rank, about 61 s" in text
-    odd = size_warnings(
+    odd = problems_of(
         config("model.dtype=bfloat16", "engine.tp=2", "engine.max_running_requests=128"),
         published("Qwen3-30B-A3B"),
         80.0,
     )
     assert odd[0].startswith("a trainer rank needs")
     assert "256 samples are in flight, but the engines decode 128 at once" in odd
-    assert size_warnings(config(), QUICKSTART, 80.0) == []
+    assert problems_of(config(), QUICKSTART, 80.0) == []
 
 
 def test_engines_that_rest_leave_room_for_the_trainer() -> None:
     bf16 = ["model.dtype=bfloat16", "parallel.ep=8", "engine.tp=2", "engine.max_running_requests=256"]
-    odd = size_warnings(config(*bf16), published("Qwen3-30B-A3B"), 140.0)
+    odd = problems_of(config(*bf16), published("Qwen3-30B-A3B"), 140.0)
     assert any("of 140; see launch.release_memory" in line for line in odd)
-    turns = size_warnings(config(*bf16, "launch.release_memory=true"), published("Qwen3-30B-A3B"), 140.0)
+    turns = problems_of(config(*bf16, "launch.release_memory=true"), published("Qwen3-30B-A3B"), 140.0)
     assert not any("trainer and engine on one GPU" in line for line in turns)
 
 
@@ -157,7 +162,7 @@ def test_experiments_fit_their_gpus(path: Path) -> None:
     resting = b.engine_weights if made.launch.placement == "colocated" else 0.0
     assert (b.trainer + resting) / 1e9 < 76
     assert (b.engine + (b.weights + b.gradients + b.optimizer if resting else 0.0)) / 1e9 < 76
-    odd = size_warnings(made, read_model(made), 80.0)
+    odd = problems_of(made, read_model(made), 80.0)
     assert not [w for w in odd if "rank needs" in w or "in flight" in w]
 
 

@@ -176,6 +176,17 @@ def service(config: Path, engine: str) -> Iterator[subprocess.Popen[str]]:
             remove_folder(sockets)
 
 
+def test_an_error_at_the_start_ends_the_process(run_config: Path) -> None:
+    """Before: the reward's process was just starting, and asyncio waited for it without a word."""
+    owner = claim(load_config(run_config).run.dir, run_config.parent / "missing")
+    argv = [sys.executable, "-m", "rlsys.rollout.service", "--config", str(run_config)]
+    done = subprocess.run(
+        [*argv, "--engine", "http://127.0.0.1:9"],
+        capture_output=True, text=True, timeout=120, env=os.environ | owner.environment(start=1),
+    )  # fmt: skip
+    assert done.returncode == 1 and "No such file or directory" in done.stderr
+
+
 def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> None:
     with healthy_engine() as engine, service(run_config, engine) as process:
         owner = current_owner(load_config(run_config).run.dir)

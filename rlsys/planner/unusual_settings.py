@@ -1,0 +1,44 @@
+"""Settings that are legal, and unusual for the size of the model: they suit the quickstart's small one."""
+
+from __future__ import annotations
+
+from rlsys.config import Config
+from rlsys.convert.config import HFConfig
+from rlsys.planner.memory import GB, budget, model_size
+
+PRETRAINED_PARAMETERS = 100_000_000
+"""Size from which a model is taken for a published one."""
+LARGEST_FULL_LR = 1e-5
+"""SmolLM2-135M lost at 3e-5 what it had learned (docs/performance.md); verl's and slime's examples use 1e-6."""
+SHORT_RESPONSE = 256
+
+
+def unusual_settings(config: Config, hf: HFConfig) -> list[str]:
+    """Describe settings that are unusual for a published model, one per line."""
+    if model_size(hf).total < PRETRAINED_PARAMETERS:
+        return []
+    lines, t = [], config.trainer
+    if t.lora is None and t.lr > LARGEST_FULL_LR:
+        lines.append(
+            f"trainer.lr = {t.lr:g}: full training of a model of this size usually takes 1e-6 to 1e-5; above "
+            "that, it may lose what it has learned"
+        )
+    if config.model.dtype == "float32" and config.launch.gpus_per_node:
+        lines.append("model.dtype = float32: bfloat16 halves the memory of weights and the time of a step")
+    if not config.fine_tunes and config.rollout.max_response_tokens <= SHORT_RESPONSE:
+        lines.append(
+            f"rollout.max_response_tokens = {config.rollout.max_response_tokens}: most responses of a model of "
+            "this size are longer, and are truncated"
+        )
+    return lines
+
+
+def host_memory_problems(config: Config, hf: HFConfig, host_gb: float) -> list[str]:
+    """Compare all roles of a run without GPUs with the memory of its machines, of `host_gb` GB each."""
+    b = budget(config, model_size(hf))
+    trainer = config.parallel.world_size * (b.trainer + b.host)
+    engines = 0.0 if config.fine_tunes else sum(config.engine.tps) * b.engine
+    need = (trainer + engines) / config.launch.nodes / GB
+    if need <= host_gb:
+        return []
+    return [f"trainer and engines need {need:.3g} GB of memory on each machine, this one has {host_gb:.3g}"]
