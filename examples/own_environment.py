@@ -1,10 +1,10 @@
-"""An environment of one's own: after a wrong answer the model may try once more.
+"""A custom environment: after a wrong answer the model may try once more.
 
     rlsys train examples/own_environment.yaml
 
-`second_chance(config, tokenizer, generate_turn)` makes a generator. `generate_turn(sample)` is one turn of the model.
-What the environment says is added by `sample.observe`, and is never trained. All that a generator knows of a sample
-must stand in its tokens: after an interruption, or a crash, it is called again with those that were saved.
+`second_chance(config, tokenizer, generate_turn)` makes a generator. `generate_turn(sample)` is one turn of the model,
+over all interruptions. `sample.observe` appends the environment's output, which is never trained. A generator must
+derive its state from the sample's tokens: after a crash it is called again with the saved ones.
 """
 
 from rlsys.config import Config

@@ -1,10 +1,10 @@
-"""A loss of one's own: beyond a bound the policy ratio goes on with a smaller slope, instead of none.
+"""A custom loss: beyond a bound the policy ratio continues with a smaller slope, instead of none.
 
     rlsys algo check examples/own_loss.py:leaky_clip --kind loss
     rlsys train examples/own_loss.yaml
 
-A loss is a function of a View of packed tokens. It gives the loss of each token, shape [T], and figures that become
-metrics. What a token counts, and what the sum is divided by, is not its business: that is `algo.reducer`.
+A loss is a function of a View of packed tokens. It returns the loss of each token, shape [T], and figures that become
+metrics. `algo.reducer` sets the weight of each token and the denominator of the sum.
 """
 
 import torch

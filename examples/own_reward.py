@@ -1,4 +1,4 @@
-"""A reward of one's own: right answers count, and of two right answers the one with less work counts more.
+"""A custom reward: right answers count, and of two right answers the one with less work counts more.
 
     rlsys train examples/own_reward.yaml
 

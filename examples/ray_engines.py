@@ -1,8 +1,8 @@
-"""Engines of a Ray cluster for a run that goes on: `python examples/ray_engines.py RUN COUNT [GPUS]`.
+"""Engines of a Ray cluster for a running run: `python examples/ray_engines.py RUN COUNT [GPUS]`.
 
-Each is an actor with so many GPUs that runs `rlsys engines join` on its node, which must see RUN, the model and this
-repository. Ctrl-C or SIGTERM sends them all away in order; when one ends by itself, Ray may give its place to others.
-RAY_ADDRESS names the cluster.
+Each engine is an actor with GPUS GPUs that runs `rlsys engines join` on its node, which must have access to RUN, the
+model and this repository. Ctrl-C or SIGTERM drains all of them. When an engine ends by itself, its resources return
+to Ray. RAY_ADDRESS names the cluster.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""An environment in a process of its own: after a wrong answer the model may try again, for half the reward.
+"""An environment in a separate process: after a wrong answer the model may try again, for half the reward.
 
     rlsys train examples/second_try.yaml
 
-The prompt is that of the data's row, so the environment opens without a word. Each turn has a reward of its own.
+The prompt is that of the data's row, so the opening is empty. `step` returns a reward for each turn.
 """
 
 from rlsys.environments.contract import Opening, Step, says

@@ -1,4 +1,4 @@
-"""Run folder: one owner at a time (a lock), one config for its lifetime.
+"""Run folder: a lock against a second launch, and one config for its lifetime.
 
 The lock is a flock that the supervisor takes and its keepers inherit: it is released only when every process
 of the run has ended, also after a kill -9 of the supervisor. It makes a second launch wait where flock works;

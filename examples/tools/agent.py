@@ -1,7 +1,7 @@
-"""An agent with OpenAI's client and a tool: the model calls it, an environment answers.
+"""An agent with OpenAI's client and a tool: the model calls the tool, an environment answers.
 
-Each response is one run of it; the tool stands in a process of its own, which outlives none of what may happen to it:
-a killed one is started anew, and the calls so far are made again.
+Each response is one run of `solve`. The tool runs in a separate process. If that process is killed, it is started
+again, and the earlier calls are repeated.
 """
 
 import openai.resources.chat.completions  # noqa: F401  (the client would import it in each run of the agent: once, before, is cheaper)

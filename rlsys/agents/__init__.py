@@ -1,1 +1,1 @@
-"""Programs that talk to the model over HTTP: their processes, their endpoint, and the chat APIs that it serves."""
+"""Agents, programs that query the model over HTTP: their processes, their endpoint, and the chat APIs it serves."""

@@ -1,4 +1,4 @@
-"""Where a policy sits in an episode: an address that stays, whatever becomes of the run behind it.
+"""Endpoint of a policy in an episode. Its address stays the same when the run behind it restarts.
 
 The episode's function asks the seat, and the seat asks the sample that its run has sent. What was said is kept. When
 the run's process dies, a question waits; the sample comes again with another address, is asked everything once more,

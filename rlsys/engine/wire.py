@@ -1,4 +1,4 @@
-"""HTTP to one server: who is asked, how long an answer may take, and what each way of failing is called."""
+"""HTTP client of one engine: address and keys, time limits of responses, and one error class for each failure."""
 
 from __future__ import annotations
 

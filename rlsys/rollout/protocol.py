@@ -1,4 +1,4 @@
-"""Protocol between trainer rank 0 and the rollout process: msgpack of dataclasses over loopback HTTP.
+"""Protocol between trainer rank 0 and the rollout process: msgpack of dataclasses over HTTP on a Unix socket.
 
 A command is `POST /<name>` with its request as body; the response is 200 with the result, or an error status
 with an `ErrorAnswer`. Each command has a unique id (REQUEST_HEADER): a command that is repeated after a

@@ -1,4 +1,4 @@
-"""Transports of one bucket of weights to engines. rlsys.weights.push_plan chooses between them.
+"""Transports of one bucket of weights to engines. rlsys.weights.gathered_push chooses by the push plan.
 
 memory     memory handles (CUDA IPC on a GPU, shared memory without one), SGLang's `update_weights_from_tensor`:
            each engine rank opens memory of the trainer rank that the plan names

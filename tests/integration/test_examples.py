@@ -22,7 +22,17 @@ SMALL = ("trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4", "eval
 
 
 @pytest.mark.parametrize(
-    "name", ["own_agent", "own_data", "own_environment", "own_loss", "own_reward", "replayed", "second_try"]
+    "name",
+    [
+        "own_agent",
+        "own_data",
+        "own_environment",
+        "own_loss",
+        "own_planner",
+        "own_reward",
+        "replayed",
+        "second_try",
+    ],
 )
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
     command = [

@@ -1,4 +1,4 @@
-"""SGLang's operators that need CUDA, in plain torch: ONE table, applied on hosts without it (cpu_hooks).
+"""SGLang's operators that need CUDA, in plain torch: one table, applied on hosts without CUDA.
 
 A model whose engine fails here on an operator of its own needs one more line in REPLACED or AROUND.
 """

@@ -57,6 +57,7 @@ def test_every_example_has_a_config() -> None:
         "own_data",
         "own_environment",
         "own_loss",
+        "own_planner",
         "own_reward",
         "replayed",
         "second_try",

@@ -21,6 +21,8 @@ from rlsys.router.router import PoisonRequest
 from tests.helpers.planning_cases import BUDGET, Lengths, config_of, group_of
 from tests.helpers.rollout_rig import Numbers, ids, make_config, rig, settle
 
+ROOT = Path(__file__).resolve().parents[3]
+
 
 def mixed_in_odd_groups(sample: Sample) -> int:
     """Rewards (1 for an odd length) differ in odd groups and agree in even ones."""
@@ -48,6 +50,20 @@ async def test_a_planner_decides_the_size_of_a_group(tmp_path: Path) -> None:
     async with rig(config_of(tmp_path, planners=["mc_grpo"])) as r:
         await r.start()
         assert [len(g.samples) for g in (await r.take(1)).groups] == [3, 3]
+
+
+async def test_the_example_grows_a_group_without_success_once_and_drops_it_then(tmp_path: Path) -> None:
+    def lengths(sample: Sample) -> int:
+        """Group 0 has no success, group 1 one in the samples that it gets later, the others two."""
+        is_right = sample.group_id > 1 or (sample.group_id == 1 and sample.index == 3)
+        return 3 if is_right else 4
+
+    policy = {"name": f"{ROOT}/examples/own_planner.py:SecondChance", "extra": 2}
+    async with rig(config_of(tmp_path, planners=[policy]), lengths) as r:
+        await r.start()
+        taken = await r.take(1)
+        assert sorted((g.group_id, len(g.samples)) for g in taken.groups) == [(1, 4), (2, 2)]
+        assert taken.metrics["filtered"] == 1
 
 
 DARS = {"name": "dars", "signal": "plain", "largest": 6}
