@@ -17,6 +17,7 @@ from rlsys.data.chats import written
 from rlsys.data.quickstart_model import write_model
 from rlsys.generators.tools import ToolTurns, answer_template
 from rlsys.importers import slime
+from rlsys.importers.arguments import read_arguments
 from rlsys.importers.draft import Draft
 from rlsys.router.request_sender import Turn
 from rlsys.router.turn_ends import turn_ends
@@ -118,7 +119,8 @@ def test_a_text_that_has_its_end_token_gets_no_second_one(tmp_path: Path) -> Non
 def translated(folder: Path, *ids: int) -> Draft:
     options = f"--hf-checkpoint {folder} --rm-type math --prompt-data rows.jsonl"
     script = f"python3 train.py {options} --rollout-stop-token-ids {' '.join(map(str, ids))}\n"
-    return slime.translate(slime.read_settings(script, None, {}), [])
+    arguments = read_arguments(script, None, slime.program_index, slime.EXPECTED)
+    return slime.translate(slime.read_settings(arguments), [])
 
 
 def test_slimes_stop_ids_are_not_needed_only_where_the_model_stops_there_anyway(tmp_path: Path) -> None:
