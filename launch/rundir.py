@@ -23,7 +23,7 @@ import psutil
 from rlsys.config import Config, dump_config, identity_fields, load_run_config
 from rlsys.core.errors import UserError, disk_errors
 from rlsys.core.owner import Owner, claim
-from rlsys.core.run_files import CONFIG_FILE
+from rlsys.core.run_files import CONFIG_FILE, EVALUATIONS_FOLDER
 from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
@@ -118,6 +118,7 @@ def _check_contents(config: Config) -> bool:
         own_files = (
             _LOCK,
             "logs",
+            EVALUATIONS_FOLDER,  # of `rlsys eval CONFIG` before the first start
             _part(path / CONFIG_FILE).name,
         )  # left by a start that failed with a disk error
         foreign = sorted(p.name for p in path.iterdir() if p.name not in own_files)

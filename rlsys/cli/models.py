@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rlsys.config import Config, load_config
 from rlsys.convert.hub import find_folder, pin_models
 from rlsys.core.errors import UserError
+from rlsys.core.run_files import EVALUATIONS_FOLDER
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -164,7 +165,7 @@ def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]
         model = config.model.path
     if not model.is_dir():
         raise UserError(f"{model}: no such folder")
-    root = (run or config.run.dir) / "evaluations"
+    root = (run or config.run.dir) / EVALUATIONS_FOLDER
     number = next(n for n in itertools.count(1) if not (root / f"{model.name}-{n}").exists())
     return Subject(config, model, root / f"{model.name}-{number}")
 

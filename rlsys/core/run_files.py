@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG_FILE = "config.yaml"
+EVALUATIONS_FOLDER = "evaluations"
 ANSWERS_FILE = "answers.jsonl"
 """Responses of an evaluation by `rlsys eval`."""
 

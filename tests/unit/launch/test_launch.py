@@ -320,6 +320,13 @@ def test_a_run_folder_of_another_config_names_what_differs(tmp_path: Path) -> No
     assert (tmp_path / "run/config.yaml").read_text() == before
 
 
+def test_an_evaluation_before_the_first_start_is_no_run(tmp_path: Path) -> None:
+    where = tmp_path / "run"
+    (where / "evaluations" / "model-0").mkdir(parents=True)
+    with open_run_dir(config(where), quiet) as run:
+        assert not run.resumed
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with (
