@@ -365,10 +365,10 @@ def _check_divisions(
     raw: dict[str, Any], family: Family, refuse: Callable[[str, object, str], NoReturn]
 ) -> None:
     """Sizes that have to go into others."""
-    heads, groups = raw.get("num_attention_heads", 1), raw.get("num_key_value_heads")
-    if groups and heads % groups and not family.mla:
+    heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if heads and groups and heads % groups and not family.mla:
         refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
-    if not raw.get("head_dim") and heads > raw.get("hidden_size", heads):
+    if heads and not raw.get("head_dim") and heads > raw.get("hidden_size", heads):
         refuse("num_attention_heads", heads, f"at most hidden_size = {raw['hidden_size']}, or a head_dim")
     if not family.moe:
         return

@@ -292,14 +292,14 @@ def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path: Path) -> None
     where = f"run.dir={tmp_path / 'run'}"
     with open_run_dir(config(where, "data.source=misspelt"), quiet):
         pass
-    with open_run_dir(config(where), quiet) as run:
+    with open_run_dir(config(f"run.dir={where}"), quiet) as run:
         assert not run.resumed
         assert load_config(run.path / "config.yaml").data.source != "misspelt"
 
 
 def test_a_run_folder_is_made_once_and_resumed_with_other_steps(tmp_path: Path) -> None:
     where = f"run.dir={tmp_path / 'run'}"
-    with open_run_dir(config(where), quiet) as run:
+    with open_run_dir(config(f"run.dir={where}"), quiet) as run:
         assert not run.resumed
         begin(run.path)
     with open_run_dir(config(where, "trainer.steps=99"), quiet) as run:
@@ -323,7 +323,7 @@ def test_a_run_folder_of_another_config_names_what_differs(tmp_path: Path) -> No
 def test_an_evaluation_before_the_first_start_is_no_run(tmp_path: Path) -> None:
     where = tmp_path / "run"
     (where / "evaluations" / "model-0").mkdir(parents=True)
-    with open_run_dir(config(where), quiet) as run:
+    with open_run_dir(config(f"run.dir={where}"), quiet) as run:
         assert not run.resumed
 
 
