@@ -77,7 +77,7 @@ def figures(
         phases=meter.phases,
         collectives=meter.collectives.calls,
         guessed=guessed,
-        hashed=hashed_bytes(config, trainer.served, request.rank, gpu),
+        hashed=hashed_bytes(config, trainer.served_config, request.rank, gpu),
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         notes=notes,
     )

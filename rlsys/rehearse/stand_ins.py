@@ -212,7 +212,7 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "no_counts", "always", "ours", "there is no count of choices that nobody made",
-        LayerReplay, "_count", ("load.scatter_add_(0, chosen.flatten(),",), _no_counts,
+        LayerReplay, "_count", ("load.scatter_add_(0, expert_ids.flatten(),",), _no_counts,
     ),
     StandIn(
         "one_by_one", "always", "ours", "a fake tensor lies nowhere; `grouped_gemm` below stands for GPUs' experts",
@@ -220,7 +220,7 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "place", "fake", "ours", "no other stage is there to tell the names of its parameters",
-        LocalWeights, "place", ("self._stages",), _place,
+        LocalWeights, "locate", ("self._stages",), _place,
     ),
     StandIn(
         "entries", "fake", "ours", "the first expert of this rank and of the next stand for all",

@@ -64,14 +64,14 @@ def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, 
 class _Weightless(Trainer):
     """Shapes are all that counts."""
 
-    def _built(self) -> Chunks:
+    def _build_model(self) -> Chunks:
         return build_model(self.config, self.hf, self._device, load=lambda *_: None)
 
     def _transformer_engine(self) -> bool:
         """The hosts of GPUs have it."""
         return self.config.launch.gpus_per_node > 0
 
-    def _waiting(self, undo: ExitStack) -> Control:
+    def _create_control(self, undo: ExitStack) -> Control:
         """Nobody is there to wait for, and nobody to make a gloo group with."""
         return Control(dist.group.WORLD)
 

@@ -27,8 +27,10 @@ class Prompted(Protocol):
 
     @property
     def routed_by(self) -> tuple[int, bool]:
-        """The first weight version, and whether the engine read another prompt: both decide which experts an
-        engine chose for the prompt."""
+        """First weight version, and whether the engine read another prompt.
+
+        Both decide which experts an engine chose for the prompt.
+        """
 
     def __len__(self) -> int: ...
 
@@ -133,8 +135,10 @@ class Prefixes:
         return out
 
     def candidates(self, token_budget: int, round_size: int) -> list[list[list[int]]]:
-        """Ways to keep sequences together, from the largest parts to none at all: large ones share most, small ones
-        are spread over `round_size` ranks most evenly."""
+        """Return ways to keep sequences together, from the largest parts to none at all.
+
+        Large parts share most; small ones are spread over `round_size` ranks most evenly.
+        """
         computed = sum(self.lengths) - sum(self.shared)
         rounds = max(1, -(-computed // (token_budget * round_size)))
         even = -(-computed // (rounds * round_size))

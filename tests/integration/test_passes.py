@@ -21,7 +21,7 @@ from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import (
     micro_loss,
     pack_rows,
-    ready,
+    prepare_batches,
     sample_table,
     score_parked,
     shuffled,
@@ -138,7 +138,7 @@ def test_the_reference_takes_its_own_experts(replay: str, start: Callable[..., A
         for parameter in dict(trainer.named_parameters()).values():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
-    (batch,) = ready(trainer, objective, plan, taken, [list(rows)])
+    (batch,) = prepare_batches(trainer, objective, plan, taken, [list(rows)])
     found = by_row(batch, [micro.signal("ref") for micro in batch])
     assert gap(found, expected) <= 1e-6
     current = by_row(batch, trainer.passes.logprobs(batch))
@@ -161,7 +161,7 @@ def gradients(trainer: Trainer, objective: Objective, taken: TrainBatch) -> tupl
     plain, trainer.passes.score = trainer.passes.score, lambda b, *a: (scored.append(len(b)), plain(b, *a))[1]  # type: ignore
     plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
     rows = shuffled(plan.rows, objective._minibatches, (0, taken.train_step))
-    first = ready(trainer, objective, plan, taken, rows)[0]
+    first = prepare_batches(trainer, objective, plan, taken, rows)[0]
     if objective.asks.prepares:
         objective.prepare(first, trainer.passes.sum_over_dp)
     sums: list[Tensor] = []
@@ -219,7 +219,7 @@ def test_who_looks_ahead_has_the_pass(overrides: tuple[str, ...], start: Callabl
     trainer, objective = start(*overrides)
     taken = recorded()
     plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
-    (batch,) = ready(trainer, objective, plan, taken, [list(range(4))])
+    (batch,) = prepare_batches(trainer, objective, plan, taken, [list(range(4))])
     assert all(micro.old is not None and not micro.old_is_current for micro in batch)
 
 

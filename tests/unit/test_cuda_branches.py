@@ -151,7 +151,7 @@ def test_what_is_not_installed_is_said_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
-        setup.say_what_is_missing()
+        setup.log_missing_libraries()
     assert "Transformer Engine" in caplog.text and "Apex" in caplog.text
 
 

@@ -21,7 +21,6 @@ RECORDED = {
     "rlsys/rehearse": 78,
     "rlsys/rewards": 155,
     "rlsys/tenants": 132,
-    "rlsys/trainer": 397,
     "rlsys/venv_runner": 1,
     "rlsys/viewer": 81,
     "rlsys/weights_relay": 66,

@@ -19,7 +19,7 @@ from rlsys.algo.reduction import alone
 from rlsys.algo.registry import SECTION_KINDS, TABLE
 from rlsys.config import read_layers
 from rlsys.config.algo import AlgoSection
-from rlsys.trainer.logprobs import aligned
+from rlsys.trainer.logprobs import align_to_tokens
 from rlsys.trainer.model.share import Share
 from tests.helpers.algo_world import Outcome, World, all_of_it, run
 from tests.helpers.gloo_ranks import on_gloo_ranks
@@ -93,7 +93,7 @@ def through_the_trainers_share(part: Batch, values: Tensor) -> Tensor:
     )
     share = Share.of(packed, 1, dist.group.WORLD, torch.device("cpu"))
     behind = values.roll(-1)[share.source.clamp(min=0)]
-    return aligned(share, torch.where(share.source >= 0, behind, torch.zeros_like(behind)))
+    return align_to_tokens(share, torch.where(share.source >= 0, behind, torch.zeros_like(behind)))
 
 
 def whole(rows: list[int]) -> list[list[int]]:

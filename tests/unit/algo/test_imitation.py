@@ -19,7 +19,7 @@ from rlsys.algo.sft.preferences import Dpo
 from rlsys.config import load_config
 from rlsys.config.algo import Spec
 from rlsys.core.errors import UserError
-from rlsys.trainer.sft.sft import made_loss
+from rlsys.trainer.sft.sft import build_loss
 from tests.helpers.gloo_ranks import on_gloo_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,7 +97,7 @@ def test_every_loss_keeps_its_promises_and_has_a_recipe(name: str) -> None:
     assert told[0].startswith(f"made: imitation {name}, evidence ") and len(told) == 3
     assert kind_of(name) == "imitation"
     config = load_config(ROOT / "configs/imitation" / f"{name}.yaml")
-    assert config.sft.loss.name == name and isinstance(made_loss(config.sft.loss), Imitation)
+    assert config.sft.loss.name == name and isinstance(build_loss(config.sft.loss), Imitation)
 
 
 OWN = """
@@ -118,16 +118,16 @@ def compared(answers):
 
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    half = made_loss(Spec(name=f"{tmp_path}/own.py:Half"))
+    half = build_loss(Spec(name=f"{tmp_path}/own.py:Half"))
     assert isinstance(half, Imitation) and half(Tokens(torch.tensor([-2.0]))).tolist() == [1.0]
-    assert not isinstance(made_loss(Spec(name=f"{tmp_path}/own.py:compared")), Imitation)
-    assert isinstance(made_loss(Spec(name="dpo")), Dpo)
+    assert not isinstance(build_loss(Spec(name=f"{tmp_path}/own.py:compared")), Imitation)
+    assert isinstance(build_loss(Spec(name="dpo")), Dpo)
     with pytest.raises(UserError, match=r"of 8 tokens it gives \[\] losses; expected one for each"):
         list(promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", f"{tmp_path}/own.py:Mean"))
 
 
 def test_a_wrong_name_gets_the_right_one() -> None:
     with pytest.raises(UserError, match=r"sft\.loss = 'crossentropy': .*did you mean cross_entropy"):
-        made_loss(Spec(name="crossentropy"))
+        build_loss(Spec(name="crossentropy"))
     with pytest.raises(UserError, match=r"beta = 2\.0: expected at most 1"):
         build("imitation", "otr", beta=2.0)

@@ -358,7 +358,7 @@ async def test_a_teacher_that_refuses_stops_the_run(tmp_path: Path) -> None:
 def taught(row: int, prompt: list[int], response: list[int]) -> TrainSample:
     n = len(response)
     made = teacher_logprobs.encode(*said(prompt, response))
-    return TrainSample(prompt, response, [-0.5] * n, [1] * n, row, opinions=made)
+    return TrainSample(prompt, response, [-0.5] * n, [1] * n, row, teacher_logprobs=made)
 
 
 def test_they_are_packed_at_their_tokens() -> None:
@@ -390,7 +390,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
         [-0.5],
         [1],
         1,
-        opinions=teacher_logprobs.encode(np.zeros((1, 2), np.int32), -np.ones((1, 2), "f4")),
+        teacher_logprobs=teacher_logprobs.encode(np.zeros((1, 2), np.int32), -np.ones((1, 2), "f4")),
     )
     with pytest.raises(RunError, match="2 most probable ids at each token of some samples, 3 of others"):
         pack([taught(0, [1], [5, 6]), other], 100)
