@@ -86,9 +86,11 @@ class Bench:
         )  # bare megatron shares nothing
         self.objective = Objective(config.algo)
         taken = synthetic(json.loads(TRACE.read_text())["lengths"])
-        plan = self.objective.plan(sample_table(taken.groups, taken.train_step, self.objective.asks.needs))
+        plan = self.objective.plan(
+            sample_table(taken.groups, taken.train_step, self.objective.requirements.needs)
+        )
         (self.batch,) = prepare_batches(self.trainer, self.objective, plan, taken, [plan.rows])
-        if self.objective.asks.prepares:
+        if self.objective.requirements.prepares:
             self.objective.prepare(self.batch, self.trainer.passes.sum_over_dp)
         self.denominator = plan.denominator
 
@@ -206,7 +208,7 @@ def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for groups, prompt, response in sizes:
         taken = groups_of(groups, prompt, response)
         row: dict[str, Any] = {"groups": groups, "prompt": prompt, "response": response}
-        plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
+        plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
         ways: dict[str, PrefixSharing] = {"before": "no", "after": "yes"}
         for name, shared in ways.items():
             trainer.passes.pack = replace(trainer.passes.pack, shared=shared)

@@ -38,7 +38,7 @@ class Loop:
     def __init__(self, config: Config, rollout: RolloutClient, owner: Owner) -> None:
         self.config, self.rollout = config, rollout
         self.objective = Objective(config.algo)
-        self.trainer = Trainer(config, self.objective.asks.passes, owner)
+        self.trainer = Trainer(config, self.objective.requirements.passes, owner)
         add_models(self.trainer, self.objective)
         self.weight_push = WeightPush(self.trainer, push_plan(config, lay_out(config)))
         self.on_main = self.trainer.on_main
@@ -83,7 +83,7 @@ class Loop:
         taken_at = time.monotonic()
         stats: dict[str, object] = {}
         notes = [] if early is None else early.records
-        if "behaviour" in self.objective.asks.needs:
+        if "behaviour" in self.objective.requirements.needs:
             stats["time_score"] = self.score_interrupted(taken.train_step)
         stats |= train_step(self.trainer, self.objective, taken, early, notes)
         trained_at = time.monotonic()

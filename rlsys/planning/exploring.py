@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from rlsys.algo.planners import LARGEST_GROUP
+from rlsys.algo.planners import MAX_GROUP
 from rlsys.core.seeds import sample_seed
 from rlsys.core.types import Prompt, Sample
 from rlsys.generators.censoring import prompt_name
@@ -26,7 +26,7 @@ class Explorer:
     async def rewards(self, prompt: Prompt, group_id: int, count: int) -> list[float]:
         """Of so many answers to the prompt; fewer where some could not be given or judged. Nobody waits for an engine
         when none is there that explores."""
-        seeds = [sample_seed(self._seed, group_id, LARGEST_GROUP + i) for i in range(count)]
+        seeds = [sample_seed(self._seed, group_id, MAX_GROUP + i) for i in range(count)]
         asked = [Sample(EVALUATION, EVALUATION, i, prompt.ids, seed=seed) for i, seed in enumerate(seeds)]
         found = await asyncio.gather(*(self._reward(sample, prompt) for sample in asked))
         return [reward for reward in found if reward is not None]

@@ -151,48 +151,48 @@ class Planning:
 
     def wants_probes(self, group: SampleGroup) -> bool:
         """Whether a planner wants the group's prompt to be tried out."""
-        return any(p.wants_probes(group.group_id) for p in self._planners)
+        return any(p.needs_probes(group.group_id) for p in self._planners)
 
     async def explore(self, prompt: Prompt, group: SampleGroup) -> int:
         """Have its prompt tried out for the planners that want it; further samples that the group gets."""
         more = 0
         for planner in self._planners:
-            if count := planner.wants_probes(group.group_id):
+            if count := planner.needs_probes(group.group_id):
                 assert self._explorer is not None, (
                     "preflight lets no such planner in without engines that explore"
                 )
                 rewards = await self._explorer.rewards(prompt, group.group_id, count)
-                more += planner.hear_probes(group.group_id, rewards)
+                more += planner.receive_probes(group.group_id, rewards)
         return more
 
     async def score_prompt(self, group: SampleGroup) -> None:
         """Tell the planners that want it how far policy and reference disagree on the group's prompt."""
-        if curious := [p for p in self._planners if p.wants_scores(group)]:
+        if curious := [p for p in self._planners if p.needs_scores(group)]:
             assert self._prompt_scores is not None, "preflight lets no such planner in without a reference"
             scores, protect = await self._prompt_scores(group.samples[0].prompt_ids)
             for planner in curious:
-                planner.hear_scores(group.group_id, scores, protect)
+                planner.receive_scores(group.group_id, scores, protect)
 
     async def repair(
         self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
     ) -> None:
         """Tell the planners that want it where responses go wrong, and what is right there."""
         for planner in self._planners:
-            if places := planner.wants_repairs(group):
+            if places := planner.needs_repairs(group):
                 assert self._repairs is not None, "preflight lets no such planner in without a process judge"
                 samples = load([group.samples[place] for place in places])
-                planner.hear_repairs(group.group_id, await self._repairs.of(prompt, samples))
+                planner.receive_repairs(group.group_id, await self._repairs.of(prompt, samples))
 
     async def guide(
         self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
     ) -> None:
         """Tell the planners that want it how a judge would have the prompt put, after what failed."""
         for planner in self._planners:
-            if places := planner.wants_guidance(group):
+            if places := planner.needs_guidance(group):
                 assert self._guidance is not None, "preflight lets no such planner in without a judge"
                 ids = await self._guidance.of(prompt, load([group.samples[place] for place in places]))
                 if ids is not None:
-                    planner.hear_guidance(group.group_id, ids)
+                    planner.receive_guidance(group.group_id, ids)
 
     def decide(self, group: SampleGroup) -> Decision:
         """What becomes of a group whose samples all have their rewards."""
@@ -219,12 +219,12 @@ class Planning:
     def close(self, group: SampleGroup, *, rewarded: bool, kept: bool = False) -> None:
         """The group is decided, or was dropped without rewards. `kept`: it goes to the trainer."""
         if rewarded:
-            self._chooser.hear(group)
+            self._chooser.on_rewards(group)
         else:
             self._chooser.forget(group.group_id)
         for planner in self._planners:
             if rewarded:
-                planner.closed(group, kept=kept)
+                planner.on_decided(group, accepted=kept)
             else:
                 planner.forget(group.group_id)
 

@@ -97,7 +97,7 @@ class Rehearsal:
 
     def build(self) -> None:
         """The trainer, and the optimizer's state as it is after the first update."""
-        signals = Objective(self.config.algo).asks.passes
+        signals = Objective(self.config.algo).requirements.passes
         kind = Trainer if self.meter.fake is None else _Weightless
         with self.meter:
             self.trainer = kind(self.config, signals)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from rlsys.algo.planners import Accept, More
+from rlsys.algo.planners import Accept, AddSamples
 from rlsys.config import Config
 from rlsys.config.beside import teacher_config
 from rlsys.config.data import EvalSet
@@ -409,7 +409,7 @@ async def _conclude(
         with tried("algo.planners"):
             await planning.score_prompt(group)
             decision = planning.decide(group)
-        if not isinstance(decision, More):
+        if not isinstance(decision, AddSamples):
             break
         _grow(group, list(decision.prompt_ids or prompt.ids), answer, rewards, decision.samples)
         if len(group.samples) > planning.largest:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Coroutine, Iterable
 from typing import Any
 
-from rlsys.algo.planners import Accept, Decision, Hold, More
+from rlsys.algo.planners import Accept, AddSamples, Decision, Hold
 from rlsys.config import Config
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.imports import source_location
@@ -335,7 +335,7 @@ class SampleRunner:
         """Add as many samples to the group as its prompt deserves."""
         extra_samples = await self._planning.explore(self._prompts[group.group_id], group)
         if extra_samples:
-            self._grow(group, More(extra_samples))
+            self._grow(group, AddSamples(extra_samples))
         else:
             self._save_planning()
             self._commits.flush_soon()
@@ -407,7 +407,7 @@ class SampleRunner:
             self._apply(group, self._planning.decide(group))
 
     def _apply(self, group: SampleGroup, decision: Decision) -> None:
-        if isinstance(decision, More):
+        if isinstance(decision, AddSamples):
             self._grow(group, decision)
         elif isinstance(decision, Hold):
             self._fill()  # closes the round if no other group can finish
@@ -426,7 +426,7 @@ class SampleRunner:
         self._fill()  # a filtered or censored group frees capacity
         self.wake.set()
 
-    def _grow(self, group: SampleGroup, growth: More) -> None:
+    def _grow(self, group: SampleGroup, growth: AddSamples) -> None:
         """Add samples to the group, ahead of all waiting ones: its siblings are done and grow old."""
         indices = range(len(group.samples), len(group.samples) + growth.samples)
         seeds = self._seeds(group.group_id, indices)

@@ -228,7 +228,7 @@ def _packed(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:
         targets=asked,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         rows=torch.tensor(rows),
-        places=[0] * len(data),
+        sequence_index=[0] * len(data),
         mask=mask,
         mu=held["logprobs"],
         versions=torch.zeros_like(tokens),

@@ -16,5 +16,5 @@ def add_models(policy: Trainer, objective: Objective) -> None:
     if objective.critic is not None:
         add_critic(policy, objective.critic)
     teacher = policy.config.algo.teacher
-    if "divergence" in objective.asks.passes and (teacher is None or teacher.engine is None):
+    if "divergence" in objective.requirements.passes and (teacher is None or teacher.engine is None):
         add_teacher(policy)

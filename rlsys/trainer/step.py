@@ -55,7 +55,7 @@ def train_step(
     sums: dict[str, Tensor] = {}
     records = [] if records is None else records
 
-    table = sample_table(train_batch.groups, step, objective.asks.needs)
+    table = sample_table(train_batch.groups, step, objective.requirements.needs)
     objective.start(trainer.named_parameters)
     plan = objective.plan(table)
     metrics: dict[str, object] = {}
@@ -71,16 +71,16 @@ def train_step(
     metrics["effective_groups"] = len({int(plan.samples.group_ids[r]) for r in plan.trained})
 
     # What a selector put off in earlier steps and is due now gets an update of its own.
-    if due := objective.put_off(plan, train_batch.groups, step, partial(load_with_routes, trainer.segments)):
+    if due := objective.defer(plan, train_batch.groups, step, partial(load_with_routes, trainer.segments)):
         due_batch = replace(train_batch, groups=[group for group, _ in due])
-        table = sample_table(due_batch.groups, step, objective.asks.needs)
-        plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
+        table = sample_table(due_batch.groups, step, objective.requirements.needs)
+        plan = objective.plan_deferred(table, torch.tensor([advantage for _, advantage in due]))
         metrics |= {
             "replayed": len(due),
             **learn(trainer, objective, plan, due_batch, [plan.rows], sums),
         }
 
-    loss_figures = loss_metrics(sums, objective.asks.needs) if sums else {}
+    loss_figures = loss_metrics(sums, objective.requirements.needs) if sums else {}
     objective.after_version(trainer.named_parameters, loss_figures.get("active_share", 1.0))
     for name in ("mismatch", "mismatch_kept") if "mismatch" in sums else ():
         if compared := int(sums[f"{name}_counts"].sum()):
@@ -104,7 +104,7 @@ def learn(
 
     Without lists, all rows have had early backward passes, and one update applies them. A list without a token that
     has a gradient gets no update. Further `epochs` repeat the same lists in the same order, with the advantages and
-    the scores of the first; only the signal `now` is recomputed. A separate critic is updated first; during its
+    the scores of the first; only the signal `current` is recomputed. A separate critic is updated first; during its
     warm-up it alone is updated, and nothing is added.
 
     Adds to `sums` and to `records`; returns the last update's metrics. `records` None: an earlier call has updated in
@@ -124,12 +124,12 @@ def learn(
     one_pass = one_pass if batches else [([], [])]
     for i, (rows, batch) in enumerate(one_pass * epochs):
         if i and (
-            "now" in objective.asks.passes or split
+            "current" in objective.requirements.passes or split
         ):  # the weights have moved since the scores were made
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
-                micro.now = logp
-        if objective.asks.prepares or split:
-            objective.prepare(batch, trainer.passes.sum_over_dp, several=split)
+                micro.current = logp
+        if objective.requirements.prepares or split:
+            objective.prepare(batch, trainer.passes.sum_over_dp, split_samples=split)
         factor = objective.lr_factor(plan, rows) if objective.hooks else 1.0
         rate = learning_rate(t, train_batch.train_step, t.schedule, t.lr_end)
         first, pass_records = records is not None and i == 0, records if i < len(one_pass) else None
@@ -143,7 +143,9 @@ def learn(
 
         lr = rate * factor
         result = trainer.update(batch, loss, lr, denominator=share)
-        objective.after_step(trainer.named_parameters, loss_metrics(result.sums, objective.asks.needs))
+        objective.after_step(
+            trainer.named_parameters, loss_metrics(result.sums, objective.requirements.needs)
+        )
 
         skipped += result.skipped
         figures = {
@@ -158,7 +160,7 @@ def learn(
 
 def splits_samples(objective: Objective, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
     """Whether a plug-in aggregates over whole samples, and a sample may be in several micro-batches."""
-    return objective.asks.whole_samples and any(len(samples[r].trained_sequences) > 1 for r in rows)
+    return objective.requirements.whole_samples and any(len(samples[r].trained_sequences) > 1 for r in rows)
 
 
 def prepare_batches(
@@ -169,7 +171,7 @@ def prepare_batches(
     updates: Sequence[list[int]],
 ) -> list[list[MicroBatch]]:
     """Pack, score, and compute advantages: this rank's micro-batches of each update, complete for their loss."""
-    asks, passes, config = objective.asks, trainer.passes, trainer.config
+    asks, passes, config = objective.requirements, trainer.passes, trainer.config
     batches = [pack_rows(train_batch, rows, trainer) for rows in updates]
     if not batches:
         return batches
@@ -188,7 +190,7 @@ def prepare_batches(
             if score is None:
                 micro.old_is_current = True
             else:
-                micro.old = micro.now = score.logp
+                micro.old = micro.current = score.logp
                 micro.entropy, micro.values = score.entropy, score.values
                 micro.sum_pi_squared = score.sum_pi_squared
                 behaviour = torch.where(micro.versions == micro.version, score.logp, behaviour)
@@ -286,7 +288,7 @@ EXTRA_SIGNALS = frozenset({"values", "divergence", "ref", "ewma"})
 
 def score_extra_signals(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Trainer) -> None:
     """Run the passes of other models and of other weights: critic, teacher, reference, averages."""
-    passes = objective.asks.passes
+    passes = objective.requirements.passes
     if "values" in passes and objective.critic is not None:
         assert isinstance(trainer.critic, Critic), "add_critic comes before the first step"
         trainer.critic.score_values(batches)
@@ -332,7 +334,9 @@ def micro_loss(
         logp = scores.logp if compare else micro.old
         figures = [None if v is None else v.detach().cpu() for v in (logp, micro.advantages)]
         records.append(
-            MicroBatchRecord(samples, micro.rows.tolist(), micro.places, micro.cu_seqlens.tolist(), *figures)
+            MicroBatchRecord(
+                samples, micro.rows.tolist(), micro.sequence_index, micro.cu_seqlens.tolist(), *figures
+            )
         )
     loss, sums = objective(scores.logp, micro, scores.entropy, scores.values, scores.divergence)
     if compare:
@@ -361,12 +365,12 @@ class EarlyPasses:
 def backward_early(trainer: Trainer, objective: Objective, part: TrainBatch, early: EarlyPasses) -> None:
     """Run the passes of a step's first groups. Weights stay; the step divides by its whole denominator."""
     start = time.monotonic()
-    plan = objective.plan(sample_table(part.groups, part.train_step, objective.asks.needs))
+    plan = objective.plan(sample_table(part.groups, part.train_step, objective.requirements.needs))
     samples = [s for group in part.groups for s in group.samples]
     split = splits_samples(objective, samples, plan.rows)
     for batch in prepare_batches(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
         if split:
-            objective.prepare(batch, trainer.passes.sum_over_dp, several=True)
+            objective.prepare(batch, trainer.passes.sum_over_dp, split_samples=True)
         loss = partial(micro_loss, objective, compare=True, records=early.records, samples=samples)
         trainer.passes.accumulate(batch, loss)
     early.group_ids |= {g.group_id for g in part.groups}

@@ -20,7 +20,7 @@ KEPT = 3
 def train_recorded(run: Path, *overrides: str) -> None:
     config = cases.config_of(None, run, *overrides, f"rollout.keep_groups={KEPT}")
     objective = Objective(config.algo)
-    trainer = Trainer(config, objective.asks.passes)
+    trainer = Trainer(config, objective.requirements.passes)
     taken, notes = cases.single_rewards(cases.recorded()), list[MicroBatchRecord]()
     train_step(trainer, objective, taken, records=notes)
     write_token_log(trainer, taken, notes)

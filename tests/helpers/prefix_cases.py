@@ -89,7 +89,7 @@ def by_row(trainer: Trainer, batch: list[MicroBatch], values: list[Tensor]) -> d
     out = {}
     for micro, of_batch in zip(batch, values, strict=True):
         parts = of_batch.split(micro.sequence_lengths)
-        for row, place, part in zip(micro.rows.tolist(), micro.places, parts, strict=True):
+        for row, place, part in zip(micro.rows.tolist(), micro.sequence_index, parts, strict=True):
             if not micro.copy:
                 out[f"{row}.{place}"] = part.tolist()
     return {row: part for of_rank in trainer.gather_dp(out) for row, part in of_rank.items()}

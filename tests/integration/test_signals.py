@@ -47,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
             open_ones.pop().close()
         config: Config = cases.config_of(None, tmp_path / "run", *overrides, f"trainer.lr={lr}")
         objective = Objective(config.algo)
-        open_ones.append(Trainer(config, objective.asks.passes))
+        open_ones.append(Trainer(config, objective.requirements.passes))
         return open_ones[0], objective
 
     yield make
@@ -61,7 +61,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def scored(trainer: Trainer, objective: Objective) -> list[MicroBatch]:
     taken = cases.single_rewards(cases.recorded())
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
     rows = list(range(sum(len(g.samples) for g in taken.groups)))
     return prepare_batches(trainer, objective, plan, taken, [rows])[0]
 

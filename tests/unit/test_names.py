@@ -7,7 +7,7 @@ from tests.gate import names
 RECORDED = {
     "rlsys": 14,
     "rlsys/agents": 159,
-    "rlsys/algo": 448,
+    "rlsys/algo": 2,
     "rlsys/config": 77,
     "rlsys/convert": 154,
     "rlsys/data": 200,

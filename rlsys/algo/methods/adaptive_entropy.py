@@ -51,8 +51,8 @@ class AdaptiveEntropy(EntropyBonus):
     def weight(self) -> float:
         return self._steered if self._entropy <= self.target else 0.0
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        loss, _ = super().__call__(view, prepared)
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        loss, _ = super().__call__(view, update_stats)
         return loss, {"entropy_coefficient": loss.detach().new_full(loss.shape, self.weight())}
 
     def observe(self, metrics: dict[str, float]) -> None:

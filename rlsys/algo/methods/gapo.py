@@ -13,11 +13,11 @@ from rlsys.algo.batch import Samples
 
 
 def dense_centre(rewards: Tensor, share: float) -> Tensor:
-    """Median of the ceil(share n) sorted neighbours with the smallest range (the lower ones when ranges tie)."""
+    """Return the median of the ceil(share n) sorted neighbours with the smallest range; ties: the lower ones."""
     k = max(1, math.ceil(share * len(rewards)))
-    ordered = rewards.sort().values
-    start = int((ordered[k - 1 :] - ordered[: len(ordered) - k + 1]).argmin())
-    return middle(ordered[start : start + k])
+    sorted_rewards = rewards.sort().values
+    start = int((sorted_rewards[k - 1 :] - sorted_rewards[: len(sorted_rewards) - k + 1]).argmin())
+    return middle(sorted_rewards[start : start + k])
 
 
 class Gapo(Advantage):

@@ -25,5 +25,5 @@ class Kimi(Loss):
     tau: Annotated[float, Field(ge=0)] = 0.1
     """Weight."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         return self.tau / 2 * view.log_ratio**2, {}

@@ -17,7 +17,10 @@ from rlsys.algo.segments import group_index, group_mean, group_std, sum_by
 
 
 def effective_share(log_weight: Tensor) -> float:
-    """ESS / n = (sum w)^2 / (n sum w^2) from log-weights `[n]`, in log space: long sequences overflow otherwise."""
+    """Compute ESS / n = (sum w)^2 / (n sum w^2) from log-weights `[n]`, in log space.
+
+    Long sequences would overflow.
+    """
     if len(log_weight) == 0:
         return 1.0
     first, second = torch.logsumexp(log_weight.double(), 0), torch.logsumexp(2 * log_weight.double(), 0)

@@ -123,6 +123,6 @@ def _figures(loss: Preference, answers: Answers) -> dict[str, object]:
         if len(part)
     }
     if loss.rows == "pairs":
-        lead = answers.chosen(rewards) - answers.rejected(rewards)
+        lead = answers.select_chosen(rewards) - answers.select_rejected(rewards)
         figures |= {"reward_lead": float(lead.mean()), "pairs_right": float((lead > 0).double().mean())}
     return figures

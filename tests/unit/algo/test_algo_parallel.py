@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.algo.registry import SECTION_KINDS, TABLE
 from rlsys.config import read_layers
 from rlsys.config.algo import AlgoSection
@@ -108,7 +108,7 @@ def on_rank(ranks: int, rank: int) -> dict[str, dict[str, Outcome]]:
     found = {}
     for name, algo in cases().items():
         dp = run(world(name), algo, partial(one_part_each, rank), added_up)
-        cp = run(world(name), algo, whole, alone, through_the_trainers_share)
+        cp = run(world(name), algo, whole, single_rank, through_the_trainers_share)
         found[name] = {"dp2": dp, "cp2": cp}
     return found
 

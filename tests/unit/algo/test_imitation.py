@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo import build
-from rlsys.algo.contract import kind_of, promises
+from rlsys.algo.contract import check_promises, kind_of
 from rlsys.algo.methods.dft import Dft
 from rlsys.algo.methods.otr import Otr
 from rlsys.algo.registry import TABLE
@@ -93,7 +93,7 @@ def test_at_temperature_one_otr_is_dft() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_loss_keeps_its_promises_and_has_a_recipe(name: str) -> None:
-    told = list(promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", name))
+    told = list(check_promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", name))
     assert told[0].startswith(f"made: imitation {name}, evidence ") and len(told) == 3
     assert kind_of(name) == "imitation"
     config = load_config(ROOT / "configs/imitation" / f"{name}.yaml")
@@ -123,7 +123,11 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert not isinstance(build_loss(Spec(name=f"{tmp_path}/own.py:compared")), Imitation)
     assert isinstance(build_loss(Spec(name="dpo")), Dpo)
     with pytest.raises(UserError, match=r"of 8 tokens it gives \[\] losses; expected one for each"):
-        list(promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", f"{tmp_path}/own.py:Mean"))
+        list(
+            check_promises(
+                load_config(ROOT / "configs/quickstart.yaml"), "imitation", f"{tmp_path}/own.py:Mean"
+            )
+        )
 
 
 def test_a_wrong_name_gets_the_right_one() -> None:
