@@ -208,7 +208,7 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(weight_update_cost, "plan_senders", plan_senders)
     config = SimpleNamespace(weights=SimpleNamespace(method="sharded"))
     with pytest.raises(Stop):
-        weight_push.WeightPush(SimpleNamespace(config=config, served=None), SimpleNamespace())
+        weight_push.WeightPush(SimpleNamespace(config=config, served_config=None), SimpleNamespace())
     with pytest.raises(Stop):
         weight_update_cost.sender_plan(config, None)
     assert asked == [not cuda, not cuda]

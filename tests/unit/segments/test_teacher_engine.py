@@ -28,7 +28,7 @@ from rlsys.ledger.samples import SampleQuery
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planner.memory import budget, model_size
 from rlsys.planning import teacher as teacher_module
-from rlsys.planning.teacher import AWAY, EngineTeacher
+from rlsys.planning.teacher import UNAVAILABLE, EngineTeacher
 from rlsys.rollout.preflight import check_names
 from rlsys.segments import teacher_logprobs
 from rlsys.segments.records import FOLDER, Kind, SegmentReader, SequenceKey, encode
@@ -299,7 +299,7 @@ async def test_a_dead_teacher_censors_and_the_run_goes_on(
         reasons = {
             s.sample.censor_reason for s in r.manager.samples(SampleQuery(status="censored", limit=100))
         }
-        assert {reason and reason.partition(":")[0] for reason in reasons} == {AWAY}
+        assert {reason and reason.partition(":")[0] for reason in reasons} == {UNAVAILABLE}
 
 
 async def test_a_teacher_that_comes_back_in_time_costs_nothing(
