@@ -37,7 +37,7 @@ class Samples:
     they do not change if a response is split into sequences.
     """
 
-    rewards: Tensor  # [N], or [N, R] named rewards; what rounding tells apart within a group is equal
+    rewards: Tensor  # [N], or [N, R] named rewards; equal within a group if they differ only by rounding
     group_ids: Tensor  # [N] integers, any order
     lengths: Tensor  # [N] trained response tokens of all sequences, before any selection
     step: int = 0  # train steps done before this one, for schedules
@@ -47,15 +47,17 @@ class Samples:
     answers: Tensor | None = None  # [N] a stable hash of the canonical answer; -1: no answer
     log_likelihood: Tensor | None = None  # [N] mean mu over the response
     tool_penalty: Tensor | None = None  # [N] in [0, 2]
-    turn_rewards: Tensor | None = None  # [N, K] of turns, sequence by sequence; 0 behind the last
-    turn_matches: Tensor | None = None  # [N, K] bool: the turn did as the trajectory that it follows
+    turn_rewards: Tensor | None = None  # [N, K] of turns, sequence by sequence; 0 after the last
+    turn_matches: Tensor | None = None  # [N, K] bool: the turn matches the given trajectory
     turn_counts: Tensor | None = None  # [N] turns of each sample, at most K
     transferred: Tensor | None = None  # [N] bool: drawn from a rewritten prompt
-    index_in_group: Tensor | None = None  # [N] in its group
-    stem: Tensor | None = None  # [N] the place of the sample that it branches off; -1: none
-    fork_at: Tensor | None = None  # [N] response tokens that it shares with that one
-    eligible: Tensor | None = None  # [N] bool: not dropped before the advantages; None until these act
-    selected: Tensor | None = None  # [N] bool: not dropped by any selector; None before all have acted
+    index_in_group: Tensor | None = None  # [N]
+    stem: Tensor | None = None  # [N] the index in its group of the sample that it branches off; -1: none
+    fork_at: Tensor | None = None  # [N] response tokens that it shares with that sample
+    eligible: Tensor | None = (
+        None  # [N] bool: not dropped before the advantages; None until the selectors have acted
+    )
+    selected: Tensor | None = None  # [N] bool: not dropped by any selector; None until all have acted
     log_weight: Tensor | None = None  # [N] sum over tokens of (old - mu)
     score_norm: Tensor | None = None  # [N] sum over tokens of |grad of log pi by the logits|^2
     kl: Tensor | None = None  # [N, 3] sums over tokens of k1, k2, k3 of old against ref
@@ -167,14 +169,14 @@ class Batch:
     versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
     sequence_index: list[int] = field(
         default_factory=list
-    )  # [S] number of each sequence in its sample; none: in order
+    )  # [S] index of each sequence in its sample; empty: in order
     turns: Tensor | None = None  # [T] its turn within its sample; -1: no model sampled it
     transferred: Tensor | None = None  # [T] bool: mu is of the same response to another prompt
     version: int = 0  # of the weights that start this step
     old: Tensor | None = None
-    old_is_current: bool = False  # then nobody filled `old`: it is what the loss is called with, detached
+    old_is_current: bool = False  # then `old` is not set: it is the detached log-prob of the loss call
     current: Tensor | None = None
-    behaviour: Tensor | None = None  # NaN where it was not stored
+    behaviour: Tensor | None = None  # NaN if it was not stored
     ewma: Tensor | None = None
     ref: Tensor | None = None
     entropy: Tensor | None = None
@@ -188,9 +190,7 @@ class Batch:
     sample_lengths: Tensor | None = (
         None  # [N], trained tokens of each row of it, in all its sequences; likewise
     )
-    sample_keys: Tensor | None = (
-        None  # [N], what random draws know each row of it by (rlsys.algo.draws); likewise
-    )
+    sample_keys: Tensor | None = None  # [N], keys of random draws (rlsys.algo.draws); likewise
     rewards: Tensor | None = None  # [T], of the token's sample, before shaping; set by Objective.finish
     denominator: float = 1.0  # of the optimizer update that it is in; set by Objective.finish
 

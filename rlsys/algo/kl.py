@@ -114,7 +114,7 @@ class AdaptiveKl(Kl):
 
     def observe(self, metrics: dict[str, float]) -> None:
         kl = metrics["kl"]
-        if math.isfinite(kl):  # else the trainer skips that update as well
+        if math.isfinite(kl):  # otherwise the trainer skips that update as well
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self._beta = self.weight() * (1 + error / self.horizon)
 

@@ -62,7 +62,7 @@ class StepPlan:
     samples: Samples  # with the column `eligible`
     weight: Tensor  # [N]
     rows: list[int]  # to be packed
-    deferred: list[int]  # put off by a selector that defers
+    deferred: list[int]  # deferred by a selector
     updates: int = 1  # optimizer updates that share the rows
     trained: tuple[int, ...] = ()  # those of `rows` that have a gradient; known once the advantages are
     advantages: Tensor | None = None  # [N]
@@ -155,7 +155,9 @@ class Objective:
         if self._deferred is None:
             return []
         samples = [(g, s) for g in groups for s in g.samples]
-        draws = sample_draws(plan.samples)  # what waits longest may expire: no group's for finishing last
+        draws = sample_draws(
+            plan.samples
+        )  # the oldest may expire: the order must not depend on when groups finished
         for row in sorted(plan.deferred, key=draws.__getitem__):
             assert plan.advantages is not None
             group, sample = samples[row]
@@ -209,13 +211,13 @@ class Objective:
                 weight[present] = weights.to(weight)
             share = selector.denominator_share(weight, mass, samples.step)
             denominator *= share
-            if share != 1:  # a mean over what is kept: the next selector's share is of that
+            if share != 1:  # a mean over the selected samples: the next selector's share refers to them
                 mass = mass * (weight != 0).to(mass)
             if selector.defers:
                 deferred = (plan.weight != 0) & (weight == 0) & (advantages != 0)
                 plan.deferred += deferred.nonzero().flatten().tolist()
             plan.weight = plan.weight * weight
-        plan.reduction = Reduction(factors, denominator or 1.0)  # of nothing that is kept: 0
+        plan.reduction = Reduction(factors, denominator or 1.0)  # 0 if nothing is selected
 
     def finish(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce = single_rank) -> None:
         """Set advantages and weights of the tokens of all parts of the step, after the log-prob passes.
@@ -240,7 +242,7 @@ class Objective:
             part.shift = part.masked(torch.stack(shifts).sum(0)) if shifts else None
         self._spread(plan, parts, reduce)
         weighted = [self._weight_tokens(s, plan, parts, reduce) for s in self.selectors]
-        if any(weighted) and self.advantage.changes_tokens():  # a mean over tokens, which are fewer now
+        if any(weighted) and self.advantage.changes_tokens():  # a mean over tokens, whose number has changed
             self._spread(plan, parts, reduce)
 
     def _spread(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce) -> None:

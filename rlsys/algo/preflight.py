@@ -310,7 +310,7 @@ def _check_odd(size: int, size_text: str, planners: Sequence[Planner], selectors
     if size % 2 == 0:
         raise UserError(f"{size_text} makes groups of {size}, but {needs}; use algo.planners = [mc_grpo]")
     for i, planner in enumerate(planners):
-        if planner.limit(size) > size and not isinstance(planner, Lens):  # its selector gives the size back
+        if planner.limit(size) > size and not isinstance(planner, Lens):  # its selector restores the size
             raise UserError(
                 f"algo.planners[{i}] ({type(planner).__name__}) lets groups of {size} grow to any size up to "
                 f"{planner.limit(size)}, but {needs}; use another advantage, as dr_grpo"

@@ -34,7 +34,7 @@ def sequence_table(parts: Sequence[Batch], values: Sequence[Tensor], samples: in
     width = 2 ** int(reduce(powers).nonzero().max())
     table = torch.zeros(samples * width, dtype=torch.float64, device=device)
     for part, index, value in zip(parts, indices, values, strict=True):
-        trained = part.lengths_or_zero > 0  # a copy that fills a bin has none
+        trained = part.lengths_or_zero > 0  # a copy that fills a bin has no trained tokens
         at = part.rows.to(device)[trained] * width + index[trained]
         table.index_add_(0, at, value.double()[trained])
     return reduce(table).view(samples, width)

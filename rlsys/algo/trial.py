@@ -55,7 +55,7 @@ def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
         Objective(config.algo).load_state_dict(state)
     except RlsysError:
         raise
-    except Exception as e:  # anybody's code: all that it can raise is told in one line
+    except Exception as e:  # user code: any error is reported in one line
         at = traceback.extract_tb(e.__traceback__)[-1]
         raise UserError(
             f"algo{_culprit(objective, e.__traceback__)} fails on a made-up step: {type(e).__name__}: {e} "
@@ -202,7 +202,7 @@ def _pack(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str]
     )
     for name in sorted(passes):
         values = batch.mu + 0.1 * _noise(batch, name)
-        if name == "behaviour":  # of the oldest, nothing was stored
+        if name == "behaviour":  # not stored for the oldest version
             values[batch.versions < VERSION - 2] = torch.nan
         setattr(batch, name, values.abs() if name in ("entropy", "sum_pi_squared") else values)
     return batch
@@ -229,7 +229,7 @@ def _backward(objective: Objective, part: Batch, denominator: float, outcome: Ou
     loss, sums = objective(batch=part, **current)
     if objective.critic is not None:
         loss = loss + objective.critic_loss(current["values"], part)[0]
-    if loss.requires_grad:  # a part of which all tokens are masked out need not have one
+    if loss.requires_grad:  # a part whose tokens are all masked may have no gradient
         (loss / denominator).backward()
     gradients = [leaf.grad for leaf in current.values() if leaf.grad is not None]
     if not (loss.isfinite() and all(bool(grad.isfinite().all()) for grad in gradients)):

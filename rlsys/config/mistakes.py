@@ -53,7 +53,7 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """Return the message for an unknown key, with the most similar known one."""
     *path, key = [str(x) for x in loc]
     at: Any = model
-    for name in (n for n in path if n in at.model_fields):  # of a list, the place follows its field
+    for name in (n for n in path if n in at.model_fields):  # in a list, the index follows its field
         annotation = at.model_fields[name].annotation
         choices = (a for a in (annotation, *get_args(annotation)) if isinstance(a, type))
         at = next((a for a in choices if issubclass(a, BaseModel)), at)
@@ -111,7 +111,7 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
     later_errors = error.errors()[1:]
     if alternatives := [
         _expected(e) for e in later_errors if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]
-    ]:  # of a union: what each would have taken
+    ]:  # of a union: the expectation of each alternative
         message = " or ".join([message, *(text.removeprefix("expected ") for text in alternatives)])
     suffix = (
         f" (and {len(later_errors) - len(alternatives)} more)"

@@ -35,7 +35,7 @@ def expect_function(
     if callable(result):
         return
     if inspect.iscoroutine(result):
-        result.close()  # else Python warns that nobody has awaited it
+        result.close()  # otherwise Python warns that it was never awaited
     call_text = f"{getattr(maker, '__name__', 'it')}({arguments}) returned a {type(result).__name__}"
     raise UserError(f"{field}: {call_text}; expected {expected}")
 
@@ -47,7 +47,7 @@ def one_line_errors(field: str) -> Iterator[None]:
         yield
     except RlsysError:
         raise
-    except Exception as e:  # anybody's code: all that it can raise is told in one line
+    except Exception as e:  # user code: any error is reported in one line
         raise UserError(f"{field}: {type(e).__name__}: {' '.join(str(e).split())}{source_location(e)}") from e
 
 

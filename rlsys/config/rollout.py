@@ -283,7 +283,9 @@ class EngineConfig(Section):
         pools = data.get("pools") if isinstance(data, dict) else None
         if isinstance(pools, list) and pools and data.get("count") is None:
             counts = [pool.get("count") if isinstance(pool, dict) else None for pool in pools]
-            if all(isinstance(n, int) and n > 0 for n in counts):  # else the pools themselves are refused
+            if all(
+                isinstance(n, int) and n > 0 for n in counts
+            ):  # otherwise the pools themselves are refused
                 return {**data, "count": sum(counts)}
         return data
 

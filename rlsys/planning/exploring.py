@@ -24,7 +24,7 @@ class Explorer:
 
     def __init__(self, generate: Generator, scorer: Scorer, seed: int) -> None:
         self._generate, self._scorer, self._seed = generate, scorer, seed
-        self._warned = False  # the log has said that no engine explores
+        self._warned = False  # whether the missing exploration engine was logged
 
     async def rewards(self, prompt: Prompt, group_id: int, count: int) -> list[float]:
         """Return the rewards of `count` probe answers to the prompt.
@@ -46,6 +46,6 @@ class Explorer:
             self._warned = True
             return None
         self._warned = False
-        if censored is not None:  # its group's samples say so
+        if censored is not None:  # reported with the group's samples
             return None
         return (await self._scorer.verdict(prompt, sample, f"a probe of {prompt_name(prompt)}")).reward

@@ -42,7 +42,7 @@ class GroupScorer:
             finally:
                 open_questions -= 1
 
-        async def score() -> Any:  # what is no coroutine function fails in here, too
+        async def score() -> Any:  # also catches a function that is not a coroutine function
             return await self._reward(prompt, responses, None if judge is None else judge_text)
 
         task = asyncio.ensure_future(contained(score()))

@@ -38,7 +38,7 @@ class FlashAttention(torch.autograd.Function):
         query, key, value, _, sums = ctx.saved_tensors
         ctx.count(ctx.flops * 5 // 2)
         _ring(key, value)
-        _ring(key, value)  # keys and values come again, and their gradients travel with them
+        _ring(key, value)  # keys and values are exchanged again, with their gradients
         torch.empty_like(sums)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
@@ -96,7 +96,7 @@ def attention(count: CountFlops) -> Callable[..., Tensor]:
         ranks = parallel_state.get_context_parallel_group().size()
         packed = packed_seq_params
         prefixes = [len(tokens) for tokens in packed.prefixes] or [0] * len(packed.lengths)
-        # Two FLOPs each, of which half are masked; those with shared keys are of their own queries alone.
+        # Two FLOPs each, half of them masked; pairs with shared keys count for the sequence's own queries only.
         pairs = sum((n + k) ** 2 - k**2 for n, k in zip(packed.lengths, prefixes, strict=True))
         if any(prefixes):
             key, value = (t.index_select(0, packed.padding.to_keys) for t in (key, value))

@@ -70,6 +70,6 @@ class Memory:
             self._total += size
 
     def _free(self, key: int, entry: _Entry) -> None:
-        if self._alive.get(key) is entry:  # else the address has a storage of its own by now
+        if self._alive.get(key) is entry:  # otherwise another storage has this address now
             del self._alive[key]
             self._add(entry.kind, -entry.size)

@@ -39,7 +39,7 @@ def problems(figures: Sequence[Figures], gpu_gb: float | None, engine_bytes: flo
                 f"{phase.total / GB:.3g} GB{engine}, a GPU has {gpu_gb:g}; most of it is {largest}, "
                 f"{phase.peak[largest] / GB:.3g} GB"
             )
-            break  # the first phase that fails is where a run would end
+            break  # a run would end in the first phase that fails
     return messages
 
 

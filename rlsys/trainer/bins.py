@@ -86,7 +86,7 @@ def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int)
     out: list[list[int]] = [[] for _ in range(bins)]
     tokens, cost = [0] * bins, [0.0] * bins
     fitting = [(0.0, b) for b in range(bins)]
-    full: list[tuple[int, int]] = []  # by tokens: those that have no room for the lengths so far
+    full: list[tuple[int, int]] = []  # by tokens: bins without room for the current lengths
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         while full and full[0][0] + lengths[i] <= budget:
             b = heappop(full)[1]

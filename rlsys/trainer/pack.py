@@ -96,7 +96,7 @@ class TrainSample:
         behaviour = np.full(sample.tokens, np.nan, np.float32)
         behaviour[: len(arrays.behaviour)] = arrays.behaviour
         lengths = [span.end - span.start for span in sample.spans]
-        transferred = sample.trained_prompt is not None  # then the engine's routes are of other positions
+        transferred = sample.trained_prompt is not None  # then the engine's routes belong to other positions
         turns = np.full(sample.tokens, -1 if sample.observed else first_turn, np.int64)
         if sample.observed:
             for number, turn in enumerate(sample.turns(), first_turn):
@@ -174,10 +174,10 @@ class MicroBatch(Batch):
     """
 
     copy: bool = (
-        False  # of a sequence that is trained elsewhere, so that ranks have as many micro-batches; all masked
+        False  # of a sequence that another rank trains, so that all ranks have equally many; all masked
     )
     targets: Tensor | None = (
-        None  # [T] whose log-probs are wanted in the places of the tokens; None: the tokens'
+        None  # [T] ids whose log-probs are computed instead of the tokens'; None: the tokens
     )
     prefixes: list[int] = field(default_factory=list)  # [S]
     support_at: Tensor | None = None  # [N] in 0 .. T-1
@@ -185,7 +185,7 @@ class MicroBatch(Batch):
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
     own_routes: dict[int, Tensor] = field(default_factory=dict)
     teachers: Tensor | None = None  # [rows of the step] which of several teachers each sample has
-    teacher_ids: Tensor | None = None  # [T, K] what a teacher finds most probable at each token's place
+    teacher_ids: Tensor | None = None  # [T, K] a teacher's most probable ids in place of each token
     teacher_logp: Tensor | None = None  # [T, K]
 
     @classmethod

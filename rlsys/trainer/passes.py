@@ -99,7 +99,7 @@ class Passes:
         dp_rank, budget = parallel_state.get_data_parallel_rank(), config.trainer.token_budget
         self.pack = Packer(budget, dp_rank, self._dp_size, self._round, crossover, shared)
         self._by_position = by_position
-        self._sums: list[dict[str, Tensor]] = []  # on the last stage: one of each micro-batch
+        self._sums: list[dict[str, Tensor]] = []  # on the last stage: one per micro-batch
         self._packed_tokens = self._real_tokens = self._computed_tokens = 0
 
     def logprobs(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
@@ -120,7 +120,7 @@ class Passes:
 
         for model in self._models:
             model.eval()
-        # An interleaved pipeline takes rounds of micro-batches; what fills the last one is not looked at.
+        # An interleaved pipeline takes rounds of micro-batches; results of the padding in the last one are dropped.
         padded = [*batch, *[batch[-1]] * (-len(batch) % self._round)]
         with torch.no_grad():
             results = self._schedule(score_micro, padded, forward_only=True)[: len(batch)]

@@ -27,7 +27,7 @@ class Recorder:
         self._config = config
         self._metrics = MetricsWriter(config.run.dir, resume_step=steps_done)
         self._watch = SymptomMonitor()
-        if steps_done:  # what an earlier session wrote, up to the checkpoint that this one begins with
+        if steps_done:  # lines of earlier sessions, up to the checkpoint of this one
             earlier = read_metrics(config.run.dir)
             steps, evals = (
                 [e for e in kind if e["step"] <= steps_done] for kind in (earlier.steps, earlier.evals)

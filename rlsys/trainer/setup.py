@@ -65,7 +65,7 @@ def init_distributed(config: Config) -> torch.device:
             expert_tensor_parallel_size=p.expert_tp,
         )
         model_parallel_cuda_manual_seed(config.run.seed)
-        torch.manual_seed(config.run.seed)  # last: on a CPU the line above leaves each rank its own seed
+        torch.manual_seed(config.run.seed)  # last: on a CPU the line above gives each rank a different seed
         undo.pop_all()
     return device
 
@@ -155,8 +155,8 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         params_dtype=getattr(torch, config.model.dtype),
         use_distributed_optimizer=True,
         optimizer_cpu_offload=offload,
-        # The float32 weights then live with the state, in host memory. Without it they stay on the GPU, and a
-        # checkpoint's state has no place for them: it cannot be loaded.
+        # The float32 weights are then in host memory with the state. Without it they stay on the GPU, are missing in
+        # a checkpoint's state, and the checkpoint cannot be loaded.
         use_precision_aware_optimizer=offload,
         optimizer_offload_fraction=t.offload_optimizer if offload else 0.0,
         overlap_cpu_optimizer_d2h_h2d=offload,

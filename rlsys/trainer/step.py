@@ -62,7 +62,7 @@ def train_step(
     early_groups = set[int]() if early is None else early.group_ids
     if early is not None:
         metrics |= early.metrics(train_batch)
-    if plan.rows:  # else every group's rewards are equal: nothing to learn
+    if plan.rows:  # otherwise every group's rewards are equal: nothing to learn
         rows = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in early_groups]
         updates = shuffled(rows, config.algo.minibatches, (config.run.seed, step))
         metrics |= learn(
@@ -70,7 +70,7 @@ def train_step(
         )
     metrics["effective_groups"] = len({int(plan.samples.group_ids[r]) for r in plan.trained})
 
-    # What a selector put off in earlier steps and is due now gets an update of its own.
+    # Deferred samples of earlier steps that are due now get a separate update.
     if due := objective.defer(plan, train_batch.groups, step, partial(load_with_routes, trainer.segments)):
         due_batch = replace(train_batch, groups=[group for group, _ in due])
         table = sample_table(due_batch.groups, step, objective.requirements.needs)
@@ -125,7 +125,7 @@ def learn(
     for i, (rows, batch) in enumerate(one_pass * epochs):
         if i and (
             "current" in objective.requirements.passes or split
-        ):  # the weights have moved since the scores were made
+        ):  # the weights have changed since the scores
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
                 micro.current = logp
         if objective.requirements.prepares or split:
@@ -176,10 +176,10 @@ def prepare_batches(
     if not batches:
         return batches
 
-    # All passes come before the first update, or later ones would score their own past. The first update begins with
-    # the weights that score, so that its own log-probs are `old`, unless somebody wants them earlier. The experts
-    # that a scoring pass chooses (trainer.replay = trainer) are wanted earlier; and with further epochs these samples
-    # come again, when the weights have moved.
+    # All passes precede the first update, because later weights would give other scores. The first update starts
+    # with the scoring weights, so that its own log-probs are `old`, unless a plug-in needs them earlier. The experts
+    # of a scoring pass (trainer.replay = trainer) are needed earlier, too, and with further epochs the samples are
+    # trained again after the weights have changed.
     own_experts = config.trainer.replay == "trainer"
     split = splits_samples(objective, [s for group in train_batch.groups for s in group.samples], plan.rows)
     reuse = not (asks.looks_ahead or own_experts or config.algo.epochs > 1 or split)
@@ -292,7 +292,7 @@ def score_extra_signals(batches: Sequence[list[MicroBatch]], objective: Objectiv
     if "values" in passes and objective.critic is not None:
         assert isinstance(trainer.critic, Critic), "add_critic comes before the first step"
         trainer.critic.score_values(batches)
-    if "divergence" in passes and trainer.teacher is None:  # an engine was asked, and the samples have it
+    if "divergence" in passes and trainer.teacher is None:  # an engine has scored the samples
         if any(micro.teacher_ids is None for batch in batches for micro in batch):
             raise RunError("a sample of the step has no log-probs of algo.teacher.engine")
     elif "divergence" in passes:
@@ -330,7 +330,7 @@ def micro_loss(
     After an update the same difference measures how far the weights have moved. `records`: gets the token records for
     the viewer; `samples`: the rows of the sample table.
     """
-    if records is not None and micro.mask.any():  # else it fills a bin, and is trained elsewhere
+    if records is not None and micro.mask.any():  # otherwise it fills a bin, and another rank trains it
         logp = scores.logp if compare else micro.old
         figures = [None if v is None else v.detach().cpu() for v in (logp, micro.advantages)]
         records.append(

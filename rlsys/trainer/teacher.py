@@ -50,7 +50,7 @@ class Teacher:
         self.chunks = chunks = build_model(config, hf, device)
         for _, parameter in chunks.named_parameters():
             parameter.requires_grad_(False)
-        routing = Routing(chunks.modules, hf.layers, "off")  # it takes its own experts
+        routing = Routing(chunks.modules, hf.layers, "off")  # it selects its own experts
         self._passes = Passes(
             config, chunks.modules, routing, self._scores, crossover_length(hf), device,
             by_position=rotates_by_position(config, hf),

@@ -121,7 +121,9 @@ class Trainer:
         """Model configuration, with MTP layers if they are trained."""
         check_layout(config, self.hf)
         check_asked(config, self.hf)
-        with ExitStack() as undo:  # a trainer that cannot be built leaves no group behind: another one can be
+        with (
+            ExitStack() as undo
+        ):  # after a failed build no group is left, so that another trainer can be built
             self._build(owner, undo)
             undo.pop_all()
 
@@ -218,7 +220,7 @@ class Trainer:
             return
         gc.collect()
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # else the last buckets that an engine opened stay allocated
+            torch.cuda.ipc_collect()  # otherwise the last buckets that an engine opened stay allocated
         torch.cuda.empty_cache()  # does nothing without CUDA
         self.control.wait_for_all()
 
@@ -253,10 +255,12 @@ class Trainer:
         divisor = denominator
         if (
             self.config.trainer.balance_loss
-        ):  # megatron weighs it by tokens and expects a division by their number
+        ):  # Megatron weights it by tokens and expects a division by their number
             divisor = float(sum_over_dp(torch.tensor(sum(m.real_tokens for m in batch))))
         per_prediction = 1.0
-        if self._prediction is not None:  # a mean of what it predicts, whatever the objective is divided by
+        if (
+            self._prediction is not None
+        ):  # a mean over its predicted tokens, independent of the objective's divisor
             tokens = torch.tensor(sum(int(predicted_tokens(m).sum()) for m in batch))
             per_prediction = divisor / max(1.0, float(sum_over_dp(tokens)))
         if batch:
@@ -278,20 +282,20 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         biases = [bias.clone() for bias in self._expert_biases]
-        # Not by the schedule: its own division knows token counts only, and portions are reduced together.
+        # Not in the schedule, which divides by token counts only, and would reduce each portion separately.
         finalize_model_grads(self._models, None)
         if self._chunks.lora is not None:
             self._chunks.lora.sum_shared_gradients()
         for model in self._models:
             model.scale_gradients(1.0 / divisor)
-        # Looked at before the step: Adam would carry one NaN into every weight.
+        # Checked before the step: Adam would propagate one NaN into every weight.
         self._optimizer.prepare_grads()
         mtp_norm = 0.0 if self._mtp_clipping is None else self._mtp_clipping.norm()
         grad_norm = float(self._optimizer.get_grad_norm())
         skipped = not math.isfinite(grad_norm + mtp_norm)
         if skipped:
             for bias, previous in zip(self._expert_biases, biases, strict=True):
-                bias.copy_(previous)  # megatron moves it while it reduces gradients
+                bias.copy_(previous)  # Megatron updates it while it reduces gradients
         else:
             if self._mtp_clipping is not None:
                 self._mtp_clipping.clip(mtp_norm, grad_norm)

@@ -57,7 +57,7 @@ class AdaptiveEntropy(EntropyBonus):
 
     def observe(self, metrics: dict[str, float]) -> None:
         entropy = metrics["entropy"]
-        if math.isfinite(entropy):  # else the trainer skips that update as well
+        if math.isfinite(entropy):  # otherwise the trainer skips that update as well
             change = self.delta if entropy <= self.target else -self.delta
             self._coefficient = min(max(self._steered + change, self.lowest), self.highest)
             self._entropy = entropy

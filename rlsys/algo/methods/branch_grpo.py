@@ -34,7 +34,7 @@ def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
     owners = list(stems)
     for index, at in enumerate(
         forks
-    ):  # one that forks within what its stem was given branches off that one's stem
+    ):  # a fork within the shared tokens of its stem branches off the stem's stem
         while owners[index] >= 0 and stems[owners[index]] >= 0 and at <= forks[owners[index]]:
             owners[index] = stems[owners[index]]
     cuts: list[set[int]] = [set() for _ in stems]  # where others branch off it

@@ -24,7 +24,7 @@ def tail_means(batch: Batch, values: Tensor, tail: int) -> Tensor:
     upto = keep.cumsum(0)
     lengths = sum_by(keep, batch.ids, batch.sequences)
     starts = lengths.cumsum(0) - lengths
-    from_end = lengths[batch.ids] - (upto - starts[batch.ids])  # trained tokens behind this one
+    from_end = lengths[batch.ids] - (upto - starts[batch.ids])  # trained tokens after this one
     last = batch.keep & (from_end < tail)
     counts = sum_by(last.to(values.dtype), batch.ids, batch.sequences).clamp(min=1)
     sums = sum_by(torch.where(last, values, torch.zeros_like(values)), batch.ids, batch.sequences)

@@ -132,7 +132,7 @@ class KlCov(Loss):
         of, bound = update_stats
         penalised = view.batch.counted_tokens & (_rank(view.batch, of) > bound)
         gap = view.log_ratio
-        slope = (gap / gap.abs().clamp(min=ROUNDING)).detach()  # its sign, but for what may be rounding
+        slope = (gap / gap.abs().clamp(min=ROUNDING)).detach()  # its sign, except for possible rounding
         penalty = self.coefficient * gap * slope * penalised
         return penalty - view.ratio * view.advantages, {"held_share": penalised.to(penalty)}
 

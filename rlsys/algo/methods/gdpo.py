@@ -30,7 +30,7 @@ def gdpo(
     if len(weights) != kinds:
         raise ValueError(f"gdpo got {len(weights)} weights for {kinds} rewards")
     parts = torch.stack([w * grpo(rewards[:, k], group_ids, eps) for k, w in enumerate(weights)])
-    total = parts.sum(0)  # of parts that cancel, rounding is left
+    total = parts.sum(0)  # parts that cancel leave rounding errors
     total = torch.where(total.abs() > REWARD_TOLERANCE * parts.abs().sum(0), total, 0.0)
     return total if kinds == 1 else total / (deviation(total) + eps)
 

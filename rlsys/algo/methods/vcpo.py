@@ -81,7 +81,7 @@ class MinimumVariance(Advantage):
             share = share * samples.column("score_norm").double().clamp(min=1e-9)
         elif self.norm == "length":
             share = share * samples.lengths.clamp(min=1)
-        # Of what is left after the mean, so that equal rewards give exactly 0.
+        # Relative to the mean, so that equal rewards give exactly 0.
         centred = rewards - group_mean(rewards, samples.group_ids)
         top = sum_by(share * centred, index, len(sizes))
         baseline = (top / sum_by(share, index, len(sizes)))[index].to(rewards.dtype)

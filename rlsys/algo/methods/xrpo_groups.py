@@ -196,7 +196,7 @@ class Xrpo(Planner):
         candidates = [
             g for g, m in members.items() if m.room > 0 and min(m.rewards, default=1) <= self.correct
         ]
-        # Groups of the same rewards have the same score: which of them come first is drawn, not who finished first.
+        # Groups of the same rewards have the same score: their order is drawn, not the order in which they finished.
         candidates.sort(
             key=lambda g: (
                 -round(self.score(members[g].rewards, round_samples), 9),

@@ -88,7 +88,7 @@ class Orpo(Preference):
 
     def __call__(self, answers: Answers) -> Tensor:
         mean = answers.logp / answers.tokens.clamp(min=1)
-        # log(1 - p) by way of expm1: near p = 1 the difference would be lost
+        # log(1 - p) with expm1: near p = 1 the difference would lose precision
         odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))
         gap = answers.select_chosen(odds) - answers.select_rejected(odds)
         return imitation(answers) - self.beta * logsigmoid(gap).mean()

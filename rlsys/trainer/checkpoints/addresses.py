@@ -46,8 +46,8 @@ def addresses(config: Config, hf: HFConfig) -> Iterator[tuple[Entry, Address]]:
 
     The process groups of one rank must exist.
     """
-    # Megatron's own layers also where Transformer Engine is installed: those cannot be built without memory. Both
-    # write the same checkpoints.
+    # Megatron's own layers, even if Transformer Engine is installed, whose layers cannot be built without memory.
+    # Both write the same checkpoints.
     overrides: dict[str, Any] = {"use_cpu_initialization": True, "moe_grouped_gemm": False}
     transformer = replace(transformer_config(config, hf), **overrides)
     with torch.device("meta"):

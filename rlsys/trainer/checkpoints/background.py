@@ -33,7 +33,7 @@ class TensorWrite:
         self.seconds = 0.0
         self._request = request
         self._results: dict[int, Any] | None = None
-        # Made before this returns: the next optimizer step overwrites the tensors.
+        # Copied before this returns: the next optimizer step overwrites the tensors.
         self._buckets = [
             (file, key, (read, [(item, t.detach().to("cpu", copy=True)) for item, t in tensors]))
             for file, key, (read, tensors) in (request.async_fn_args or [0, []])[1]
@@ -62,7 +62,7 @@ class TensorWrite:
             try:
                 self.checksums[Path(bucket[0]).name] = manifest.sha256(Path(bucket[0]))
             except OSError as e:
-                self.error = self._cause(e)  # told to all ranks by Checkpoints.finish
+                self.error = self._cause(e)  # Checkpoints.finish reports it on all ranks
                 return
         if self._buckets:
             self._results = results
@@ -82,7 +82,7 @@ class TensorWrite:
     def finalize(self) -> None:
         """Write Megatron's metadata of all files. Collective; call it after every rank is done."""
         if self._results is not None:
-            # Megatron's queue is one for the process: what a save left that nobody finished is not ours.
+            # Megatron has one queue per process: remove results of an unfinished earlier save.
             results = self._request.async_fn_args[2]
             while not results.empty():
                 results.get()

@@ -52,18 +52,18 @@ _CRITIC = "critic."
 _NAME = re.compile(r"step-(\d+)")
 
 # Any layout can load the optimizer's state only when it is stored by parameter, not by flat buffer.
-# Each rank stores what it holds (megatron_patches/optimizer_local_shards.py).
+# Each rank stores its own shards (megatron_patches/optimizer_local_shards.py).
 _OPTIMIZER = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
 
-# 0.19 has two writers, and takes one that may not be installed.
+# 0.19 has two writers, and its default may not be installed.
 _STRATEGY = (
     {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
 )
 
-# What loading was seen to raise on a checkpoint of another model.
+# Errors that were observed when a checkpoint of another model is loaded.
 _LOAD_ERRORS = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, ValueError, EOFError, KeyError,
     pickle.UnpicklingError,
@@ -155,7 +155,9 @@ def _shard_like_weights(model: Chunks, prefix: str, totals: dict[str, Tensor]) -
     out = {}
     for name, value in totals.items():
         shard = like[name]
-        dtype = {"dtype": value.dtype} if isinstance(shard, ShardedTensor) else {}  # the other kind has none
+        dtype = (
+            {"dtype": value.dtype} if isinstance(shard, ShardedTensor) else {}
+        )  # the other class has no dtype
         out[name] = replace(shard, data=value, **dtype)
     return out
 
@@ -249,7 +251,7 @@ class Checkpoints:
                 publish(pending.write.folder, target)
                 self._prune()
         seconds = pending.begin_seconds + pending.write.seconds + time.monotonic() - start
-        self.seconds = max(self._control.gather(seconds))  # a barrier, too
+        self.seconds = max(self._control.gather(seconds))  # also a barrier
         return pending.step
 
     def _prune(self) -> None:
@@ -258,7 +260,7 @@ class Checkpoints:
         scored = [(score, s) for s, score in scores.items() if score is not None]
         retained = {*present[-self._keep :], *([max(scored)[1]] if scored else [])}
         for step in present:
-            if step not in retained:  # first its name: half of a checkpoint is none
+            if step not in retained:  # renamed first: a half-deleted checkpoint must not look complete
                 partial = path_of(self._folder, step).with_suffix(".partial")
                 path_of(self._folder, step).rename(partial)
                 shutil.rmtree(partial)

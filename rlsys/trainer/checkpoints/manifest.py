@@ -32,7 +32,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # absent or cut short: `damaged` says so
+        return None  # absent or truncated: find_damage reports it
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
 
 

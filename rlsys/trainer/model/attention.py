@@ -152,7 +152,7 @@ class PackedSequences(PackedSeqParams):
         longest, whole_seqlens = max(lengths), None
         if prefixes:
             longest = max(n + len(k) for n, k in zip(lengths, prefixes, strict=True))
-        if positions is not None:  # to megatron's rotary embedding all tokens are one sequence
+        if positions is not None:  # Megatron's rotary embedding gets all tokens as one sequence
             longest = LongestLength.of(positions, longest)
             whole_seqlens = cu_seqlens[[0, -1]]
         return cls(
@@ -191,7 +191,9 @@ class PackedAttention(DotProductAttention):
     ) -> None:
         """Initialise. The head sizes of latent attention are arguments; here the tensors define them."""
         local_config = copy.copy(config)
-        local_config.context_parallel_size = 1  # upstream's refuses more; its own state does not depend on it
+        local_config.context_parallel_size = (
+            1  # upstream supports no other size; its state does not depend on it
+        )
         super().__init__(local_config, *args, **kwargs)
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, self.layer_number
@@ -216,7 +218,7 @@ class PackedAttention(DotProductAttention):
         padding = packed_seq_params.padding
         queries = self._rectangles(query, padding, padding.to_padded, with_shared=False)
         to_keys = padding.to_padded if padding.to_keys is None else padding.to_keys
-        # Padding adds exactly 0 to a gradient: no real query sees it, and what it attends to is dropped.
+        # Padding adds exactly 0 to a gradient: no real query attends to it, and its own output is dropped.
         keys, values = (self._rectangles(t, padding, to_keys, with_shared=True) for t in (key, value))
         out = []
         for shape, q, k, v in zip(padding.rectangles, queries, keys, values, strict=True):
@@ -262,8 +264,8 @@ class PackedAttention(DotProductAttention):
         """
         plain = self._window is None and self.softmax_offset is None
         if plain and 0 < first_query < query.shape[1] == key.shape[1] - first_query:
-            # Kernels skip what is behind the diagonal of a square, and no part of a mask: with queries in the places
-            # of the keys before, whose output is dropped, it is less work.
+            # Kernels skip the upper triangle of a square, but no part of a mask. A square with additional queries,
+            # whose output is dropped, is therefore less work.
             square = torch.cat([query.new_zeros(query.shape[0], first_query, *query.shape[2:]), query], dim=1)
             return self._attend(square, key, value, first_query=0)[:, first_query:]
         mask = None
@@ -276,7 +278,7 @@ class PackedAttention(DotProductAttention):
         if self.softmax_offset is not None:
             return with_sinks(q, k, v, mask, self.softmax_scale, self.softmax_offset).transpose(1, 2)
         if mask is not None and q.shape[1] != k.shape[1]:
-            # Of torch's kernels on a GPU none takes masks and grouped heads but the one that keeps all scores.
+            # On a GPU, torch's only kernel for masks with grouped heads stores all scores.
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         attended = scaled_dot_product_attention(
             q,

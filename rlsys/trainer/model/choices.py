@@ -36,12 +36,12 @@ def set_topk_routing(router: TopKRouter, hf: HFConfig) -> None:
     """Set the model's selection method in a newly built router, with the bias that it requires."""
     routing = hf.routing
     if routing.biased and routing.kind == "softmax":
-        # Megatron knows biases of sigmoid scores only. In its checkpoints this one has the same place as those.
-        del router.expert_bias  # None, where megatron has no bias
+        # Megatron supports biases of sigmoid scores only. In its checkpoints this one has the same key.
+        del router.expert_bias  # None if Megatron has no bias
         router.register_buffer("expert_bias", torch.zeros(1, hf.experts, dtype=torch.float32))
         router.router_replay = CustomRouting(partial(topk_biased, router))
     elif routing.groups > 1:
-        # Megatron's worth of a group is the sum of its k / top_groups best experts, which is the model's by chance.
+        # Megatron's group score, the sum of its k / top_groups best experts, equals the model's only by chance.
         groups, top_groups, worth = routing.groups, routing.top_groups, routing.group_worth
         router.router_replay = CustomRouting(
             partial(topk_in_groups, groups=groups, top_groups=top_groups, worth=worth)

@@ -58,7 +58,7 @@ class DeltaNet(MegatronModule):
         self.dt_bias = Parameter(torch.zeros(self.value_heads))
         self.conv = Parameter(torch.zeros(sizes.convolved // ranks, 1, sizes.width))
         self.norm = Parameter(torch.ones(sizes.value_size))
-        # All ranks have it, and each applies it to its own heads: megatron adds their gradients up.
+        # All ranks have it, and each applies it to its own heads: Megatron sums their gradients.
         self.norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(

@@ -168,7 +168,7 @@ class Lora:
                 self._shared.append(parameter)
         # Each rank's gradient is that of its own tokens, or of its own part of the other factor.
         parameter.sequence_parallel = entry.expert is None and axis is None and group.size() > 1
-        # In the norm, a factor that ranks share counts once. Those of experts are on all ranks of other groups.
+        # A factor that ranks share counts once in the norm. Factors of experts are on all ranks of other groups.
         if axis is not None or (entry.expert is not None and group.rank() == 0):
             set_tensor_model_parallel_attributes(parameter, True, axis or 0, 1)
         return parameter

@@ -79,9 +79,9 @@ def _fusions(config: Config, hf: HFConfig) -> dict[str, bool]:
         torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
     fusions = {
-        # Layers for multi-token prediction share the head, and clip its gradient apart.
+        # MTP layers share the head, and their gradient is clipped separately.
         "gradient_accumulation_fusion": (engine or apex) and not hf.mtp,
-        # Its kernel for latent attention is for yarn, and none scales by yarn's factor.
+        # The kernel for latent attention supports only yarn; no kernel scales by yarn's factor.
         "apply_rope_fusion": rope and hf.latent is None and hf.rope.kind != "yarn",
     }
     return {**fusions, "moe_permute_fusion": permutation} if hf.experts else fusions
@@ -101,19 +101,19 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": uses_transformer_engine(config, hf) and not _has_torch_grouped_gemm(config),
     }
-    if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
+    if not all(hf.moe_layers):  # only if needed: a list adds each layer's name to the checkpoint
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
     if hf.shared_ffn_size:
         fields["moe_shared_expert_intermediate_size"] = hf.shared_ffn_size
     if routing.scale != 1:
         fields["moe_router_topk_scaling_factor"] = routing.scale
     if routing.kind == "softmax":
-        # softmax over the chosen experts = softmax over all, renormalised (norm_topk_prob)
+        # softmax over the selected experts = softmax over all, renormalised (norm_topk_prob)
         return {**fields, "moe_router_pre_softmax": not routing.normalised}
     return {
         **fields,
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": t.balance_rate,  # megatron's own default would move it at every step
+        "moe_router_bias_update_rate": t.balance_rate,  # Megatron's default would update it in every step
     }
 
 
@@ -151,7 +151,7 @@ def _family_fields(hf: HFConfig) -> dict[str, Any]:
     if "activation_func" in fields:
         fields["activation_func"] = _ACTIVATIONS[fields["activation_func"]]
     if hf.window:
-        fields["window_size"] = (hf.window - 1, 0)  # keys before the query's own
+        fields["window_size"] = (hf.window - 1, 0)  # keys before the query
         fields["window_attn_skip_freq"] = [int(windowed) for windowed in hf.windowed_layers]
     return fields
 
@@ -197,7 +197,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         ffn_hidden_size=hf.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.norm_eps,
-        # With norms over all heads it stays off: by their names megatron would sum gradients that ranks share.
+        # Off with norms over all heads: by their names Megatron would sum gradients that ranks share.
         qk_layernorm=hf.qk_norm or hf.latent is not None,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -213,7 +213,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         num_layers_in_last_pipeline_stage=last if layers and last != layers[0] else None,
-        # With two stages the default exchange confuses the two directions of interleaved chunks, silently.
+        # With two stages the default exchange silently mixes up the two directions of interleaved chunks.
         overlap_p2p_comm=p.vpp > 1,
         batch_p2p_comm=p.vpp == 1,
         context_parallel_size=p.cp,
@@ -227,7 +227,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
-        calculate_per_token_loss=True,  # before DDP is built, or gradients are divided by dp
+        calculate_per_token_loss=True,  # set before DDP is built; otherwise gradients are divided by dp
         deterministic_mode=not torch.cuda.is_available(),
         **_fusions(config, hf),
         **trainer_fields(config),
@@ -253,15 +253,15 @@ def block_spec(
         for layer in spec.layer_specs:
             parts = layer.submodules.self_attention.submodules
             parts.core_attention = PackedAttention
-            # Upstream's own table misses latent attention, and renames a norm that stands before experts as well.
+            # Upstream's table lacks latent attention, and also renames a norm before experts.
             layer.submodules.sharded_state_dict_keys_map = {
                 plain.removesuffix("weight"): fused.removesuffix("weight")
                 for plain, fused in TE_NAMES.items()
                 if _has_module(layer.submodules, fused)
             }
             if isinstance(parts, MLASelfAttentionSubmodules):
-                # Whole on every rank, as in Transformer Engine's spec. The local spec cuts them, and then loses the
-                # other ranks' part of the gradient of the keys' rotary half, silently.
+                # Not sharded, as in Transformer Engine's spec. The local spec shards them and silently loses the
+                # other ranks' part of the gradient of the keys' rotary half.
                 parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
     for layer in spec.layer_specs:
         set_experts(layer.submodules)
@@ -270,14 +270,16 @@ def block_spec(
             set_heads_norms(layer.submodules, transformer)
     if hf.delta is not None:
         first = get_transformer_layer_offset(transformer, vp_stage=stage)
-        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # some were one
+        spec.layer_specs = [
+            copy.deepcopy(layer) for layer in spec.layer_specs
+        ]  # some entries are the same object
         spec.layer_norm = ZeroCentredNorm
         for number, layer in enumerate(spec.layer_specs, first):
             parts = layer.submodules
             parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
             if hf.linear_layers[number]:
                 set_delta_net(parts, hf.delta)
-                parts.sharded_state_dict_keys_map = {}  # there is no linear_qkv to fuse a norm into
+                parts.sharded_state_dict_keys_map = {}  # it has no linear_qkv to fuse a norm into
             else:
                 attention = parts.self_attention.submodules
                 attention.q_layernorm = attention.k_layernorm = ZeroCentredNorm
@@ -331,8 +333,8 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, load: LoadWe
         if ".experts." in name:
             # One optimizer shape for any ep; must precede DDP.
             parameter.allreduce = False  # type: ignore[attr-defined]
-            # Megatron marks experts' biases as shared by tensor-parallel ranks, which have tokens or experts of their
-            # own, and would add up their gradients.
+            # Megatron marks experts' biases as shared by tensor-parallel ranks and would sum their gradients, but
+            # each rank has its own tokens or experts.
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
     return chunks
 
@@ -372,10 +374,10 @@ def chunk(
     for module in model.modules():
         if isinstance(module, TopKRouter):
             set_topk_routing(module, hf)
-    model.to(transformer.params_dtype)  # torch's norms are born in float32
+    model.to(transformer.params_dtype)  # torch creates norms in float32
     for name, buffer in model.named_buffers():
         if name.endswith(EXPERT_BIAS):
-            buffer.data = buffer.float()  # it decides between experts: megatron keeps it so, too
+            buffer.data = buffer.float()  # it selects experts; Megatron also keeps it in float32
     return model
 
 

@@ -168,7 +168,7 @@ class MTPModel(GPTModel):
         state, self._forward_state = self._forward_state, None
         hidden, head, embedding = state.hidden, self.output_layer.weight, self.embedding
         if not trunk:
-            # A leaf that asks for a gradient: activation recomputation goes backward only where an input does.
+            # A leaf that requires a gradient: activation recomputation needs an input with a gradient.
             hidden, head = hidden.detach().requires_grad_(), head.detach()
 
             def embedding(**ids: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class MTPModel(GPTModel):
             packed_seq_params=state.packed,
             embedding=embedding,
         )
-        # Past the hooks of the output layer: a value head takes the model's hidden states there.
+        # Bypasses the hooks of the output layer, with which a value head records the model's hidden states.
         logits, _ = self.output_layer.forward(out, weight=head)
         predicted_logits: Tensor = logits[:, 0]
         return predicted_logits

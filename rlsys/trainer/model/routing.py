@@ -121,9 +121,9 @@ class LayerReplay:
         """The model's own selection method (rlsys.trainer.model.choices); None: Megatron's."""
         self.layer: int = router.layer_number - 1
         self.target: Tensor | None = None
-        self.token_counts: Tensor | None = None  # [P] int64, how often each token counts
+        self.token_counts: Tensor | None = None  # [P] int64, multiplicity of each token
         self.sequences: Sequences | None = None  # for the auxiliary loss
-        self._pass_sequences: Sequences | None = None  # those of the pass that is under way
+        self._pass_sequences: Sequences | None = None  # of the running pass
         self.expert_ids: Tensor | None = None  # [P, k], of the last forward pass
         self._sums: Tensor | None = None
         self._pending: deque[tuple[Tensor | None, Sequences | None]] = deque()
@@ -230,7 +230,7 @@ class Routing:
         self._balanced = bool(moe.moe_aux_loss_coeff or moe.moe_router_bias_update_rate)
         self._replays: list[list[LayerReplay]] = []
         for module in modules:
-            # That of a layer for multi-token prediction chooses for itself: the engine has no routes of it.
+            # The router of an MTP layer is not replayed: the engine has no routes of it.
             routers = [m for m in module.decoder.modules() if isinstance(m, TopKRouter)]
             self._replays.append([LayerReplay(r) for r in routers])
             for replay in self._replays[-1]:

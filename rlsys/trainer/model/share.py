@@ -174,6 +174,6 @@ def _local_support(micro: MicroBatch, index: Tensor, size: int) -> tuple[Tensor 
     """
     if micro.support_at is None or micro.support_ids is None:
         return None, None
-    local_index = index[micro.support_at.cpu() - 1]  # no first token of a sequence is drawn
+    local_index = index[micro.support_at.cpu() - 1]  # the first token of a sequence is never sampled
     is_local = (local_index >= 0) & (local_index < size)
     return local_index[is_local], micro.support_ids.cpu()[is_local]

@@ -24,7 +24,7 @@ class ValueLayer(torch.nn.Linear):
         torch.nn.init.zeros_(self.bias)
         self._sequence_parallel = module.config.sequence_parallel
         for parameter in self.parameters():
-            # Under sequence parallelism each rank sees its own tokens: megatron adds such gradients up.
+            # Under sequence parallelism each rank has its own tokens: Megatron sums such gradients.
             parameter.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -86,9 +86,9 @@ class LocalWeights:
         stage, name, _ = self.locate(entry)
         names = [name] if stage == self.pp_group.rank() else []
         if self._tied and name == _EMBEDDING and _HEAD in self:
-            names.append(_HEAD)  # the last stage's copy; megatron sums the gradients of both
+            names.append(_HEAD)  # the last stage's copy; Megatron sums the gradients of both
         if name == _EMBEDDING and not names and name in self:
-            names.append(name)  # the same beside a layer for multi-token prediction
+            names.append(name)  # the copy of a stage with an MTP layer
         owned = self.owner(entry) in (None, parallel_state.get_expert_model_parallel_rank())
         return names if owned else []
 
@@ -141,8 +141,8 @@ def mark_shards(model: Chunks, hf: HFConfig) -> None:
     for entry in entries(hf):
         for name in local.local_names(entry):
             weight = local[name]
-            # No two tensor-parallel ranks have the same expert and tokens, also where they do not cut it: its second
-            # bias, which megatron would count on the first of them only.
+            # No two tensor-parallel ranks have the same expert and tokens, even if a parameter is not sharded, like
+            # its second bias, which Megatron would count on the first rank only.
             part = entry.rule.cut is not None or entry.expert is not None
             if part and not hasattr(weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight, True, entry.rule.cut or 0, 1)
@@ -176,7 +176,7 @@ def _gather_parameter(local: LocalWeights, entry: Entry, name: str) -> Tensor:
     """Gather the full parameter from all ranks of this pipeline stage. Collective."""
     group = parallel_state.get_expert_model_parallel_group()
     owner = local.owner(entry)
-    # Experts have one shape everywhere, so this rank's own is the mould for another's.
+    # Experts have the same shape on all ranks, so this rank's expert gives the buffer's shape.
     is_owner = owner in (None, group.rank())
     part = local.merged(name) if is_owner else torch.empty_like(local[name])
     if owner is not None and group.size() > 1:

@@ -36,7 +36,7 @@ class RewardTrainer(Trainer):
         chunks = super()._build_model()
         chunks.end_in_values(self._device)
         for name, parameter in chunks.named_parameters():
-            if name == f"{_HEAD}bias":  # the folder has no place for it, and differences do not see it
+            if name == f"{_HEAD}bias":  # the folder cannot store it, and differences do not depend on it
                 parameter.requires_grad_(False)
         return chunks
 

@@ -36,7 +36,7 @@ class WandbRun:
         if samples:
             columns = list(samples[0])
             row["samples"] = wandb.Table(columns=columns, data=[[s[c] for c in columns] for s in samples])
-        # Committed at once: an evaluation after a step is a row of its own, and a kill finds no row half done.
+        # Committed immediately: an evaluation after a step is a separate row, and a kill leaves no partial row.
         self._run.log({**row, "train_step": step, "_timestamp": time})
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class WandbRun:
 
 def _mode() -> Any:
     if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
-        return None  # as the environment says
+        return None  # defined by the environment
     try:
         credentials = netrc.netrc().authenticators("api.wandb.ai")
     except (FileNotFoundError, netrc.NetrcParseError):
