@@ -112,7 +112,7 @@ class Mean(Imitation):
         return -tokens.logp.mean()
 def compared(answers):
     "What sees whole answers."
-    return -(answers.chosen(answers.logp) - answers.rejected(answers.logp)).mean()
+    return -(answers.select_chosen(answers.logp) - answers.select_rejected(answers.logp)).mean()
 """
 
 

@@ -100,7 +100,7 @@ async def test_a_teacher_is_not_asked_about_more_than_it_holds(
     teacher = build_teacher(
         teaching(tmp_path / "teacher", 64), "http://t:1", Owner(tmp_path, 1, "k"), session
     )
-    monkeypatch.setattr(teacher, "_patience", 0.2)
+    monkeypatch.setattr(teacher, "_timeout_s", 0.2)
     long = sample(prompt=[1] * 30)
     long.append(Segment([5] * 40, [-0.5] * 40, [VersionSpan(1, 0, 40)]))
     reason = await teacher.score(long)

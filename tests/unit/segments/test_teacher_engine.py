@@ -281,7 +281,7 @@ async def test_a_dead_teacher_censors_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many more groups in a row than would stop a run for any other reason; when it is back, samples are scored."""
-    monkeypatch.setattr(teacher_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(teacher_module, "RETRY_SECONDS", 0.0)
     client = Teacher()
     client.away, back_at = True, 12
     config = make_config(tmp_path)
@@ -306,7 +306,7 @@ async def test_a_teacher_that_comes_back_in_time_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is told once that it is away, and once that it is back."""
-    monkeypatch.setattr(teacher_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(teacher_module, "RETRY_SECONDS", 0.0)
     client = Teacher()
     client.away = True
     async with rig(make_config(tmp_path), teacher=teacher_of(client)) as r:
@@ -327,7 +327,7 @@ async def test_a_teacher_that_comes_back_in_time_costs_nothing(
 
 async def test_a_servers_own_fault_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that dies may answer with an error first."""
-    monkeypatch.setattr(teacher_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(teacher_module, "RETRY_SECONDS", 0.0)
     client = Teacher()
     client.refusal, client.status = "out of memory", 500
     async with rig(make_config(tmp_path), teacher=teacher_of(client)) as r:
