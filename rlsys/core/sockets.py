@@ -17,6 +17,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -29,6 +30,8 @@ FOLDER_VARIABLE = "RLSYS_SOCKETS"
 STORE_VARIABLE = "RLSYS_STORE"
 """Environment variable of ranks on one machine: their rendezvous file, one per start (rlsys/core/rendezvous.py)."""
 _PREFIX, _LOCK = "rlsys-", ".lock"
+_DRAFT_SECONDS = 3600.0
+"""Age from which the maker of a folder without its final name is taken for dead; giving the name takes milliseconds."""
 _locks: list[int] = []
 """Descriptors of the folders that this process has created."""
 _PARENTS = ("/tmp", "/var/tmp", "/dev/shm")
@@ -46,15 +49,22 @@ def make_folder() -> Path:
     failures = []
     for parent in (*_PARENTS, *([tmpdir] if len(tmpdir) <= _MAX_PARENT_LENGTH else [])):
         try:
-            # The folder gets the name that `_sweep` looks for once it is locked: a process that starts at the
-            # same time must not take it for one whose maker has ended.
             draft = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
-            _locks.append(_lock(draft / _LOCK, os.O_CREAT))  # for the life of this process
-            folder = draft.rename(draft.with_name(draft.name.removeprefix(".")))
-            _sweep(Path(parent))
-            return folder
         except OSError as e:
             failures.append(f"{parent}: {e.strerror}")
+            continue
+        try:
+            # The folder gets the name that `_sweep` looks for once it is locked: a process that starts at the
+            # same time must not take it for one whose maker has ended.
+            _locks.append(_lock(draft / _LOCK, os.O_CREAT))  # for the life of this process
+            folder = draft.rename(draft.with_name(draft.name.removeprefix(".")))
+        except OSError as e:
+            shutil.rmtree(draft, ignore_errors=True)
+            failures.append(f"{parent}: {e.strerror}")
+            continue
+        if _is_locked(folder / _LOCK):
+            _sweep(Path(parent))
+        return folder
     raise UserError(
         f"no folder for Unix sockets ({'; '.join(failures)}; TMPDIR = {tmpdir}: max. {_MAX_PARENT_LENGTH} characters)"
     )
@@ -71,6 +81,17 @@ def _lock(path: Path, flags: int = 0) -> int:
     return descriptor
 
 
+def _is_locked(path: Path) -> bool:
+    """Return whether the lock that this process holds excludes others; on some file systems it does not."""
+    try:
+        os.close(_lock(path))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _sweep(parent: Path) -> None:
     """Remove folders of this user whose maker has ended; nobody was left to do so."""
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -79,6 +100,12 @@ def _sweep(parent: Path) -> None:
                 descriptor = _lock(folder / _LOCK)
                 remove_folder(folder)
                 os.close(descriptor)
+    oldest = time.time() - _DRAFT_SECONDS
+    for draft in parent.glob(f".{_PREFIX}*"):  # its maker was killed before it could give the folder its name
+        with contextlib.suppress(OSError):
+            status = draft.lstat()
+            if status.st_uid == os.geteuid() and status.st_mtime < oldest:
+                shutil.rmtree(draft)
 
 
 def remove_folder(folder: Path) -> None:

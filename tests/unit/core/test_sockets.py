@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.metadata
 import os
 import shutil
@@ -10,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +57,41 @@ def test_a_folder_is_short_and_of_its_user_alone(tmp_path: Path, monkeypatch: py
     assert not folder.exists()
     remove_folder(tmp_path)
     assert tmp_path.exists(), "only what make_folder made is removed"
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder in which folders of sockets are created."""
+    monkeypatch.setattr(sockets, "_PARENTS", (str(tmp_path),))
+    return tmp_path
+
+
+def test_folders_in_use_are_kept_where_locks_exclude_nobody(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Lustre with localflock; before: each start removed the sockets of all running roles."""
+    in_use = make_folder()
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    assert make_folder().is_dir() and in_use.is_dir()
+
+
+def test_a_folder_that_cannot_be_locked_is_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match="No locks available"):
+        make_folder()
+    assert not list(parent.iterdir())
+
+
+def test_a_draft_whose_maker_was_killed_is_removed_an_hour_later(parent: Path) -> None:
+    for name, age in ((".rlsys-old", 7200), (".rlsys-new", 60)):
+        (parent / name).mkdir()
+        then = time.time() - age
+        os.utime(parent / name, (then, then))
+    make_folder()
+    assert not (parent / ".rlsys-old").exists() and (parent / ".rlsys-new").exists()
 
 
 @pytest.mark.gate
