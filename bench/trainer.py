@@ -45,7 +45,7 @@ from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Sample, SampleGroup, Segment, Status, TrainBatch
 from rlsys.planner.memory import model_size
 from rlsys.trainer.model.attention import PackedSequences
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch, PrefixSharing
 from rlsys.trainer.step import micro_loss, prepare_batches, sample_table
 from rlsys.trainer.trainer import Trainer

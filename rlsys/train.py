@@ -23,7 +23,7 @@ from rlsys.core.types import TrainBatch
 from rlsys.obs.role import run_role
 from rlsys.planner.layout import lay_out, push_plan
 from rlsys.rollout.client import RolloutClient
-from rlsys.trainer.beside import add_models
+from rlsys.trainer.aux_models import add_models
 from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import EarlyPasses, backward_early, score_parked, train_step
 from rlsys.trainer.token_log import write_token_log

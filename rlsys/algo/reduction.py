@@ -1,8 +1,9 @@
 """Reductions across ranks: sums over data-parallel ranks, and global thresholds.
 
 A plug-in never sees the layout. It gets whole sequences of its own rank (the trainer gathers the results of
-context-parallel ranks, see rlsys.trainer.model.share), the table of all samples, and a `Reduce` that sums a tensor
-over the ranks that hold other sequences. Its decisions from such sums are equal on every rank and for every layout.
+context-parallel ranks, see rlsys.trainer.model.context_parallel), the table of all samples, and a `Reduce` that sums
+a tensor over the ranks that hold other sequences. Its decisions from such sums are equal on every rank and for every
+layout.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from aiohttp import ClientSession
 
 from rlsys.config import Config
-from rlsys.config.beside import teacher_config
+from rlsys.config.sidecar_servers import teacher_config
 from rlsys.core.identity import ANONYMOUS, engine_identity
 from rlsys.core.owner import Owner
 from rlsys.core.types import Sample

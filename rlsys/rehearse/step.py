@@ -25,8 +25,8 @@ from rlsys.trainer import trainer as trainer_module
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model.chunks import Chunks
+from rlsys.trainer.model.context_parallel import padded_lengths
 from rlsys.trainer.model.model import build_model
-from rlsys.trainer.model.share import padded_lengths
 from rlsys.trainer.pack import MicroBatch, TrainSample, build
 from rlsys.trainer.trainer import Trainer
 

@@ -15,9 +15,9 @@ from typing import TypeVar, cast
 
 from rlsys.algo.planners import Accept, AddSamples
 from rlsys.config import Config
-from rlsys.config.beside import teacher_config
 from rlsys.config.data import EvalSet
 from rlsys.config.plugins import one_line_errors
+from rlsys.config.sidecar_servers import teacher_config
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import vocabulary_files
 from rlsys.core.spans import VersionSpan

@@ -17,7 +17,7 @@ from rlsys.trainer import setup
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores, align_to_tokens
 from rlsys.trainer.model.chunks import Chunks
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.trainer import Trainer

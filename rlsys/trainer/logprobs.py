@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 
 from rlsys.algo.methods.distill import divergence, with_rest
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.model.entropy import (
     MASKED_LOGIT,
     logprob_and_candidates,
@@ -18,7 +19,6 @@ from rlsys.trainer.model.entropy import (
     logprobs_and_entropy,
     sum_pi_squared,
 )
-from rlsys.trainer.model.share import Share
 from rlsys.trainer.model.value_head import ValueHead
 
 

@@ -21,9 +21,9 @@ from rlsys.config import Config
 from rlsys.config.precision import token_multiple
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model.attention import PackedSequences
+from rlsys.trainer.model.context_parallel import Share, padded_lengths
 from rlsys.trainer.model.mtp import Prediction
 from rlsys.trainer.model.routing import Routing
-from rlsys.trainer.model.share import Share, padded_lengths
 from rlsys.trainer.pack import MicroBatch, Packer, PrefixSharing
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_teacher
 from rlsys.convert.flops import crossover_length
 from rlsys.trainer.logprobs import Scores, align_to_tokens, sampling_logits
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.model.model import build_model, rotates_by_position
 from rlsys.trainer.model.routing import Routing
-from rlsys.trainer.model.share import Share
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import Passes
 from rlsys.trainer.setup import local_device

@@ -20,8 +20,8 @@ from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.table import entries
 from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.model.choices import topk_biased, topk_in_groups
 from rlsys.trainer.model.chunks import EXPERT_BIAS
+from rlsys.trainer.model.topk_routing import topk_biased, topk_in_groups
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny

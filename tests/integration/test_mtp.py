@@ -17,8 +17,8 @@ from rlsys.convert.table import entries
 from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model.chunks import EXPERT_BIAS
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.model.mtp import MTPModel, predicted_tokens
-from rlsys.trainer.model.share import Share
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny

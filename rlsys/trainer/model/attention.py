@@ -238,7 +238,7 @@ class PackedAttention(DotProductAttention):
         return [part.unflatten(0, (-1, width)) for part, width in zip(parts, widths, strict=True)]
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Attend from this rank's two chunks of each sequence (rlsys.trainer.model.share) to all preceding keys."""
+        """Attend from this rank's two chunks of each sequence (context_parallel.py) to all preceding keys."""
         group = parallel_state.get_context_parallel_group()
         ranks, rank = group.size(), group.rank()
         keys, values = (

@@ -37,13 +37,13 @@ from rlsys.convert.table import entries
 from rlsys.core.errors import UserError
 from rlsys.trainer.checkpoints import checkpoint
 from rlsys.trainer.model.attention import PackedAttention, rotate_by_position
-from rlsys.trainer.model.choices import set_topk_routing
 from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
 from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
 from rlsys.trainer.model.entropy import MASKED_LOGIT
 from rlsys.trainer.model.experts import set_experts
 from rlsys.trainer.model.mtp import MTPModel, mtp_spec
 from rlsys.trainer.model.norms import set_heads_norms
+from rlsys.trainer.model.topk_routing import set_topk_routing
 from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
 
 

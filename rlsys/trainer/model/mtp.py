@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rlsys.trainer.model.attention import PackedSequences
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch
 
 _CLIP_EPSILON = 1e-6

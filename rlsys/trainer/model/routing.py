@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rlsys.core.spans import RouteSpan
 from rlsys.segments.route_records import LayerRoutes
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch
 
 ABSENT = -1
@@ -118,7 +118,7 @@ class LayerReplay:
     def __init__(self, router: TopKRouter) -> None:
         self.router = router
         self._custom = router.router_replay
-        """The model's own selection method (rlsys.trainer.model.choices); None: Megatron's."""
+        """The model's own selection method (rlsys.trainer.model.topk_routing); None: Megatron's."""
         self.layer: int = router.layer_number - 1
         self.target: Tensor | None = None
         self.token_counts: Tensor | None = None  # [P] int64, multiplicity of each token

@@ -21,7 +21,7 @@ from rlsys.convert.hf import write_hf
 from rlsys.convert.stack import stacked
 from rlsys.trainer.logprobs import Scores, align_to_tokens
 from rlsys.trainer.model.chunks import Chunks
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.model.weights import gather_hf
 from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.trainer import Trainer

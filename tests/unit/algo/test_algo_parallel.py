@@ -20,7 +20,7 @@ from rlsys.algo.registry import SECTION_KINDS, TABLE
 from rlsys.config import read_layers
 from rlsys.config.algo import AlgoSection
 from rlsys.trainer.logprobs import align_to_tokens
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from tests.helpers.algo_world import Outcome, World, all_of_it, run
 from tests.helpers.gloo_ranks import on_gloo_ranks
 

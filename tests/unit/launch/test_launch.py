@@ -19,7 +19,7 @@ from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
 from launch.ports import choose_ports, free_ports
 from launch.rundir import open_run_dir
 from rlsys.config import Config, load_config
-from rlsys.config.beside import teacher_config
+from rlsys.config.sidecar_servers import teacher_config
 from rlsys.core.errors import UserError
 from rlsys.engine.launch_args import engine_command as served_by
 from rlsys.planner.layout import NodeShare, lay_out

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlsys.convert.prefixes import computed, cost, group_of
 from rlsys.trainer.model.attention import Padding, Rectangle
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch, PrefixSharing, TrainSample, build, pack
 from rlsys.trainer.prefixes import Prefixes, in_order, shared_tokens
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from rlsys.segments import support
 from rlsys.trainer.logprobs import align_to_tokens
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import TrainSample, pack
 from tests.helpers.gloo_ranks import on_gloo_ranks
 
