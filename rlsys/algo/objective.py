@@ -287,8 +287,8 @@ class Objective:
     ) -> None:
         """Compute the update statistics before each optimizer update, with all its parts, if `requirements.prepares`.
 
-        several: samples have more than one sequence, and `requirements.whole_samples`: then always, and `current` is
-        set.
+        split_samples: samples have more than one sequence, and `requirements.whole_samples`: then it always runs, and
+        `current` is set.
         """
         self._update_stats, self._totals = {}, {}
         anchored_plugins: list[tuple[AnyAnchor, Sequence[UpdatePlugin]]] = [(self.anchor, self.losses)]
