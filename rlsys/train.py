@@ -115,13 +115,11 @@ class Loop:
         hashing, left = 0.0, 1.0
         phases = push_phases()
         while left:
-            phases.call(
-                "room", self.trainer.release_unused_memory
-            )  # resting engines take back their weights' memory
+            phases.call("room", self.trainer.release_unused_memory)  # for the weights of the engines
             ticket = phases.call("begin", self.on_main, partial(self.rollout.begin_push, mismatch_kept))
             sent = phases.call("send", self.weight_push.push, ticket)
             canaries = phases.call("canaries", self.trainer.canaries, ticket.canaries)
-            phases.call("room", self.trainer.release_unused_memory)  # and their caches'
+            phases.call("room", self.trainer.release_unused_memory)  # for their caches
             end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.excluded)
             found = phases.call("end", self.on_main, end)
             left, hashing = found.pop("push_left"), hashing + sent.hash_seconds
