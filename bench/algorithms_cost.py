@@ -24,7 +24,7 @@ from rlsys.trainer.trainer import Trainer
 
 GROUPS = 16
 """Of the step that is measured: the recorded groups over and over."""
-TIMED = ("plan", "finish", "prepare", "__call__", "lr_factor", "put_off")
+TIMED = ("plan", "finish", "prepare", "__call__", "lr_factor", "defer")
 
 
 class Clocked(Objective):
@@ -40,7 +40,9 @@ class Scoring(Clocked):
 
     def __init__(self, section: Any) -> None:
         super().__init__(section)
-        self.asks = replace(self.asks, scored=self.asks.passes, looks_ahead=("the bench",))
+        self.requirements = replace(
+            self.requirements, scored=self.requirements.passes, looks_ahead=("the bench",)
+        )
 
 
 def _clocked(name: str) -> Any:
@@ -113,7 +115,7 @@ def measure_cost(
             shares[name]["algorithm_share"].append(objective.seconds / total)
             shares[name]["passes_share"].append(passes[0] / total)
             shares[name]["seconds"].append(total)
-            if objective.asks.passes & CURRENT and not objective.asks.looks_ahead:
+            if objective.requirements.passes & CURRENT and not objective.requirements.looks_ahead:
                 start = time.perf_counter()
                 step.train_step(trainer, Scoring(section), taken)
                 shares[name]["seconds_scored"].append(time.perf_counter() - start)

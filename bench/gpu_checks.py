@@ -243,7 +243,7 @@ def _cache(figures: Figures) -> None:
         trainer = Trainer(cases.config_of(model, Path(folder) / "run", **sections))
         cases.steps(trainer, 2)
         figures(kept_bytes=kept())
-        trainer.make_room()
+        trainer.release_unused_memory()
         figures(kept_after_make_room=kept())
         trainer.close()
 
@@ -283,7 +283,7 @@ def _checkpoint(figures: Figures) -> None:
         sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "launch": {"release_memory": True}}
         trainer = Trainer(cases.config_of(model, Path(folder) / "run", **sections))
         cases.steps(trainer, 1)
-        trainer.make_room()
+        trainer.release_unused_memory()
         torch.cuda.reset_peak_memory_stats()
         figures(held_bytes=torch.cuda.memory_allocated())
         cases.save(trainer, 1)

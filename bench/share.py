@@ -46,7 +46,7 @@ from rlsys.segments.records import (
 )
 from rlsys.segments.route_records import RouteFile
 from rlsys.trainer.bins import plan_bins
-from rlsys.trainer.pack import Unread, pack
+from rlsys.trainer.pack import LazySample, pack
 
 LAYERS, TOPK, EXPERTS, GROUP = 58, 8, 256, 16
 """DeepSeek-V3's layers with experts, and a group's samples."""
@@ -154,7 +154,7 @@ def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
     with SegmentReader(folder) as segments:
         samples = [s for g in taken.groups for s in g.samples]
         layers = sizes.layers
-        unread = [Unread(s, row, segments, layers) for row, s in enumerate(samples)]
+        unread = [LazySample(s, row, segments, layers) for row, s in enumerate(samples)]
         before = peak_bytes()
         batches = pack(unread, sizes.budget, 0, sizes.dp)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu

@@ -45,9 +45,9 @@ from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Sample, SampleGroup, Segment, Status, TrainBatch
 from rlsys.planner.memory import model_size
 from rlsys.trainer.model.attention import PackedSequences
-from rlsys.trainer.model.share import Share
-from rlsys.trainer.pack import MicroBatch, Shared
-from rlsys.trainer.step import micro_loss, ready, sample_table
+from rlsys.trainer.model.context_parallel import Share
+from rlsys.trainer.pack import MicroBatch, PrefixSharing
+from rlsys.trainer.step import micro_loss, prepare_batches, sample_table
 from rlsys.trainer.trainer import Trainer
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, VOCAB = 16, 4, 24, 2048
@@ -86,9 +86,11 @@ class Bench:
         )  # bare megatron shares nothing
         self.objective = Objective(config.algo)
         taken = synthetic(json.loads(TRACE.read_text())["lengths"])
-        plan = self.objective.plan(sample_table(taken.groups, taken.train_step, self.objective.asks.needs))
-        (self.batch,) = ready(self.trainer, self.objective, plan, taken, [plan.rows])
-        if self.objective.asks.prepares:
+        plan = self.objective.plan(
+            sample_table(taken.groups, taken.train_step, self.objective.requirements.needs)
+        )
+        (self.batch,) = prepare_batches(self.trainer, self.objective, plan, taken, [plan.rows])
+        if self.objective.requirements.prepares:
             self.objective.prepare(self.batch, self.trainer.passes.sum_over_dp)
         self.denominator = plan.denominator
 
@@ -148,7 +150,7 @@ class Bench:
             share.position_ids[None],
             None,
             labels=labels,
-            packed_seq_params=PackedSequences.of(share.lengths, DEVICE, share.gathered),
+            packed_seq_params=PackedSequences.of(share.lengths, DEVICE, share.gathered_index),
         )
         count = torch.tensor(losses.numel(), dtype=torch.int)
         return losses, lambda output: (output.float().sum(), count, {"loss": output.detach().sum()})
@@ -206,11 +208,11 @@ def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for groups, prompt, response in sizes:
         taken = groups_of(groups, prompt, response)
         row: dict[str, Any] = {"groups": groups, "prompt": prompt, "response": response}
-        plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
-        ways: dict[str, Shared] = {"before": "no", "after": "yes"}
+        plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
+        ways: dict[str, PrefixSharing] = {"before": "no", "after": "yes"}
         for name, shared in ways.items():
             trainer.passes.pack = replace(trainer.passes.pack, shared=shared)
-            (batch,) = ready(trainer, objective, plan, taken, [plan.rows])
+            (batch,) = prepare_batches(trainer, objective, plan, taken, [plan.rows])
             loss = partial(micro_loss, objective, compare=True)
             step = partial(trainer.update, batch, loss, LR, plan.denominator)
             held = allocated(step)  # warms up, too

@@ -85,9 +85,9 @@ async def repaired(
     extra = []
     for prefix in found:
         extra.append(
-            Sample(10**6 + size * number + prefix.place, number, size + prefix.place, prompt.ids, seed=7)
+            Sample(10**6 + size * number + prefix.index, number, size + prefix.index, prompt.ids, seed=7)
         )
-        fork(group[prefix.place], prefix.at, extra[-1], inserted=prefix.ids)
+        fork(group[prefix.index], prefix.at, extra[-1], inserted=prefix.ids)
     await asyncio.gather(*(speak(s) for s in extra))
     won = [right in answers(tokenizer, [s]) for s in extra]
     return {

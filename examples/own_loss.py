@@ -14,7 +14,7 @@ from rlsys.algo.losses import View
 
 
 def leaky_clip(
-    view: View, prepared: None, *, bound: float = 0.2, slope: float = 0.1
+    view: View, update_stats: None, *, bound: float = 0.2, slope: float = 0.1
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-A f(r) with f(r) = r within [1 - bound, 1 + bound], and `slope` times as steep outside."""
     ratio = view.ratio

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr
 
-from rlsys.algo.planners import Accept, Decision, Drop, More, Planner, rewards_of
+from rlsys.algo.planners import Accept, AddSamples, Decision, Drop, Planner, rewards_of
 from rlsys.core.types import SampleGroup
 
 
@@ -38,7 +38,7 @@ class SecondChance(Planner):
             self._grown.remove(group.group_id)
             return Drop("no success")
         self._grown.add(group.group_id)
-        return More(self.extra)
+        return AddSamples(self.extra)
 
     def forget(self, group_id: int) -> None:
         """Forget a group that was dropped undecided, for example because it was too old."""

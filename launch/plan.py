@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.environment import Kind, environment
 from rlsys.config import Config
-from rlsys.config.beside import reference_config, teacher_config
+from rlsys.config.sidecar_servers import reference_config, teacher_config
 from rlsys.core.errors import UserError
 from rlsys.core.identity import config_path
 from rlsys.core.imports import module_command

@@ -23,10 +23,10 @@ from rlsys.core.types import TrainBatch
 from rlsys.obs.role import run_role
 from rlsys.planner.layout import lay_out, push_plan
 from rlsys.rollout.client import RolloutClient
-from rlsys.trainer.beside import add_models
+from rlsys.trainer.aux_models import add_models
 from rlsys.trainer.recorder import Recorder
-from rlsys.trainer.step import Early, go_backward, score_parked, train_step
-from rlsys.trainer.token_log import write_notes
+from rlsys.trainer.step import EarlyPasses, backward_early, score_parked, train_step
+from rlsys.trainer.token_log import write_token_log
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.weight_push import WeightPush, push_phases
 
@@ -38,7 +38,7 @@ class Loop:
     def __init__(self, config: Config, rollout: RolloutClient, owner: Owner) -> None:
         self.config, self.rollout = config, rollout
         self.objective = Objective(config.algo)
-        self.trainer = Trainer(config, self.objective.asks.passes, owner)
+        self.trainer = Trainer(config, self.objective.requirements.passes, owner)
         add_models(self.trainer, self.objective)
         self.weight_push = WeightPush(self.trainer, push_plan(config, lay_out(config)))
         self.on_main = self.trainer.on_main
@@ -57,7 +57,7 @@ class Loop:
             self.evaluate()
         while self.step < self.config.trainer.steps:
             start = time.monotonic()
-            early = Early() if self.config.trainer.early_backward else None
+            early = EarlyPasses() if self.config.trainer.early_backward else None
             if (taken := self.take(early)) is None:
                 self.leave()
                 return
@@ -66,29 +66,29 @@ class Loop:
         self.settle(wait=True)
         self._write("run", event="end")
 
-    def take(self, early: Early | None) -> TrainBatch | None:
+    def take(self, early: EarlyPasses | None) -> TrainBatch | None:
         """The groups of the next step; an engine that came back without weights gets them first. None: leave."""
         rollout, step = self.rollout, self.step + 1
         while True:
             while early is not None and (part := self.on_main(lambda: rollout.early(step))) is not None:
-                go_backward(self.trainer, self.objective, part, early)
+                backward_early(self.trainer, self.objective, part, early)
             if (taken := self.on_main(lambda: rollout.take(step))) is not None:
                 return taken
             if self.on_main(rollout.leaving) is not None:
                 return None
             self.push()
 
-    def train(self, taken: TrainBatch, early: Early | None, start: float) -> None:
+    def train(self, taken: TrainBatch, early: EarlyPasses | None, start: float) -> None:
         """One train step on these groups, and the push of what came of it. `start`: when the step began."""
         taken_at = time.monotonic()
         stats: dict[str, object] = {}
-        notes = [] if early is None else early.notes
-        if "behaviour" in self.objective.asks.needs:
+        notes = [] if early is None else early.records
+        if "behaviour" in self.objective.requirements.needs:
             stats["time_score"] = self.score_interrupted(taken.train_step)
         stats |= train_step(self.trainer, self.objective, taken, early, notes)
         trained_at = time.monotonic()
         stats |= self.push(cast("float | None", stats.get("mismatch_kept_mean")))
-        write_notes(self.trainer, taken, notes)  # for people: no engine waits for it
+        write_token_log(self.trainer, taken, notes)  # for people: no engine waits for it
         self.trainer.segments.close()
         end = time.monotonic()
         self.step = taken.train_step
@@ -115,11 +115,11 @@ class Loop:
         hashing, left = 0.0, 1.0
         phases = push_phases()
         while left:
-            phases.call("room", self.trainer.make_room)  # resting engines take back their weights' memory
+            phases.call("room", self.trainer.release_unused_memory)  # for the weights of the engines
             ticket = phases.call("begin", self.on_main, partial(self.rollout.begin_push, mismatch_kept))
             sent = phases.call("send", self.weight_push.push, ticket)
             canaries = phases.call("canaries", self.trainer.canaries, ticket.canaries)
-            phases.call("room", self.trainer.make_room)  # and their caches'
+            phases.call("room", self.trainer.release_unused_memory)  # for their caches
             end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.excluded)
             found = phases.call("end", self.on_main, end)
             left, hashing = found.pop("push_left"), hashing + sent.hash_seconds

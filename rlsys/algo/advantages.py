@@ -22,15 +22,17 @@ Eps = Annotated[float, Field(ge=0)]
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    """(R - mean_g) / (std_g + eps), std with n - 1 (GRPO, DeepSeekMath, section 4.1). 0 where all rewards agree, but
-    for rounding."""
+    """Compute (R - mean_g) / (std_g + eps), std with n - 1 (GRPO, DeepSeekMath, section 4.1).
+
+    The advantage is 0 if all rewards of the group are equal up to rounding.
+    """
     _check(rewards, group_ids)
     rewards = merge_close(rewards, group_ids, rewards.abs(), REWARD_TOLERANCE)
     return dr_grpo(rewards, group_ids) / (group_std(rewards, group_ids) + eps)
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """R - mean_g, no division by the deviation (Dr. GRPO, section 3)."""
+    """Compute R - mean_g without division by the deviation (Dr. GRPO, section 3)."""
     _check(rewards, group_ids)
     return rewards - group_mean(rewards, group_ids)
 
@@ -44,20 +46,22 @@ def _check(rewards: Tensor, group_ids: Tensor) -> None:
 
 
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """R_i - mean of the *other* rewards of its group = n / (n - 1) (R_i - mean_g); 0 in a group of one."""
+    """Compute R_i - mean of the *other* rewards of its group = n / (n - 1) (R_i - mean_g); 0 in a group of one."""
     index, sizes = group_index(group_ids)
     n = sizes[index].to(rewards.dtype)
     return dr_grpo(rewards, group_ids) * n / (n - 1).clamp(min=1)
 
 
 def deviation(values: Tensor) -> Tensor:
-    """Standard deviation of `[N]` with n - 1; 0 of a single value."""
+    """Return the standard deviation of `[N]` with n - 1; 0 for a single value."""
     return values.std() if len(values) > 1 else values.new_zeros(())
 
 
 def whiten(values: Tensor, eps: float = 1e-6) -> Tensor:
-    """(x - mean) / (std + eps) over all of `[N]`, std with n - 1; 0 for a single value, and where all agree but for
-    rounding."""
+    """Compute (x - mean) / (std + eps) over all of `[N]`, std with n - 1.
+
+    The result is 0 for a single value, and if all values are equal up to rounding.
+    """
     std = deviation(values)
     if std <= REWARD_TOLERANCE * values.abs().max():
         return torch.zeros_like(values)
@@ -70,7 +74,7 @@ class Advantage(Plugin):
     group_local: ClassVar[bool] = True
     """Whether a group's advantages depend on that group alone."""
     compares: ClassVar[bool] = False
-    """Whether it compares the samples of a group: of one sample alone it can say nothing."""
+    """Whether it compares the samples of a group: a single sample then has no advantage."""
 
     of_samples: ClassVar[bool] = True
     """Whether `__call__` gives a sample's advantage; else its reward, of which `per_token` makes advantages."""
@@ -87,12 +91,12 @@ class Advantage(Plugin):
     def per_token(
         self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
     ) -> list[Tensor]:
-        """`[T]` for each packed batch of this rank: by default each token gets its sample's advantage."""
+        """Return `[T]` for each packed batch of this rank: by default each token gets its sample's advantage."""
         return [part.masked(part.expand(advantages)) for part in parts]
 
     @classmethod
     def changes_tokens(cls) -> bool:
-        """Whether a sample of advantage 0 can still have tokens of another one."""
+        """Whether tokens can have another advantage than their sample."""
         return cls.per_token is not Advantage.per_token
 
 
@@ -138,14 +142,14 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 def by_group(function: Callable[[Tensor], Tensor], values: Tensor, group_ids: Tensor) -> Tensor:
-    """`function` of each group's values `[n]`, put back into `[N]`."""
+    """Apply `function` to each group's values `[n]` and return the results as `[N]`."""
     out = torch.zeros_like(values)
     for members in groups_of(group_ids):
         out[members] = function(values[members])
     return out
 
 
-def middle(ordered: Tensor) -> Tensor:
-    """Median of sorted values `[n]`; of an even number, the mean of the two in the middle."""
-    n = len(ordered)
-    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+def middle(sorted_values: Tensor) -> Tensor:
+    """Return the median of sorted values `[n]`; for an even number, the mean of the two middle ones."""
+    n = len(sorted_values)
+    return (sorted_values[(n - 1) // 2] + sorted_values[n // 2]) / 2

@@ -1,4 +1,4 @@
-"""What ratios are taken against, `algo.anchor`, and the log-probs that it needs; Objective.anchor_of is its value."""
+"""Anchors of ratios, `algo.anchor`, and the log-probs that they need; Objective.anchor_of returns the value."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Literal
 
 from rlsys.config.algo import Anchor
 
-CURRENT = frozenset({"old", "now", "behaviour", "entropy", "values", "sum_pi_squared", "divergence"})
+CURRENT = frozenset({"old", "current", "behaviour", "entropy", "values", "sum_pi_squared", "divergence"})
 """Signals that one forward pass of the current weights gives."""
 PASSES = CURRENT | {"ewma", "ref"}
-"""Needs that forward passes of the trainer serve, as fields of Batch."""
+"""Signals from forward passes of the trainer, as fields of Batch."""
 
 AnyAnchor = Anchor | Literal["current"]
 """`current`, the policy itself, is the anchor of an objective without a ratio: its corrections reach as far."""
@@ -23,4 +23,4 @@ ANCHOR_NEEDS: dict[str, frozenset[str]] = {
     "ewma": frozenset({"ewma"}),
 }
 MOVING = frozenset({"interpolated", "current"})
-"""Anchors that follow the current policy: before a loss is called, they need `now`."""
+"""Anchors that follow the current policy: before a loss is called, they need `current`."""

@@ -1,7 +1,7 @@
-"""The tensors that plug-ins see: a table of all samples of a step, and packed tokens of this rank's sequences.
+"""Tensors for plug-ins: a table of all samples of a step, and packed tokens of this rank's sequences.
 
 Shapes: N samples of the step, R rewards per sample, S sequences in one packed batch, T tokens in it. A token's
-log-prob is that of this token given what precedes it; `mask` is 1 on the response tokens that are trained.
+log-prob is that of this token given its predecessors; `mask` is 1 on the response tokens that are trained.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ from rlsys.core.types import Sample, SampleGroup, Status
 
 
 def check_floating(name: str, values: Tensor) -> None:
-    """Raises ValueError for integers and booleans: what is computed in their type is cut to whole numbers."""
+    """Check the dtype.
+
+    Raises ValueError for integers and booleans, in which results would be rounded to whole numbers.
+    """
     if not values.is_floating_point():
         raise ValueError(f"{name}: {values.dtype}, expected a floating-point type: use {name}.float()")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """One row per sample, the same table on every rank. Optional columns are there when a plug-in needs them.
+    """One row per sample, the same table on every rank. Optional columns are set if a plug-in needs them.
 
-    A sample of several sequences is one row: group sizes, baselines and lengths are those of whole samples, so they
-    do not change when a response is split into sequences.
+    A sample of several sequences is one row: group sizes, baselines and lengths are those of whole samples, so that
+    they do not change if a response is split into sequences.
     """
 
-    rewards: Tensor  # [N], or [N, R] named rewards; what rounding tells apart within a group is equal
+    rewards: Tensor  # [N], or [N, R] named rewards; equal within a group if they differ only by rounding
     group_ids: Tensor  # [N] integers, any order
     lengths: Tensor  # [N] trained response tokens of all sequences, before any selection
     step: int = 0  # train steps done before this one, for schedules
@@ -44,15 +47,17 @@ class Samples:
     answers: Tensor | None = None  # [N] a stable hash of the canonical answer; -1: no answer
     log_likelihood: Tensor | None = None  # [N] mean mu over the response
     tool_penalty: Tensor | None = None  # [N] in [0, 2]
-    turn_rewards: Tensor | None = None  # [N, K] of turns, sequence by sequence; 0 behind the last
-    turn_matches: Tensor | None = None  # [N, K] bool: the turn did as the trajectory that it follows
+    turn_rewards: Tensor | None = None  # [N, K] of turns, sequence by sequence; 0 after the last
+    turn_matches: Tensor | None = None  # [N, K] bool: the turn matches the given trajectory
     turn_counts: Tensor | None = None  # [N] turns of each sample, at most K
     transferred: Tensor | None = None  # [N] bool: drawn from a rewritten prompt
-    place: Tensor | None = None  # [N] in its group
-    stem: Tensor | None = None  # [N] the place of the sample that it branches off; -1: none
-    fork_at: Tensor | None = None  # [N] response tokens that it shares with that one
-    counted: Tensor | None = None  # [N] bool: not dropped by a `before` selector; None until these act
-    kept: Tensor | None = None  # [N] bool: not dropped by any selector; None before all have acted
+    index_in_group: Tensor | None = None  # [N]
+    stem: Tensor | None = None  # [N] the index in its group of the sample that it branches off; -1: none
+    fork_at: Tensor | None = None  # [N] response tokens that it shares with that sample
+    eligible: Tensor | None = (
+        None  # [N] bool: not dropped before the advantages; None until the selectors have acted
+    )
+    selected: Tensor | None = None  # [N] bool: not dropped by any selector; None until all have acted
     log_weight: Tensor | None = None  # [N] sum over tokens of (old - mu)
     score_norm: Tensor | None = None  # [N] sum over tokens of |grad of log pi by the logits|^2
     kl: Tensor | None = None  # [N, 3] sums over tokens of k1, k2, k3 of old against ref
@@ -82,13 +87,13 @@ class Samples:
 
     @property
     def reward(self) -> Tensor:
-        """One number per sample, `[N]`: the sum of its named rewards."""
+        """Reward of each sample, `[N]`: the sum of its named rewards."""
         if self.rewards.dim() == 1:
             return self.rewards
         return self._merged(self.rewards.sum(1), self.rewards.abs().sum(1))
 
     def column(self, name: str) -> Tensor:
-        """A column that must be there. Raises ValueError naming it."""
+        """Return a required column. Raises ValueError with its name if it is missing."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"the sample table has no column {name!r}, which this plug-in needs")
@@ -96,14 +101,14 @@ class Samples:
         return value
 
     def take(self, keep: Tensor) -> Samples:
-        """The rows where `keep` `[N]` is true."""
+        """Select the rows where `keep` `[N]` is true."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        taken: dict[str, Any] = {k: v[keep] for k, v in columns.items() if isinstance(v, Tensor)}
-        return replace(self, **taken)
+        columns_taken: dict[str, Any] = {k: v[keep] for k, v in columns.items() if isinstance(v, Tensor)}
+        return replace(self, **columns_taken)
 
     @classmethod
     def of(cls, groups: Sequence[SampleGroup], step: int = 0) -> Samples:
-        """The table of complete groups; rewards `[N, R]` if they are named, in alphabetical order.
+        """Build the table of complete groups; rewards `[N, R]` if they are named, in alphabetical order.
 
         Raises ValueError for a missing reward, UserError for samples whose rewards have different names.
         """
@@ -128,31 +133,33 @@ class Samples:
 
 
 def fork_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """What the signal `forks` stands for."""
+    """Build the columns of the signal `forks`."""
     return {
-        "place": torch.tensor([s.index for s in samples]),
+        "index_in_group": torch.tensor([s.index for s in samples]),
         "stem": torch.tensor([-1 if s.fork is None else s.fork.source for s in samples]),
         "fork_at": torch.tensor([0 if s.fork is None else s.fork.at for s in samples]),
     }
 
 
 def _rewards(samples: Sequence[Sample]) -> Tensor:
-    """`[N, R]`, a column a name."""
+    """Return `[N, R]`, one column per name."""
     marks: list[dict[str, Any]] = [s.named_rewards or {"": s.reward} for s in samples]
     names = sorted(marks[0])
-    for sample, found in zip(samples, marks, strict=True):
-        if sorted(found) != names:
+    for sample, rewards in zip(samples, marks, strict=True):
+        if sorted(rewards) != names:
             raise UserError(
-                f"data.reward: sample {sample.sample_id} has the rewards {sorted(found)}, others of its step "
+                f"data.reward: sample {sample.sample_id} has the rewards {sorted(rewards)}, others of its step "
                 f"{names}; a reward function must not change within a run"
             )
-    return torch.tensor([[found[name] for name in names] for found in marks], dtype=torch.float32)
+    return torch.tensor([[rewards[name] for name in names] for rewards in marks], dtype=torch.float32)
 
 
 @dataclass(kw_only=True)
 class Batch:
-    """Packed sequences of one rank, of which several may be of one sample, also on several ranks. The optional fields
-    are filled by log-prob passes and by the objective."""
+    """Packed sequences of one rank; several may belong to one sample, also on several ranks.
+
+    Log-prob passes and the objective set the optional fields.
+    """
 
     tokens: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1]
@@ -160,16 +167,16 @@ class Batch:
     mask: Tensor  # [T]
     mu: Tensor  # [T]
     versions: Tensor  # [T] weight version that sampled the token; -1 on the prompt
-    places: list[int] = field(
+    sequence_index: list[int] = field(
         default_factory=list
-    )  # [S] number of each sequence in its sample; none: in order
+    )  # [S] index of each sequence in its sample; empty: in order
     turns: Tensor | None = None  # [T] its turn within its sample; -1: no model sampled it
     transferred: Tensor | None = None  # [T] bool: mu is of the same response to another prompt
     version: int = 0  # of the weights that start this step
     old: Tensor | None = None
-    old_is_current: bool = False  # then nobody filled `old`: it is what the loss is called with, detached
-    now: Tensor | None = None
-    behaviour: Tensor | None = None  # NaN where it was not stored
+    old_is_current: bool = False  # then `old` is not set: it is the detached log-prob of the loss call
+    current: Tensor | None = None
+    behaviour: Tensor | None = None  # NaN if it was not stored
     ewma: Tensor | None = None
     ref: Tensor | None = None
     entropy: Tensor | None = None
@@ -183,9 +190,7 @@ class Batch:
     sample_lengths: Tensor | None = (
         None  # [N], trained tokens of each row of it, in all its sequences; likewise
     )
-    sample_keys: Tensor | None = (
-        None  # [N], what random draws know each row of it by (rlsys.algo.draws); likewise
-    )
+    sample_keys: Tensor | None = None  # [N], keys of random draws (rlsys.algo.draws); likewise
     rewards: Tensor | None = None  # [T], of the token's sample, before shaping; set by Objective.finish
     denominator: float = 1.0  # of the optimizer update that it is in; set by Objective.finish
 
@@ -200,10 +205,10 @@ class Batch:
             raise ValueError(f"{len(self.rows)} rows for {self.sequences} sequences")
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on another device."""
+        """Copy the batch to another device."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        moved_fields: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved_fields)
 
     @property
     def sequences(self) -> int:
@@ -217,21 +222,21 @@ class Batch:
 
     @cached_property
     def keep(self) -> Tensor:
-        """Which tokens are trained, `[T]` bool."""
+        """Mask of the trained tokens, `[T]` bool."""
         return self.mask > 0
 
     @property
     def counted_tokens(self) -> Tensor:
-        """Tokens that every statistic of an update is over, `[T]` bool: those whose weight is not 0.
+        """Tokens in every statistic of an update, `[T]` bool: those whose weight is not 0.
 
-        A token that a selector drops, or whose sample it drops, counts nowhere, whether or not it was packed. Before
-        Objective.finish sets the weights, all response tokens count.
+        A token that a selector drops, or whose sample it drops, is in no statistic, whether or not it was packed.
+        Before Objective.finish sets the weights, all response tokens are counted.
         """
         return self.keep if self.weight is None else self.keep & (self.weight != 0)
 
     @property
     def active(self) -> Tensor:
-        """Counted tokens with an advantage, `[T]` bool: what a policy term acts on, whatever else was packed."""
+        """Counted tokens with an advantage, `[T]` bool: the tokens of a policy term."""
         return self.counted_tokens & (self.signal("advantages") != 0)
 
     @cached_property
@@ -245,7 +250,7 @@ class Batch:
         return sum_by(self.keep.to(self.mu.dtype), self.ids, self.sequences)
 
     def signal(self, name: str) -> Tensor:
-        """A per-token field that must be there. Raises ValueError naming it."""
+        """Return a required per-token field. Raises ValueError with its name if it is missing."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"the batch has no {name!r}, which a plug-in needs")
@@ -253,7 +258,7 @@ class Batch:
         return value
 
     def masked(self, values: Tensor) -> Tensor:
-        """`values` `[T]` with exactly 0 on tokens that are not trained, also where these are not finite."""
+        """Set `values` `[T]` to exactly 0 on tokens that are not trained, including non-finite values."""
         return torch.where(self.keep, values, torch.zeros_like(values))
 
     def per_sequence(self, values: Tensor) -> Tensor:
@@ -261,12 +266,12 @@ class Batch:
         return sum_by(self.masked(values), self.ids, self.sequences)
 
     def in_sample(self, values: Tensor) -> Tensor:
-        """Of each sequence, the sum of `values` `[S]` over this batch's sequences of its sample, `[S]`."""
+        """Sum `values` `[S]` over this batch's sequences of the same sample, for each sequence, `[S]`."""
         if len(self.rows) == 1:
             return values
-        _, place = torch.unique(self.rows.to(values.device), return_inverse=True)
-        return sum_by(values, place, self.sequences)[place]
+        _, index = torch.unique(self.rows.to(values.device), return_inverse=True)
+        return sum_by(values, index, self.sequences)[index]
 
     def expand(self, table: Tensor) -> Tensor:
-        """A column `[N]` of the sample table, at each token `[T]`."""
+        """Return a column `[N]` of the sample table at each token, `[T]`."""
         return table.to(self.mu)[self.rows.to(self.mu.device)][self.ids]

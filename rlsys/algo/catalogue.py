@@ -1,4 +1,4 @@
-"""What `rlsys algo list` and `rlsys algo show NAME` print. Imports the plug-ins when asked, not before."""
+"""Output of `rlsys algo list` and `rlsys algo show NAME`. Imports the plug-ins on demand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OTHER_STAGES = {
     ("hook", "ewma"): "correction",
     ("hook", "sync_ref"): "policy loss",
 }
-"""Those that act elsewhere than others of their kind."""
+"""Plug-ins whose stage differs from that of their kind."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,19 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Every built-in plug-in, by kind in the order in which a sample meets them."""
+    """List every built-in plug-in, by kind in the order in which a sample passes them."""
     return [_entry(kind, name, path) for kind in KINDS for name, path in TABLE[kind].items()]
 
 
 def find(name: str) -> list[Entry]:
-    """The plug-ins of this short name, one per kind that has it. Raises UserError when there is none."""
-    found = [_entry(kind, name, TABLE[kind][name]) for kind in KINDS if name in TABLE[kind]]
-    if not found:
-        known = sorted({n for names in TABLE.values() for n in names})
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    """Find the plug-ins of this short name, one per kind that has it. Raises UserError if there is none."""
+    matches = [_entry(kind, name, TABLE[kind][name]) for kind in KINDS if name in TABLE[kind]]
+    if not matches:
+        all_names = sorted({n for names in TABLE.values() for n in names})
+        near = difflib.get_close_matches(name.lower(), all_names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(all_names)}"
         raise UserError(f"no algorithm {name!r}; {hint}")
-    return found
+    return matches
 
 
 def _entry(kind: str, name: str, path: str) -> Entry:
@@ -104,7 +104,7 @@ def _entry(kind: str, name: str, path: str) -> Entry:
             (
                 field,
                 ", ".join([_type_name(info.annotation), *_bounds(info)]),
-                _told(field, info.default),
+                _default_text(field, info.default),
                 info.description or "",
             )
             for field, info in plugin.model_fields.items()
@@ -112,20 +112,20 @@ def _entry(kind: str, name: str, path: str) -> Entry:
     )
 
 
-def _told(field: str, default: Any) -> str:
-    """A default as one short word; of a list of sections only how many there are."""
+def _default_text(field: str, default: Any) -> str:
+    """Describe a default briefly; for a list of sections only their number."""
     return f"{len(default)} {field}" if _is_sections(default) else repr(default)
 
 
 def _is_sections(default: Any) -> TypeGuard[list[BaseModel]]:
-    return isinstance(default, list) and any(isinstance(one, BaseModel) for one in default)
+    return isinstance(default, list) and any(isinstance(item, BaseModel) for item in default)
 
 
 def _sections(entry: Entry) -> Iterator[str]:
-    """Its defaults that are lists of sections, as YAML for a config."""
+    """Yield the plug-in's defaults that are lists of sections, as YAML for a config."""
     for name, info in load(entry.kind, TABLE[entry.kind][entry.name]).model_fields.items():
         if _is_sections(info.default):
-            plain = [one.model_dump(mode="json", exclude_defaults=True) for one in info.default]
+            plain = [section.model_dump(mode="json", exclude_defaults=True) for section in info.default]
             yield yaml.safe_dump({name: plain}, sort_keys=False, width=110).rstrip()
 
 
@@ -142,24 +142,24 @@ def _type_name(annotation: Any) -> str:
     return annotation.__name__ if plain else str(annotation).replace("typing.", "")
 
 
-def _bounds(known: Any) -> Iterator[str]:
-    """In words, of a field or of a part of its type: `int | None` may bind its `int`."""
-    if isinstance(known, FieldInfo):
-        for limit in known.metadata:
-            for name, words in _LIMITS.items():
+def _bounds(annotation: Any) -> Iterator[str]:
+    """Describe the bounds of a field, or of a part of its type: `int | None` may bound its `int`."""
+    if isinstance(annotation, FieldInfo):
+        for limit in annotation.metadata:
+            for name, phrase in _LIMITS.items():
                 if (value := getattr(limit, name, None)) is not None:
-                    yield f"{words} {value:,}"
-        yield from _bounds(known.annotation)
+                    yield f"{phrase} {value:,}"
+        yield from _bounds(annotation.annotation)
     else:
-        for part in get_args(known):
+        for part in get_args(annotation):
             yield from _bounds(part)
 
 
 def render_list() -> str:
-    """All plug-ins: one line each, then its parameters."""
+    """Render all plug-ins: one line each, then its parameters."""
     lines = []
-    for kind, (_, what) in KINDS.items():
-        lines.append(f"{kind}: {what}")
+    for kind, (_, purpose) in KINDS.items():
+        lines.append(f"{kind}: {purpose}")
         for entry in (e for e in entries() if e.kind == kind):
             lines.append(f"  {entry.name:22} {entry.line}")
             source = f"{entry.paper} [{entry.evidence}]" if entry.paper else f"[{entry.evidence}]"
@@ -173,7 +173,7 @@ def render_list() -> str:
 
 
 def render_show(name: str) -> str:
-    """Everything about one name. Raises UserError for an unknown one."""
+    """Render all information about one name. Raises UserError for an unknown one."""
     blocks = []
     for e in find(name):
         lines = [f"{e.kind}: {e.name}", "", e.doc, "", f"paper:    {e.paper or '-'}"]
@@ -188,7 +188,7 @@ def render_show(name: str) -> str:
 
 
 def recipes() -> dict[tuple[str, str], str]:
-    """(kind, name) -> the recipe that shows it, in configs/: of its own name, else the first that names it."""
+    """Map (kind, name) to its recipe in configs/: that of the same name, else the first that names it."""
     out: dict[tuple[str, str], str] = {}
     for path in sorted(RECIPES.glob("*.yaml")):
         section = AlgoSection.model_validate(read_layers(path)["algo"])
@@ -199,7 +199,7 @@ def recipes() -> dict[tuple[str, str], str]:
                 key = SECTION_KINDS[field], spec.name
                 if spec.name == path.stem or key not in out:
                     out[key] = f"algorithms/{path.stem}"
-    for path in (path for of in SFT for path in sorted(of.glob("*.yaml"))):
+    for path in (path for folder_ in SFT for path in sorted(folder_.glob("*.yaml"))):
         name = SFTConfig.model_validate(read_layers(path)["sft"]).loss.name
         out["imitation" if name in TABLE["imitation"] else "preference", name] = (
             f"{path.parent.name}/{path.stem}"

@@ -1,8 +1,8 @@
-"""`rlsys algo check`: what every plug-in of the trainer promises, tried on one that somebody wrote.
+"""Contract test of a user's plug-in: `rlsys algo check`.
 
-It is made from its parameters; it runs on a made-up step and gives finite numbers; it gives the same for the same
-step; what it gives does not depend on how the step's sequences are cut into micro-batches (that is how they come to
-the ranks); and its state survives JSON, as in a checkpoint.
+The plug-in is built from its parameters; it runs on a synthetic step and returns finite numbers; it returns the same
+for the same step; its results do not depend on the assignment of the step's sequences to micro-batches and ranks; and
+its state survives JSON, as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rlsys.config.algo import Spec
 from rlsys.core.errors import UserError
 
 PIECES = (1, 2, 5, 1000)
-"""Micro-batches of an update; the last is more than there are rows: each sequence by itself."""
+"""Micro-batches of an update; the last exceeds the number of rows: one sequence per micro-batch."""
 TOLERANCE = 1e-9
-"""In float64, relative to the largest number compared. Sums in another order differ by some 1e-15."""
+"""In float64, relative to the largest compared number. Sums in another order differ by about 1e-15."""
 
 
-def known_kind(kind: str) -> str:
-    """Raises UserError when there is no such kind."""
+def check_kind(kind: str) -> str:
+    """Return the kind. Raises UserError if it does not exist."""
     if kind not in KINDS:
         near = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(KINDS)}"
@@ -40,9 +40,9 @@ def known_kind(kind: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The kind of a built-in, or of a class.
+    """Return the kind of a built-in, or of a class.
 
-    Raises UserError for a name that does not tell: that of a function, or one that several kinds have.
+    Raises UserError for an ambiguous name: that of a function, or one that several kinds have.
     """
     kinds = [kind for kind, names in TABLE.items() if name in names]
     if len(kinds) > 1:
@@ -51,56 +51,61 @@ def kind_of(name: str) -> str:
         )
     if kinds:
         return kinds[0]
-    found = load("rlsys algo check", name)
+    plugin = load("rlsys algo check", name)
     for kind, (base, _) in KINDS.items():
-        if isinstance(found, type) and issubclass(found, load(kind, base)):
+        if isinstance(plugin, type) and issubclass(plugin, load(kind, base)):
             return kind
     raise UserError(f"{name} is a plain function: say with --kind what it is, one of {', '.join(KINDS)}")
 
 
-def promises(config: Config, kind: str, name: str) -> Iterator[str]:
-    """A line for each promise that holds, as soon as it was tried. Raises UserError, one line, for one that does not.
+def check_promises(config: Config, kind: str, name: str) -> Iterator[str]:
+    """Yield a line for each promise that holds. Raises UserError, one line, for one that does not.
 
-    `config`: of a run that would use the plug-in. If its section `algo` does not name it, it gets its kind's place,
-    with its own defaults.
+    `config`: of a run that would use the plug-in. If its section `algo` does not name the plug-in, it is added with
+    its defaults.
     """
     if kind in ("imitation", "preference"):
-        yield from _of_imitation(name) if kind == "imitation" else _of_preference(name)
+        yield from _check_imitation(name) if kind == "imitation" else _check_preference(name)
         return
-    config, spec = naming(config, kind, name)
-    made: Plugin = build(kind, name, **spec.params)
-    yield _made(kind, name, made)
+    config, spec = with_plugin(config, kind, name)
+    plugin: Plugin = build(kind, name, **spec.params)
+    yield _describe_plugin(kind, name, plugin)
     check(config)
     try_objective(config)
     yield "runs on a made-up step: loss and gradients are finite, its state goes through JSON"
     if kind in ("prompt", "planner", "group_reward"):
         return
     groups = made_up_groups(config, ())
-    first, *others = (made_up_step(Objective(config.algo), groups, pieces) for pieces in (PIECES[0], *PIECES))
-    _compare(first, others[0], f"{name} gives another result for the same step: does it draw random numbers?")
+    first, *outcomes = (
+        made_up_step(Objective(config.algo), groups, pieces) for pieces in (PIECES[0], *PIECES)
+    )
+    _compare(
+        first, outcomes[0], f"{name} gives another result for the same step: does it draw random numbers?"
+    )
     yield "the same step gives the same numbers"
-    for pieces, found in zip(PIECES[1:], others[1:], strict=True):
-        cut = f"cut into {pieces} micro-batches" if pieces < PIECES[-1] else "cut into single sequences"
+    for pieces, outcome in zip(PIECES[1:], outcomes[1:], strict=True):
+        division = f"cut into {pieces} micro-batches" if pieces < PIECES[-1] else "cut into single sequences"
         advice = "what needs all tokens of an update belongs into `prepare`, with its `reduce`"
-        _compare(first, found, f"{name} gives another result when an update is {cut}: {advice}")
+        _compare(first, outcome, f"{name} gives another result when an update is {division}: {advice}")
     yield "an update cut into 2 or 5 micro-batches, or into single sequences, gives the same numbers"
 
 
-def _made(kind: str, name: str, made: Plugin) -> str:
-    told = (made.__doc__ or "").strip().splitlines()
-    return f"made: {kind} {name}, evidence {evidence_of(type(made))}: {told[0] if told else 'it has no docstring'}"
+def _describe_plugin(kind: str, name: str, plugin: Plugin) -> str:
+    doc_lines = (plugin.__doc__ or "").strip().splitlines()
+    summary = doc_lines[0] if doc_lines else "it has no docstring"
+    return f"made: {kind} {name}, evidence {evidence_of(type(plugin))}: {summary}"
 
 
-def _of_imitation(name: str) -> Iterator[str]:
-    made: Imitation = build("imitation", name)
-    yield _made("imitation", name, made)
+def _check_imitation(name: str) -> Iterator[str]:
+    loss_fn: Imitation = build("imitation", name)
+    yield _describe_plugin("imitation", name, loss_fn)
     g = torch.Generator().manual_seed(0)
     logp, chance, expected = -torch.rand(3, 8, generator=g, dtype=torch.float64) * 5
 
-    def tried(order: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and gradient, `[8]`, of eight made-up tokens in this order."""
+    def loss_and_gradient(order: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute loss and gradient, `[8]`, of eight synthetic tokens in this order."""
         leaf = logp[order].requires_grad_()
-        losses = made(Tokens(leaf, chance[order].exp(), expected[order]))
+        losses = loss_fn(Tokens(leaf, chance[order].exp(), expected[order]))
         if losses.shape != leaf.shape:
             raise UserError(
                 f"{name}: of 8 tokens it gives {list(losses.shape)} losses; expected one for each"
@@ -109,37 +114,37 @@ def _of_imitation(name: str) -> Iterator[str]:
         return losses.detach(), gradient
 
     order = torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])
-    (loss, gradient), again = tried(torch.arange(8)), tried(order)
+    (loss, gradient), reordered = loss_and_gradient(torch.arange(8)), loss_and_gradient(order)
     if not (loss.isfinite().all() and gradient.isfinite().all() and gradient.any()):
         raise UserError(
             f"{name}: of made-up tokens the losses are {loss.tolist()}, the gradient {gradient.tolist()}"
         )
     yield "runs on made-up tokens: losses and gradient are finite, and the gradient is not 0"
-    if not _close(loss[order], again[0]) or not _close(gradient[order], again[1]):
+    if not _close(loss[order], reordered[0]) or not _close(gradient[order], reordered[1]):
         raise UserError(
             f"{name} gives a token another loss when others are before it; a batch is cut anywhere"
         )
     yield "a token's loss does not depend on which others are there"
 
 
-def _of_preference(name: str) -> Iterator[str]:
-    made: Preference = build("preference", name)
-    yield _made("preference", name, made)
-    loss, gradient = _tried(made, torch.arange(8))
+def _check_preference(name: str) -> Iterator[str]:
+    loss_fn: Preference = build("preference", name)
+    yield _describe_plugin("preference", name, loss_fn)
+    loss, gradient = _loss_and_gradient(loss_fn, torch.arange(8))
     if not (loss.isfinite() and gradient.isfinite().all() and gradient.any()):
         raise UserError(
             f"{name}: of made-up answers the loss is {float(loss):.4g}, its gradient {gradient.tolist()}"
         )
     yield "runs on made-up answers: loss and gradient are finite, and the gradient is not 0"
     for order in (torch.arange(8), torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])):
-        again = _tried(made, order)
-        if not _close(loss, again[0]) or not _close(gradient[order], again[1]):
+        reordered = _loss_and_gradient(loss_fn, order)
+        if not _close(loss, reordered[0]) or not _close(gradient[order], reordered[1]):
             raise UserError(f"{name} gives another result for the same answers in the order {order.tolist()}")
     yield "the same answers give the same numbers, in another order, too"
 
 
-def _tried(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and gradient, `[8]`, of four made-up pairs in this order."""
+def _loss_and_gradient(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute loss and gradient, `[8]`, of four synthetic pairs in this order."""
     g = torch.Generator().manual_seed(0)
     logp, ref, drift, value = -torch.rand(4, 8, generator=g, dtype=torch.float64)[:, order] * 5
     leaf = (value if "values" in loss.needs() else logp).requires_grad_()
@@ -150,29 +155,29 @@ def _tried(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]:
     return total.detach(), gradient
 
 
-def naming(config: Config, kind: str, name: str) -> tuple[Config, Spec]:
-    """The config with this plug-in in its kind's place, and how it is named there."""
-    place = next(place for place, of in SECTION_KINDS.items() if of == kind)
-    there = getattr(config.algo, place)
-    for spec in there if isinstance(there, list) else [] if there is None else [there]:
+def with_plugin(config: Config, kind: str, name: str) -> tuple[Config, Spec]:
+    """Return the config with this plug-in in the field of its kind, and its spec."""
+    field = next(field for field, of in SECTION_KINDS.items() if of == kind)
+    value = getattr(config.algo, field)
+    for spec in value if isinstance(value, list) else [] if value is None else [value]:
         if spec.name == name:
             return config, spec
-    alone = kind != "loss" or getattr(load(kind, TABLE[kind].get(name, name)), "policy", True)
+    trains_policy = kind != "loss" or getattr(load(kind, TABLE[kind].get(name, name)), "policy", True)
     data = config.model_dump(mode="json")
-    names = [name] if alone else ["clip", name]
-    data["algo"][place] = [{"name": n} for n in names] if isinstance(there, list) else {"name": name}
+    names = [name] if trains_policy else ["clip", name]
+    data["algo"][field] = [{"name": n} for n in names] if isinstance(value, list) else {"name": name}
     return Config.model_validate(data), Spec(name=name)
 
 
-def _compare(a: Outcome, b: Outcome, otherwise: str) -> None:
+def _compare(a: Outcome, b: Outcome, message: str) -> None:
     if a.metrics.keys() != b.metrics.keys() or a.gradients.keys() != b.gradients.keys():
-        raise UserError(f"{otherwise} (other metrics or other samples)")
+        raise UserError(f"{message} (other metrics or other samples)")
     for row, expected in a.gradients.items():
         if not _close(expected, b.gradients[row]):
-            raise UserError(f"{otherwise} (the gradient of sample {row})")
+            raise UserError(f"{message} (the gradient of sample {row})")
     for name, value in a.metrics.items():
         if not _close(torch.tensor(value), torch.tensor(b.metrics[name])):
-            raise UserError(f"{otherwise} ({name} = {value:.10g} and {b.metrics[name]:.10g})")
+            raise UserError(f"{message} ({name} = {value:.10g} and {b.metrics[name]:.10g})")
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

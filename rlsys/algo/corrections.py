@@ -1,8 +1,8 @@
-"""Corrections for tokens that another policy sampled: weights and rejections, kept apart. All detached.
+"""Corrections for tokens that another policy sampled: weights and rejections, kept separate. All detached.
 
-rho = exp(anchor - mu): how much more likely the anchor makes a token than the policy that sampled it; of a term
-without a ratio to the anchor, exp(logp - mu) of the current policy (Loss.ratio). A weight
-multiplies the policy's loss; a rejection takes a token out of it. Neither changes the denominator.
+rho = exp(anchor - mu): the probability ratio of the anchor to the policy that sampled the token; for a term without a
+ratio to the anchor, exp(logp - mu) of the current policy (Loss.ratio). A weight multiplies the policy's loss; a
+rejection removes a token from it. Neither changes the denominator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.losses import LOG_RATIO_LIMIT, Preparing, View
+from rlsys.algo.losses import LOG_RATIO_LIMIT, UpdatePlugin, View
 from rlsys.algo.reduction import Reduce
 
 Level = Literal["token", "sequence", "geometric"]
@@ -30,25 +30,25 @@ class Correction(NamedTuple):
     keep: Tensor
 
 
-class CorrectionPlugin(Preparing):
+class CorrectionPlugin(UpdatePlugin):
     """Weights and rejections of tokens."""
 
     of_anchor: ClassVar[bool] = False
-    """It acts on rho: with `algo.anchor: mu` on nothing of a term with a ratio."""
+    """Whether it depends on rho: with `algo.anchor: mu` it has no effect on a term with a ratio."""
 
     weighs: ClassVar[bool] = False
-    """It multiplies the loss by exp(anchor - mu), up to its bounds."""
+    """Whether it multiplies the loss by exp(anchor - mu), within its bounds."""
 
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
-        """Added to the anchor `[T]`: a factor inside the ratio."""
+        """Return a term that is added to the anchor, `[T]`: a factor inside the ratio."""
         return None
 
-    def __call__(self, view: View, prepared: Any) -> Correction:
+    def __call__(self, view: View, update_stats: Any) -> Correction:
         raise NotImplementedError
 
 
 def at_level(log_rho: Tensor, batch: Batch, level: Level) -> Tensor:
-    """exp(log rho) of the token, its sequence's product or its sequence's geometric mean, at each token `[T]`."""
+    """Return exp(log rho) of the token, of its sequence's product or geometric mean, at each token `[T]`."""
     if level == "token":
         return log_rho.exp()
     total = batch.per_sequence(log_rho)
@@ -58,15 +58,15 @@ def at_level(log_rho: Tensor, batch: Batch, level: Level) -> Tensor:
 
 
 class Normalised(CorrectionPlugin):
-    """Weights of mean 1 over the tokens that it keeps, if asked for."""
+    """Weights of mean 1 over the accepted tokens, if requested."""
 
     of_anchor: ClassVar[bool] = True
     normalise: bool = False
     """Divide by the mean weight of the update's kept tokens that have an advantage (with `anchor: interpolated`, or
-    losses without a ratio, that needs `now`)."""
+    losses without a ratio, that needs `current`)."""
 
     def correct(self, view: View) -> Correction:
-        """As they are."""
+        """Return the weights before normalisation."""
         raise NotImplementedError
 
     @property
@@ -74,7 +74,7 @@ class Normalised(CorrectionPlugin):
         return self.normalise
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """The mean weight; None where it is not asked for, or of no token."""
+        """Return the mean weight; None if it is not requested, or without tokens."""
         if not self.normalise:
             return None
         sums = torch.zeros(2, dtype=torch.float64, device=parts[0].mu.device)
@@ -85,6 +85,6 @@ class Normalised(CorrectionPlugin):
         total, count = reduce(sums)
         return (total / count).clamp(min=math.exp(-LOG_RATIO_LIMIT)) if count else None
 
-    def __call__(self, view: View, prepared: Any) -> Correction:
+    def __call__(self, view: View, update_stats: Any) -> Correction:
         weight, keep = self.correct(view)
-        return Correction(weight if prepared is None else weight / prepared.to(weight), keep)
+        return Correction(weight if update_stats is None else weight / update_stats.to(weight), keep)

@@ -27,13 +27,13 @@ class EntropyBonus(Loss):
         return frozenset()
 
     def weight(self) -> float:
-        """What the entropy is multiplied by."""
+        """Return the coefficient of the entropy."""
         return self.coefficient
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return torch.full_like(advantages, self.weight() != 0, dtype=torch.bool)
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         if view.entropy is None:
             raise ValueError("the loss was called without the entropy, which the term 'entropy' needs")
         return -self.weight() * view.entropy, {}

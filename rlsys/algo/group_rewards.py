@@ -1,7 +1,7 @@
 """Rewards that need all samples of a group: votes instead of a key, verdicts of a judge. No torch.
 
-For the rollout process. `answers` are canonical strings, None where a response has none; a judge is any async
-function from a text to a text: a generative reward model behind the same router, or behind one of its own.
+For the rollout process. `answers` are canonical strings, None for a response without an answer; a judge is any async
+function from a text to a text: a generative reward model behind the same router, or behind a separate one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ Judge = Callable[[str], Awaitable[str | None]]
 
 @dataclass(frozen=True)
 class Response:
-    """One response of a group. `mu` are its tokens' log-probs; `reward` is the verifier's, if there is one; `key` the
-    right answer, where the problem's entry has one."""
+    """One response of a group.
+
+    `mu` are its tokens' log-probs; `reward` is the verifier's, if there is one; `key` the correct answer, if the
+    problem's entry has one.
+    """
 
     text: str
     answer: str | None

@@ -1,4 +1,4 @@
-"""docs/algorithms.md: the rules that a person has to know, and one short section for each plug-in."""
+"""Generator of docs/algorithms.md: the general rules, and one short section for each plug-in."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ states nothing. A run that uses a method known only as `N` or `A` says so when i
    data-parallel and two context-parallel ranks (tests/unit/algo/test_algo_parallel.py).
 2. The denominator is fixed before anything is masked or dropped, so a rejection never gives the others more weight.
    It counts all samples of the step, also those with advantage 0; with `over: active` only those with another
-   advantage, if there are any. What a `before` selector drops does not count. `d3s`, and `overlong_filter` with
-   `denominator: kept`, are the exceptions: their loss is a mean over what they keep, and of both together over what
-   both keep (`denominator: all` makes them follow the rule).
+   advantage, if there are any. Samples that a selector drops before the advantages do not count. `d3s`, and
+   `overlong_filter` with `denominator: kept`, are the exceptions: their loss is a mean over what they keep, and of
+   both together over what both keep (`denominator: all` makes them follow the rule).
 3. A token counts in a statistic of the update (a pool, a budget, a mean weight, a whitening, a metric) if and only if
    its weight is not 0 (`Batch.counted_tokens`): not when a selector dropped it or its sample, whatever else made it
-   necessary to pack it. Group baselines are of all samples that `before` selectors leave. An update without a token
+   necessary to pack it. Group baselines are of all samples that such selectors leave. An update without a token
    that has a gradient is not made.
 
 Selectors act in order, each on what those before it leave. Ties, as between equal rewards, are broken by draws that
@@ -72,10 +72,10 @@ start.
 
 """
 
-SERVED = """
+SIGNALS_TEXT = """
 ### How they are served
 
-**`old`, `now`, `entropy`, `values`** come from one forward pass of the trainer before the first update of a step.
+**`old`, `current`, `entropy`, `values`** come from one forward pass of the trainer before the first update of a step.
 There is no such pass where the training pass computes the same: for the first update of a step, if nobody needs
 log-probs before its backward pass ([trainer.md](trainer.md), "Log-prob passes"; `rlsys explain` prints the passes).
 
@@ -110,7 +110,7 @@ and is trained on its group's. It is left out of `mismatch_mean` and has no expe
 ## Several passes, early passes, and ReMax
 
 With `algo.epochs` above 1 a step goes over its mini-batches several times, in the same order. Packing, scores and
-advantages are those of the first time; only `now` is scored again before each further update, where it is needed.
+advantages are those of the first time; only `current` is scored again before each further update, where it is needed.
 Ratios are still taken against the start of the step, so they move further from 1 and the clip acts more often. No
 token becomes older: there is one push a step. Checkpoints lie between steps, and the order follows from (run.seed,
 step), so a resumed run is the same. The extra update of samples that a selector put off is made once.
@@ -119,7 +119,7 @@ With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not
 as soon as they fill a micro-batch of every rank, while the rest of the step is still generated. The weights stay,
 gradients add up, and one update divides them by the whole step's denominator, so the step is the same but for the
 order of its sums. It needs disaggregated engines and an algorithm that does not look at a whole step
-(`Asks.needs_whole_step`): no selector, no hook, no bound over the mini-batch, and advantages of each group by
+(`Requirements.needs_whole_step`): no selector, no hook, no bound over the mini-batch, and advantages of each group by
 itself. `early_share` and `time_early` say how much was hidden; a repeated step gets the same early groups again.
 
 ReMax is not here. Its baseline is the reward of a greedy response, one more per prompt, which is never trained.
@@ -166,11 +166,11 @@ The rows with two figures at N'/N = 5 and 9 are of 2026-11-22, the others of the
 
 
 def render_docs() -> str:
-    """The whole page: the rules, one table, the sections."""
+    """Render the whole page: the rules, one table, the sections."""
     evidence = ", ".join(f"{key} = {text}" for key, text in EVIDENCE.items())
     lines = [INTRO.replace("{evidence}", evidence).rstrip("\n"), ""]
     lines += [f"- `{name}`: {text}" for name, text in NEEDS.items()]
-    lines += [SERVED.rstrip("\n"), MEASURED.rstrip("\n")]
+    lines += [SIGNALS_TEXT.rstrip("\n"), MEASURED.rstrip("\n")]
     lines += [
         "",
         "## All plug-ins",
@@ -178,15 +178,15 @@ def render_docs() -> str:
         "| kind | name | stage | needs | paper | evidence | config |",
         "|---|---|---|---|---|---|---|",
     ]
-    found = recipes()
+    recipe_of = recipes()
     for e in entries():
         needs = ", ".join(f"`{n}`" for n in e.needs)
-        recipe = found.get((e.kind, e.name))
+        recipe = recipe_of.get((e.kind, e.name))
         config = f"[{recipe.partition('/')[2]}](../configs/{recipe}.yaml)" if recipe else ""
         name = f"[`{e.name}`](#{e.kind}-{e.name})"
         lines.append(f"| {e.kind} | {name} | {e.stage} | {needs} | {e.paper} | {e.evidence} | {config} |")
-    for kind, (_, what) in KINDS.items():
-        lines += ["", f"## Kind {kind}: {what}"]
+    for kind, (_, purpose) in KINDS.items():
+        lines += ["", f"## Kind {kind}: {purpose}"]
         for e in (e for e in entries() if e.kind == kind):
             lines += ["", f"### {e.kind} {e.name}", "", e.doc]
             lines += [""] if e.fields else []

@@ -1,4 +1,4 @@
-"""What happens around an optimizer update: factors of the learning rate, averages of the weights."""
+"""Hooks around an optimizer update: factors of the learning rate, averages of the weights."""
 
 from __future__ import annotations
 
@@ -14,42 +14,53 @@ from rlsys.algo.plugin import Plugin
 
 
 class Hook(Plugin):
-    """Around an optimizer update."""
+    """Base of the plug-ins that run around an optimizer update."""
 
     prefix: ClassVar[str] = "average."
-    """Before the names of its `totals` in a checkpoint."""
+    """Prefix of the names of its `totals` in a checkpoint."""
 
     def start(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Before a train step, with this rank's parameters; in the first of a run they are the initial ones."""
+        """Run before a train step, with this rank's parameters.
+
+        In the first step of a run they are the initial ones.
+        """
 
     def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
-        """Factor of the learning rate of an update on these rows of the table.
+        """Return the factor of the learning rate of an update on these rows of the table.
 
-        size: the samples that the update stands for, with those of advantage 0, which are not among `rows`.
+        size: number of samples that the update stands for, including those of advantage 0, which are not in `rows`.
         """
         return 1.0
 
     def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
-        """After the update. `active_share`: of the policy's tokens that neither clip nor rejection took out."""
+        """Run after the update.
+
+        `active_share`: share of the policy's tokens that neither clip nor rejection removed.
+        """
 
     def after_version(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
-        """After the last update of a train step: the parameters are a weight version now. `active_share` is of all
-        updates of the step; 1 if there was none."""
+        """Run after the last update of a train step: the parameters are a weight version now.
+
+        `active_share` is that of all updates of the step; 1 if there was none.
+        """
 
     def average(self) -> dict[str, Tensor]:
-        """Averaged weights by name, where the hook keeps such."""
+        """Return averaged weights by name, if the hook keeps them."""
         return {}
 
     def reference(self) -> dict[str, Tensor]:
-        """The reference's weights by name, where the hook moves them; empty before `start`."""
+        """Return the reference's weights by name, if the hook moves them; empty before `start`."""
         return {}
 
     def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors of state, one per parameter of this rank, by its name; the checkpoint keeps them like weights."""
+        """Return state tensors, one per parameter of this rank, by its name.
+
+        The checkpoint stores them like weights.
+        """
         return {}
 
     def load_totals(self, totals: dict[str, Tensor]) -> None:
-        """Go on from `totals` of an earlier process."""
+        """Restore `totals` of an earlier process."""
 
 
 class EwmaAnchor(Hook):
@@ -81,12 +92,12 @@ class EwmaAnchor(Hook):
         keep = self.beta if active_share >= self.reset_below else 0.0
         self._mass = keep * self._mass + 1.0
         for name, parameter in parameters:
-            before = self._total.get(name)
-            now = parameter.detach().to(torch.float32)
-            self._total[name] = now.clone() if before is None else before.mul_(keep).add_(now)
+            previous = self._total.get(name)
+            current = parameter.detach().to(torch.float32)
+            self._total[name] = current.clone() if previous is None else previous.mul_(keep).add_(current)
 
     def average(self) -> dict[str, Tensor]:
-        """The averaged weights by name; empty before `start`."""
+        """Return the averaged weights by name; empty before `start`."""
         return {name: total / self._mass for name, total in self._total.items()} if self._mass else {}
 
     def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

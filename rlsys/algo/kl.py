@@ -1,4 +1,4 @@
-"""KL from a reference model: estimates of it, the loss term, and a weight that is steered to a target."""
+"""KL from a reference model: estimators, the loss term, and a weight that is adapted to a target."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ K3_CAP = 10.0
 
 
 def kl_estimate(logp: Tensor, ref: Tensor, kind: str, cap: float | None = K3_CAP) -> Tensor:
-    """k1 = logp - ref; k2 = (logp - ref)^2 / 2; k3 = exp(ref - logp) - 1 - (ref - logp), at most `cap`. Unbiased (k2:
-    nearly; k3: but for the cap) for KL(policy || ref) on the policy's own samples; Schulman, "Approximating KL
-    divergence"."""
+    """Estimate KL(policy || ref) on the policy's own samples; Schulman, "Approximating KL divergence".
+
+    k1 = logp - ref; k2 = (logp - ref)^2 / 2; k3 = exp(ref - logp) - 1 - (ref - logp), at most `cap`. Unbiased (k2:
+    nearly; k3: except for the cap).
+    """
     gap = (logp - ref).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if kind == "k1":
         return gap
@@ -66,13 +68,13 @@ class Kl(Loss):
         return frozenset({"ref"})
 
     def weight(self) -> float:
-        """What the estimate is multiplied by."""
+        """Return the coefficient of the estimate."""
         return self.beta
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return torch.full_like(advantages, self.weight() != 0, dtype=torch.bool)
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         batch = view.batch
         logp, ref = batch.masked(view.logp), batch.masked(batch.signal("ref"))
         kl = kl_estimate(logp, ref, self.kind, cap=None)
@@ -110,13 +112,13 @@ class AdaptiveKl(Kl):
     def weight(self) -> float:
         return self.beta if self._beta is None else self._beta
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        loss, figures = super().__call__(view, prepared)
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        loss, figures = super().__call__(view, update_stats)
         return loss, figures | {"kl_beta": figures["kl"].new_full(figures["kl"].shape, self.weight())}
 
     def observe(self, metrics: dict[str, float]) -> None:
         kl = metrics["kl"]
-        if math.isfinite(kl):  # else the trainer skips that update as well
+        if math.isfinite(kl):  # otherwise the trainer skips that update as well
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self._beta = self.weight() * (1 + error / self.horizon)
 

@@ -1,8 +1,8 @@
-"""Policy losses on packed tokens. Pure functions: tensors in, token losses and figures for metrics out.
+"""Policy losses on packed tokens. Pure functions: tensors in, token losses and per-token metrics out.
 
-Shapes: T tokens of several samples, one after the other. `logp` carries the gradient; the anchor is what the clipped
-ratio is taken against. A sum, never a mean: the caller divides by a denominator that was fixed over all ranks
-before anything was masked. Log-ratios are clamped to +-20: a token beyond has no gradient.
+Shapes: T tokens of several samples, one after the other. `logp` carries the gradient; the anchor is the reference of
+the clipped ratio. A sum, never a mean: the caller divides by a denominator that was fixed over all ranks before
+anything was masked. Log-ratios are clamped to +-20: a token beyond has no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlsys.algo.reduction import Reduce
 Sums = dict[str, Tensor]
 """Sums over tokens, for metrics: they are added over micro-batches and ranks."""
 Figures = dict[str, Tensor]
-"""What a loss term tells of each token, `[T]`, for metrics. `clipped`, bool: the term took its gradient."""
+"""Metrics of a loss term at each token, `[T]`. `clipped`, bool: the term has no gradient there."""
 
 Width = Annotated[float, Field(ge=0, lt=1)]
 LOG_RATIO_LIMIT = 20.0
@@ -40,7 +40,8 @@ class View:
     values: Tensor | None = None
     divergence: Tensor | None = None
     totals: Tensor | None = None
-    """`[N]`, of each sample the sum of the term's `sample_values`, where sequences of a sample are apart."""
+    """`[N]`, for each sample the sum of the term's `sample_values`, if sequences of a sample are in several
+    micro-batches."""
 
     @property
     def keep(self) -> Tensor:
@@ -60,9 +61,9 @@ class View:
 
     @cached_property
     def log_behaviour_ratio(self) -> Tensor:
-        """anchor - mu, detached: how far the anchor is from the policy that sampled. 0 where masked.
+        """anchor - mu, detached: distance of the anchor from the sampling policy. 0 where masked.
 
-        Without what a correction put into the ratio (`batch.shift`), or a weight would take it out again.
+        A term that a correction added to the ratio (`batch.shift`) is excluded, or a weight would cancel it.
         """
         anchor = self.anchor if self.batch.shift is None else self.anchor - self.batch.shift
         gap = self.batch.masked(anchor - self.batch.mu).detach()
@@ -75,7 +76,7 @@ class View:
         return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     def over_sample(self, values: Tensor) -> Tensor:
-        """The sum of `values` `[T]` over the trained tokens of the sample, in all its sequences, at each token."""
+        """Sum `values` `[T]` over the trained tokens of the sample, in all its sequences, at each token."""
         if self.totals is not None:
             return self.batch.expand(self.totals).to(values)
         return self.batch.in_sample(self.batch.per_sequence(values))[self.batch.ids]
@@ -89,46 +90,52 @@ class View:
         return batch.in_sample(batch.lengths_or_zero).clamp(min=1)[batch.ids]
 
 
-class Preparing(Plugin):
-    """May look at all tokens of an optimizer update before one of them goes backward."""
+class UpdatePlugin(Plugin):
+    """Plug-in that may read all tokens of an optimizer update before the backward pass."""
 
     @property
     def whole_samples(self) -> bool:
-        """It takes something over all sequences of a sample. Where a sample has several, which may be in different
-        micro-batches, it needs `now` of all of them before the backward of an update."""
+        """Whether it aggregates over all sequences of a sample.
+
+        If a sample has several sequences, possibly in different micro-batches, the signal `current` of all of them is
+        required before the backward pass of an update.
+        """
         return False
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Before the backward of an optimizer update: whatever needs all its tokens. Handed to each call."""
+        """Compute statistics over all tokens of an optimizer update before its backward pass.
+
+        Each call receives the result.
+        """
         return None
 
     @property
     def prepares(self) -> bool:
-        """Whether it does."""
-        return type(self).prepare is not Preparing.prepare
+        """Whether `prepare` is defined."""
+        return type(self).prepare is not UpdatePlugin.prepare
 
 
-class Loss(Preparing):
+class Loss(UpdatePlugin):
     """One term of the objective."""
 
     policy: ClassVar[bool] = True
     """Whether corrections apply to it: they belong to the policy's term only."""
     ratio: ClassVar[bool] = True
-    """Whether its policy part has exp(logp - anchor). Without it, corrections weigh that part by exp(logp - mu), not
-    by exp(anchor - mu): nothing else makes up for what the policy has moved since the anchor. Other terms of the loss
-    change nothing in this."""
+    """Whether its policy part has exp(logp - anchor). Without it, corrections weight that part by exp(logp - mu), not
+    by exp(anchor - mu): nothing else corrects for the policy's movement since the anchor. Other terms of the loss
+    have no influence on this."""
     reads_anchor: ClassVar[bool] = False
-    """Without such a ratio: whether it looks at logp - anchor all the same, as a penalty does."""
-    alone: ClassVar[bool] = False
-    """Whether it can train the policy without a term that acts on advantages."""
+    """Whether it reads logp - anchor without such a ratio, as a penalty does."""
+    trains_policy: ClassVar[bool] = False
+    """Whether it can train the policy without a term that depends on advantages."""
     critic: ClassVar[bool] = False
-    """Whether it trains the critic: with one of its own, it is no term of the policy's update."""
+    """Whether it trains the critic: with a separate critic, it is not a term of the policy's update."""
     per_sequence: ClassVar[bool] = False
     """Its ratio is one per response, over all sequences of the sample: with another reducer than sequence_mean it is
     another method."""
 
     def sample_values(self, view: View) -> Tensor:
-        """What it sums over a sample, `[T]`, detached. See View.over_sample."""
+        """Return the values that it sums over a sample, `[T]`, detached. See View.over_sample."""
         raise NotImplementedError
 
     @property
@@ -136,7 +143,7 @@ class Loss(Preparing):
         return type(self).sample_values is not Loss.sample_values
 
     def has_ratio(self, view: View) -> Tensor:
-        """At which tokens the policy part has the ratio, `[T]` bool."""
+        """Return the tokens at which the policy part has the ratio, `[T]` bool."""
         return torch.full_like(view.keep, self.ratio)
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
@@ -150,32 +157,32 @@ class Loss(Preparing):
 
     @classmethod
     def ratios(cls) -> frozenset[bool]:
-        """What `has_ratio` can be of a token; empty where corrections do not apply."""
+        """Return the possible values of `has_ratio`; empty if corrections do not apply."""
         if not cls.policy:
             return frozenset()
         return frozenset({cls.ratio} if cls.has_ratio is Loss.has_ratio else {True, False})
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        """Token losses and figures `[T]`; masked tokens are ignored in both."""
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        """Return token losses and metrics `[T]`; masked tokens are ignored in both."""
         raise NotImplementedError
 
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
 ) -> Tensor:
-    """-min(r A, clip(r, low, high) A), and at most `dual` |A| where A < 0; token by token."""
+    """Compute -min(r A, clip(r, low, high) A), and at most `dual` |A| where A < 0, token by token."""
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if dual is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
     return loss
 
 
-def lost_gradient(
+def gradient_is_clipped(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
 ) -> Tensor:
-    """Where `clipped_surrogate` has no gradient, bool."""
-    lost = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
-    return lost if dual is None else lost | ((advantages < 0) & (ratio > dual))
+    """`[T]` bool: tokens where `clipped_surrogate` has no gradient."""
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    return clipped if dual is None else clipped | ((advantages < 0) & (ratio > dual))
 
 
 def clipped_policy_loss(
@@ -188,11 +195,11 @@ def clipped_policy_loss(
     clip_high: float,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
-    """-sum over tokens of weight * min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logp - anchor).
+    """Compute -sum over tokens of weight * min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logp - anchor).
 
     PPO (Schulman 2017, eq. 7) with DAPO's split clip widths (section 3.1). Returns the loss sum (scalar) and
-    {"clipped": number of tokens whose gradient the clip removed}. Masked tokens contribute exactly 0, also when
-    their log-probs are not finite.
+    {"clipped": number of tokens whose gradient the clip removed}. Masked tokens contribute exactly 0, also if their
+    log-probs are not finite.
     """
     for name, value in (("anchor", anchor), ("advantages", advantages), ("mask", mask)):
         if value.shape != logp.shape:
@@ -204,12 +211,15 @@ def clipped_policy_loss(
     if weight is not None:
         token_loss = token_loss * weight
     loss = torch.where(keep, token_loss * mask, torch.zeros_like(token_loss)).sum()
-    lost = lost_gradient(ratio, advantages, 1 - clip_low, 1 + clip_high) & keep
-    return loss, {"clipped": lost.sum().detach()}
+    clipped = gradient_is_clipped(ratio, advantages, 1 - clip_low, 1 + clip_high) & keep
+    return loss, {"clipped": clipped.sum().detach()}
 
 
 def truncated_importance_weight(old: Tensor, mu: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """min(exp(old - mu), cap) per token, detached; 1 where masked (TIS, Yao et al. 2025). `cap` 0 gives ones."""
+    """Compute min(exp(old - mu), cap) per token, detached; 1 where masked (TIS, Yao et al. 2025).
+
+    `cap` 0 gives ones.
+    """
     if cap == 0:
         return torch.ones_like(old)
     gap = torch.where(mask > 0, old - mu, torch.zeros_like(old))
@@ -231,10 +241,10 @@ class Clip(Loss):
     dual: Annotated[float, Field(gt=1)] | None = None
     """Cap of the ratio where the advantage is negative."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         bounds = (1 - self.clip_low, 1 + self.clip_high, self.dual)
         loss = clipped_surrogate(view.ratio, view.advantages, *bounds)
-        return loss, {"clipped": lost_gradient(view.ratio.detach(), view.advantages, *bounds)}
+        return loss, {"clipped": gradient_is_clipped(view.ratio.detach(), view.advantages, *bounds)}
 
 
 class Reinforce(Loss):
@@ -249,7 +259,7 @@ class Reinforce(Loss):
     paper: ClassVar[str] = "REINFORCE (Williams 1992)"
     evidence: ClassVar[str] = "R"
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         return -view.advantages * view.logp, {}
 
 
@@ -275,7 +285,7 @@ class ValueLoss(Loss):
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return torch.full_like(advantages, self.coefficient != 0, dtype=torch.bool)
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         if view.values is None:
             raise ValueError("the loss was called without values, which the term 'value' needs")
         old, target = view.batch.signal("values").detach(), view.batch.signal("returns")
@@ -285,8 +295,8 @@ class ValueLoss(Loss):
 
 
 def log_ratios(parts: Sequence[Batch], anchors: Sequence[Tensor]) -> list[Tensor]:
-    """now - anchor of each part, `[T]`, 0 where masked."""
+    """Compute current - anchor of each part, `[T]`, 0 where masked."""
     return [
-        part.masked(part.signal("now") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        part.masked(part.signal("current") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         for part, anchor in zip(parts, anchors, strict=True)
     ]

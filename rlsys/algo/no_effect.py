@@ -1,4 +1,4 @@
-"""Which settings would change nothing, and which log-prob passes a step makes. Told before the start."""
+"""Checks before the start: settings without an effect, and the log-prob passes of a step."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rlsys.algo.methods.rorecomp import RoRecomp
 from rlsys.algo.methods.vespo import Vespo
 from rlsys.algo.methods.xrpo_groups import Xrpo
 from rlsys.algo.objective import Objective
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.config import Config
 from rlsys.core.errors import UserError
 
 
-def check(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
-    """Raises UserError where a plug-in's whole purpose is lost."""
+def check(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check the plug-ins. Raises UserError if a plug-in has no effect at all."""
     if config.algo.anchor != "old" or config.algo.minibatches * config.algo.epochs > 1:
         return
-    for i, term in enumerate(made["loss"]):
+    for i, term in enumerate(plugins["loss"]):
         if isinstance(term, M2PO | Bapo):
             raise UserError(
                 f"algo.loss[{i}] ({type(term).__name__}) makes bounds for exp(logp - anchor), which is 1 for every "
@@ -44,93 +44,93 @@ def _anchored(term: Loss) -> bool:
     return term.ratio or term.reads_anchor
 
 
-def lines(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
-    """What acts, but not in every part; one line each."""
-    algo, found = config.algo, []
-    with_ratio = [(i, term) for i, term in enumerate(made["loss"]) if term.policy and _anchored(term)]
+def lines(config: Config, plugins: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Describe plug-ins with a partial effect, one line each."""
+    algo, messages = config.algo, []
+    with_ratio = [(i, term) for i, term in enumerate(plugins["loss"]) if term.policy and _anchored(term)]
     if algo.anchor == "old" and algo.minibatches * algo.epochs == 1:
-        found += [
+        messages += [
             f"algo.loss[{i}] ({type(term).__name__}): with algo.anchor = 'old' and algo.minibatches = 1 its ratio "
             "exp(logp - anchor) is 1 for every token, so that no bound on it acts; it does with more minibatches or "
             "epochs"
             for i, term in with_ratio
         ]
-    if algo.anchor != "mu" and not any(map(_anchored, made["loss"])):
-        found.append(
+    if algo.anchor != "mu" and not any(map(_anchored, plugins["loss"])):
+        messages.append(
             f"algo.anchor = {algo.anchor!r} is not looked at: no term of algo.loss has a ratio, and corrections take "
             "exp(logp - mu) then"
         )
     if config.trainer.replay == "trainer" and algo.minibatches * algo.epochs == 1:
-        found.append(
+        messages.append(
             "trainer.replay = 'trainer' with algo.minibatches = 1: the same weights choose the same experts twice, "
             "and the scoring pass buys nothing; use engine, off or more minibatches"
         )
-    return found + _senseless(config, made) + _exact_tokens(made)
+    return messages + _contradictions(config, plugins) + _exact_tokens(plugins)
 
 
-def _senseless(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Plug-ins that are right each by itself, and do together what nobody wants."""
-    algo, (advantage,), (reducer,) = config.algo, made["advantage"], made["reducer"]
-    found = []
-    for i, term in enumerate(made["loss"]):
+def _contradictions(config: Config, plugins: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Describe combinations of plug-ins that are valid individually and useless together."""
+    algo, (advantage,), (reducer,) = config.algo, plugins["advantage"], plugins["reducer"]
+    messages = []
+    for i, term in enumerate(plugins["loss"]):
         if isinstance(term, Kl) and term.kind == "k1" and term.gradient == "estimate":
-            found.append(
+            messages.append(
                 f"algo.loss[{i}] ({type(term).__name__}): the gradient of k1 is 0 in the mean, whatever its weight; "
                 "use gradient: ratio or k2, or another kind"
             )
-        if isinstance(term, Vespo) and (names := _names(c for c in made["corrections"] if c.weighs)):
-            found.append(
+        if isinstance(term, Vespo) and (names := _names(c for c in plugins["corrections"] if c.weighs)):
+            messages.append(
                 f"algo.loss[{i}] (Vespo): its weight is of the whole ratio to what sampled, and algo.corrections "
                 f"({names}) take a part of that once more; use algo.anchor = mu and no correction"
             )
         widths = [getattr(term, name, None) for name in ("clip_low", "clip_high")]
         if widths == [0, 0]:
-            found.append(
+            messages.append(
                 f"algo.loss[{i}] ({type(term).__name__}): clip_low = clip_high = 0 take the gradient of every token "
                 "that has moved; use wider ones"
             )
     if isinstance(advantage, McGrpo) and reducer.over == "active":
-        found.append(
+        messages.append(
             "algo.reducer.over = 'active' makes up for the advantage of 0 of the median sample, which algo.advantage "
             "(McGrpo) does already; use all"
         )
-    for i, selector in enumerate(made["selectors"]):
+    for i, selector in enumerate(plugins["selectors"]):
         if isinstance(selector, D3S) and not advantage.of_samples:
-            found.append(
+            messages.append(
                 f"algo.selectors[{i}] (D3S) takes the samples whose advantages vary most, but algo.advantage "
                 f"({type(advantage).__name__}) has advantages of tokens only: it looks at plain rewards"
             )
-    if len(twice := [c for c in made["corrections"] if c.weighs]) > 1:
-        found.append(
+    if len(twice := [c for c in plugins["corrections"] if c.weighs]) > 1:
+        messages.append(
             f"algo.corrections ({_names(twice)}) multiply by exp(anchor - mu) more than once; name one"
         )
-    if not any(term.policy for term in made["loss"]):
+    if not any(term.policy for term in plugins["loss"]):
         choosing = [
             p
-            for p in (*made["planners"], *made["selectors"])
+            for p in (*plugins["planners"], *plugins["selectors"])
             if isinstance(p, Dapo | Dars | Xrpo | D3S | GrpoRoc | RoRecomp)
         ]
-        names = _names([*choosing, *made["corrections"]])
+        names = _names([*choosing, *plugins["corrections"]])
         if names:
-            found.append(
-                f"no term of algo.loss ({_names(made['loss'])}) trains on rewards, but {names} chooses or weighs "
+            messages.append(
+                f"no term of algo.loss ({_names(plugins['loss'])}) trains on rewards, but {names} chooses or weighs "
                 "samples for it; leave it out"
             )
     if algo.critic is not None and algo.critic.warmup_steps >= config.trainer.steps:
-        found.append(
+        messages.append(
             f"algo.critic.warmup_steps = {algo.critic.warmup_steps} is not below trainer.steps = "
             f"{config.trainer.steps}: the policy never learns"
         )
-    return found
+    return messages
 
 
 def _names(plugins: Iterable[Any]) -> str:
     return ", ".join(type(plugin).__name__ for plugin in plugins)
 
 
-def _exact_tokens(made: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Corrections that reject or weigh tokens on which engine and trainer agree, up to a rounding of 1e-6."""
-    found = []
+def _exact_tokens(plugins: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Describe corrections that act on tokens on which engine and trainer agree, up to a rounding of 1e-6."""
+    messages = []
     mu = -torch.ones(6, dtype=torch.float64)
     anchor = mu + 1e-6 * torch.tensor([0.0, 1.0, -1.0, 0.0, 1.0, 1.0])
     ones = torch.ones_like(mu)
@@ -139,78 +139,82 @@ def _exact_tokens(made: Mapping[str, Sequence[Any]]) -> list[str]:
         mask=ones, mu=mu, versions=torch.zeros(6, dtype=torch.long), advantages=ones, weight=ones,
         groups=torch.arange(4),
     )  # fmt: skip
-    for i, correction in enumerate(made["corrections"]):
-        prepared = correction.prepare([batch], [anchor], alone) if correction.prepares else None
-        weight, keep = correction(View(batch, anchor, anchor), prepared)
-        what = f"algo.corrections[{i}] ({type(correction).__name__})"
+    for i, correction in enumerate(plugins["corrections"]):
+        update_stats = correction.prepare([batch], [anchor], single_rank) if correction.prepares else None
+        weight, keep = correction(View(batch, anchor, anchor), update_stats)
+        field = f"algo.corrections[{i}] ({type(correction).__name__})"
         if not keep.all():
-            found.append(f"{what} rejects tokens on which engine and trainer agree; widen its bounds")
+            messages.append(f"{field} rejects tokens on which engine and trainer agree; widen its bounds")
         elif bool(((weight - 1).abs() > 1e-3).any()):
-            found.append(
-                f"{what} multiplies tokens on which engine and trainer agree by {float(weight[0]):.3g}; expected 1"
+            messages.append(
+                f"{field} multiplies tokens on which engine and trainer agree by {float(weight[0]):.3g}; expected 1"
             )
-    return found
+    return messages
 
 
 ZERO_OR_ONE = ("reasoning_gym", "exact_answer", "math", "regex", "json_schema")
-"""Built-in rewards that give nothing else."""
+"""Built-in rewards that are always 0 or 1."""
 
 
-def of_other_rewards(config: Config, made: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Plug-ins that tell successes from failures, or want no negative reward, beside a reward that may be any number;
-    one line each."""
+def reward_scale_notes(config: Config, plugins: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Describe plug-ins that assume a reward scale, if the reward may be any number; one line each.
+
+    They distinguish successes from failures, or expect no negative reward.
+    """
     reward = config.data.reward
     if len(reward) == 1 and reward[0].weight == 1 and reward[0].name in ZERO_OR_ONE:
         return []
-    found = []
-    for field, plugins in made.items():
-        for i, plugin in enumerate(plugins):
-            what = f"algo.{field}[{i}] ({type(plugin).__name__})"
+    messages = []
+    for field, field_plugins in plugins.items():
+        for i, plugin in enumerate(field_plugins):
+            label = f"algo.{field}[{i}] ({type(plugin).__name__})"
             if isinstance(correct := getattr(plugin, "correct", None), float):
-                found.append(
-                    f"{what} counts a reward above its parameter correct = {correct:g} as a success; see that this "
+                messages.append(
+                    f"{label} counts a reward above its parameter correct = {correct:g} as a success; see that this "
                     f"fits data.reward = {config.data.reward_name}"
                 )
             if isinstance(plugin, MaxRL):
-                found.append(
-                    f"{what} wants rewards from 0 up: a group whose mean is not above 0 teaches nothing"
+                messages.append(
+                    f"{label} wants rewards from 0 up: a group whose mean is not above 0 teaches nothing"
                 )
-    return found
+    return messages
 
 
 def describe_passes(config: Config) -> list[str]:
-    """The forward passes of a train step beside those of training; `none` for none."""
+    """Describe the forward passes of a train step in addition to those of training; `none` for none."""
     objective, count = Objective(config.algo), config.algo.minibatches
     updates = count * config.algo.epochs
-    found = []
-    if "behaviour" in objective.asks.passes:
-        found.append("what was interrupted, before the weights change that sampled it")
+    passes = []
+    if "behaviour" in objective.requirements.passes:
+        passes.append("what was interrupted, before the weights change that sampled it")
     if config.trainer.replay == "trainer":
-        found.append("the whole step, since trainer.replay = trainer replays its experts")
-    elif objective.asks.scored & objective.asks.current and (why := objective.asks.looks_ahead):
-        found.append(f"the whole step, since {'; '.join(why)}")
-    elif objective.asks.scored & objective.asks.current and config.algo.epochs > 1:
-        found.append(f"the whole step, since its samples come again in each of {config.algo.epochs} epochs")
-    elif objective.asks.scored & objective.asks.current and count > 1:
-        found.append(
+        passes.append("the whole step, since trainer.replay = trainer replays its experts")
+    elif objective.requirements.scored & objective.requirements.current and (
+        reasons := objective.requirements.looks_ahead
+    ):
+        passes.append(f"the whole step, since {'; '.join(reasons)}")
+    elif objective.requirements.scored & objective.requirements.current and config.algo.epochs > 1:
+        passes.append(f"the whole step, since its samples come again in each of {config.algo.epochs} epochs")
+    elif objective.requirements.scored & objective.requirements.current and count > 1:
+        passes.append(
             f"of a step's {count} mini-batches all but the first, whose `old` is its training pass's own"
         )
-    elif objective.asks.scored & objective.asks.current:
-        found.append("none for `old`: it is the training pass's own")
-    if "now" in objective.asks.passes and updates > 1:
-        found.append(f"each of {updates - 1} mini-batches once more, just before its update")
-    found += [
+    elif objective.requirements.scored & objective.requirements.current:
+        passes.append("none for `old`: it is the training pass's own")
+    if "current" in objective.requirements.passes and updates > 1:
+        passes.append(f"each of {updates - 1} mini-batches once more, just before its update")
+    passes += [
         f"the whole step with {weights}"
         for name, weights in (("ref", "the reference's weights"), ("ewma", "the averaged weights"))
-        if name in objective.asks.passes
+        if name in objective.requirements.passes
     ]
-    if "divergence" in objective.asks.passes:
+    if "divergence" in objective.requirements.passes:
         teacher = config.algo.teacher
         teachers = len(set(teacher.folders.values())) if teacher is not None else 1
         if teacher is not None and teacher.engine is not None:
-            found.append("none of the teacher: an engine is asked about each response")
+            passes.append("none of the teacher: an engine is asked about each response")
         else:
-            found.append(
+            passes.append(
                 f"the whole step with {f'each of {teachers} teachers' if teachers > 1 else 'the teacher'}"
             )
-    return found or ["none"]
+    return passes or ["none"]

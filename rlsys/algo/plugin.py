@@ -1,7 +1,7 @@
-"""What every plug-in has: typed parameters, what it needs, its state. No torch.
+"""Base class of all plug-ins: typed parameters, needs, state. No torch.
 
 A plug-in is a class whose fields are its parameters, and which is called. It may keep state in private attributes;
-`state_dict` then gives it as plain JSON values for the checkpoint, and `observe` tells it an update's metrics.
+`state_dict` then returns it as plain JSON values for the checkpoint, and `observe` receives an update's metrics.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlsys.core.errors import UserError
 
 NEEDS: dict[str, str] = {
     "old": "the trainer's log-probs at the start of the step (one forward pass)",
-    "now": "the trainer's log-probs at the start of the optimizer update (a forward pass from the second update on)",
+    "current": "the trainer's log-probs at the start of the optimizer update (a pass from the second update on)",
     "behaviour": "the trainer's log-probs under the weights that sampled the token (stored at each interruption)",
     "ewma": "log-probs of the averaged weights (one forward pass with swapped weights)",
     "ref": "log-probs of a frozen reference model (one forward pass of it)",
@@ -33,7 +33,7 @@ NEEDS: dict[str, str] = {
     "probes": "rewards of answers that engines of a pool with role explore give to the prompt",
     "prompt_scores": "how far policy and reference disagree on each prompt token",
 }
-"""Every signal that a plug-in may ask for beyond rewards, groups, lengths, `mu` and weight versions."""
+"""Signals that a plug-in may request beyond rewards, groups, lengths, `mu` and weight versions."""
 
 
 REWARD_TOLERANCE = 1e-6
@@ -48,49 +48,52 @@ EVIDENCE: dict[str, str] = {
     "A": "a reading of the abstract",
     "own": "ours",
 }
-"""How the formula of a plug-in was found."""
+"""Source of a plug-in's formula."""
 
 
 class Plugin(Section):
     """Base of the built-in plug-ins. Fields are parameters; the class docstring is what `rlsys algo show` prints."""
 
     paper: ClassVar[str] = ""
-    """Where it comes from."""
+    """Publication of the method."""
     evidence: ClassVar[str]
     """A key of EVIDENCE. It has no default, and a subclass does not inherit it: see evidence_of."""
     every_sample: ClassVar[bool] = False
-    """It looks at samples of advantage 0, too, or acts on them: they are packed like the others."""
+    """Whether it also reads samples of advantage 0, or acts on them: they are packed like the others."""
 
     def needs(self) -> frozenset[str]:
-        """Names out of NEEDS; the stack collects exactly these."""
+        """Return names out of NEEDS; the run collects exactly these signals."""
         return frozenset()
 
     def needs_before(self) -> frozenset[str]:
-        """Of `needs`, what a batch has to have before the loss is called. The loss itself is called with the
-        log-probs, entropy and values of its own forward pass: who looks at these alone costs no other one."""
+        """Return the part of `needs` that a batch must have before the loss is called.
+
+        The loss itself is called with the log-probs, entropy and values of its own forward pass: a plug-in that reads
+        only these needs no further pass.
+        """
         return self.needs()
 
     def observe(self, metrics: dict[str, float]) -> None:
-        """Hear a finished optimizer update's metrics."""
+        """Receive a finished optimizer update's metrics."""
 
     @property
     def observes(self) -> bool:
-        """Whether it listens."""
+        """Whether `observe` is defined."""
         return type(self).observe is not Plugin.observe
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values that a checkpoint keeps."""
+        """Return JSON values that a checkpoint stores."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()` of an earlier process."""
+        """Restore `state_dict()` of an earlier process."""
 
 
 def evidence_of(plugin: type[Plugin]) -> str:
-    """What the body of this very class states: who changes a method has not read the change anywhere.
+    """Return the evidence in the body of this class: a subclass does not inherit it.
 
-    Every built-in states it (a unit test holds that). A class or a function of somebody's own that states nothing
-    counts as `own`. Raises UserError for what is no key of EVIDENCE.
+    Every built-in states it (checked by a unit test). A user's class or function without it counts as `own`. Raises
+    UserError for a value that is not a key of EVIDENCE.
     """
     stated = vars(plugin).get("evidence", "own")
     if stated not in EVIDENCE:

@@ -1,4 +1,4 @@
-"""Told before anything starts: a plug-in that does not exist, a need that nothing serves, what has no meaning."""
+"""Checks before the start: unknown plug-ins, needs that the run cannot serve, and contradictory fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlsys.algo.methods.lens_groups import Lens
 from rlsys.algo.methods.mc_grpo import McGrpo
 from rlsys.algo.methods.xrpo_groups import Xrpo
 from rlsys.algo.objective import Objective
-from rlsys.algo.planners import LARGEST_GROUP, Planner, largest_size, start_size
+from rlsys.algo.planners import MAX_GROUP, Planner, largest_size, start_size
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.reducers import Constant, TokenMean
 from rlsys.algo.registry import SECTION_KINDS, make_all
@@ -29,67 +29,70 @@ from rlsys.core.errors import UserError
 
 
 def check(config: Config) -> None:
-    """Raises UserError, one line: an unknown name or parameter, a need that this run cannot serve, or fields that
-    have no meaning together."""
-    made = make_all(config.algo)
+    """Check the algorithm of a config.
+
+    Raises UserError, one line: an unknown name or parameter, a need that this run cannot serve, or fields that
+    contradict each other.
+    """
+    plugins = make_all(config.algo)
     objective = Objective(config.algo)
-    asked = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[objective.anchor]}
-    for field, plugins in made.items():
-        for i, plugin in enumerate(plugins):
-            asked[f"algo.{field}[{i}] ({type(plugin).__name__})"] = plugin.needs()
-    for field, needs in asked.items():
+    needs_of = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[objective.anchor]}
+    for field, field_plugins in plugins.items():
+        for i, plugin in enumerate(field_plugins):
+            needs_of[f"algo.{field}[{i}] ({type(plugin).__name__})"] = plugin.needs()
+    for field, needs in needs_of.items():
         for need in sorted(needs):
             if reason := _why_not(need, config):
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
-    if config.engine.explorers and not any("probes" in needs for needs in asked.values()):
+    if config.engine.explorers and not any("probes" in needs for needs in needs_of.values()):
         raise UserError(
             "engine.pools: role = explore, but nobody asks such engines; name explore in algo.planners"
         )
-    _check_teacher(config, made)
-    _check_reducer(made)
-    _check_anchor(objective.anchor, made)
-    no_effect.check(config, made)
+    _check_teacher(config, plugins)
+    _check_reducer(plugins)
+    _check_anchor(objective.anchor, plugins)
+    no_effect.check(config, plugins)
     _check_lens(config.algo)
     _check_twice(config.algo)
-    _check_store(made)
-    _check_terms(made, config.algo.critic is not None)
-    _check_sequence_ratio(made)
-    _check_average(config.algo.anchor, made)
-    _check_reference(made)
-    _check_groups(config, made)
-    _check_batch_scaling(config, made)
+    _check_store(plugins)
+    _check_terms(plugins, config.algo.critic is not None)
+    _check_sequence_ratio(plugins)
+    _check_average(config.algo.anchor, plugins)
+    _check_reference(plugins)
+    _check_groups(config, plugins)
+    _check_batch_scaling(config, plugins)
     _check_judge(config)
-    _check_overlong(config, made)
+    _check_overlong(config, plugins)
     if config.trainer.early_backward and (reason := _why_not_early(config)):
         raise UserError(f"trainer.early_backward = true, but {reason}")
 
 
 def notes(config: Config) -> list[str]:
-    """What a user should know of an algorithm that can run, one line each. Raises UserError as `check` does."""
-    made = make_all(config.algo)
-    others = no_effect.of_other_rewards(config, made)
-    return [*_weak_evidence(made), *no_effect.lines(config, made), *others]
+    """List notes on an algorithm that can run, one line each. Raises UserError as `check` does."""
+    plugins = make_all(config.algo)
+    reward_notes = no_effect.reward_scale_notes(config, plugins)
+    return [*_weak_evidence(plugins), *no_effect.lines(config, plugins), *reward_notes]
 
 
-def _weak_evidence(made: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Methods of which neither code nor a paper's formulas were read."""
+def _weak_evidence(plugins: Mapping[str, Sequence[Any]]) -> list[str]:
+    """List methods for which neither code nor a paper's formulas were read."""
     return [
-        f"algo.{field}[{i}] ({type(plugin).__name__}): evidence {found}, {EVIDENCE[found]}: it may differ from "
+        f"algo.{field}[{i}] ({type(plugin).__name__}): evidence {evidence}, {EVIDENCE[evidence]}: it may differ from "
         f"what the authors of {plugin.paper or 'the method'} run"
-        for field, plugins in made.items()
-        for i, plugin in enumerate(plugins)
-        if (found := evidence_of(type(plugin))) in ("A", "N")
+        for field, field_plugins in plugins.items()
+        for i, plugin in enumerate(field_plugins)
+        if (evidence := evidence_of(type(plugin))) in ("A", "N")
     ]
 
 
 def _why_not_early(config: Config) -> str:
-    """What keeps finished groups from going backward early; empty when nothing does."""
-    whole = Objective(config.algo).asks.needs_whole_step
+    """Return the reason against early backward passes of finished groups; empty if there is none."""
+    whole_step = Objective(config.algo).requirements.needs_whole_step
     reasons = {
         "launch.placement = colocated: engines rest while the trainer works; use disaggregated": (
             config.launch.placement == "colocated"
         ),
-        f"the algorithm looks at whole steps: {', '.join(whole)}": bool(whole),
+        f"the algorithm looks at whole steps: {', '.join(whole_step)}": bool(whole_step),
         f"algo.minibatches = {config.algo.minibatches}: a step's groups are shuffled over them; use 1": (
             config.algo.minibatches > 1
         ),
@@ -112,12 +115,12 @@ def _why_not_early(config: Config) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _check_teacher(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
-    """What an engine that teaches cannot do, or does for nobody."""
+def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check that a teacher engine is used and that it supports the sampling settings."""
     teacher, rollout = config.algo.teacher, config.rollout
     if teacher is None or teacher.engine is None:
         return
-    if not any("divergence" in term.needs() for term in made["loss"]):
+    if not any("divergence" in term.needs() for term in plugins["loss"]):
         raise UserError(
             f"algo.teacher.engine = {teacher.engine} is asked for nobody: no term of algo.loss compares the policy "
             "with a teacher; add distill"
@@ -139,9 +142,9 @@ def _check_teacher(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
             raise UserError(f"algo.teacher.engine = {teacher.engine}, but {reason}")
 
 
-def _check_reducer(made: Mapping[str, Sequence[Any]]) -> None:
-    """A sample's advantage says nothing about which of its tokens have one, where the estimator changes them."""
-    (advantage,), (reducer,) = made["advantage"], made["reducer"]
+def _check_reducer(plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check `over: active`: with advantages per token, a sample's advantage does not tell which tokens are active."""
+    (advantage,), (reducer,) = plugins["advantage"], plugins["reducer"]
     if reducer.over == "active" and advantage.changes_tokens():
         raise UserError(
             "algo.reducer.over = 'active' counts samples whose advantage is not 0, but algo.advantage "
@@ -149,10 +152,10 @@ def _check_reducer(made: Mapping[str, Sequence[Any]]) -> None:
         )
 
 
-def _check_anchor(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
-    """Against mu itself, the distance of the anchor from mu corrects nothing of a term with a ratio."""
-    ratios = frozenset[bool]().union(*(term.ratios() for term in made["loss"]))
-    for i, correction in enumerate(made["corrections"]):
+def _check_anchor(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check corrections: with anchor mu, rho is 1 for every term with a ratio."""
+    ratios = frozenset[bool]().union(*(term.ratios() for term in plugins["loss"]))
+    for i, correction in enumerate(plugins["corrections"]):
         if anchor == "mu" and correction.of_anchor and ratios == {True}:
             raise UserError(
                 f"algo.corrections[{i}] ({type(correction).__name__}) acts on exp(anchor - mu), which is 1 "
@@ -161,7 +164,7 @@ def _check_anchor(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _check_lens(algo: AlgoSection) -> None:
-    """Who samples from cleaned prompts has to sort the samples out and to train them on the original ones."""
+    """Check that LENS is complete: cleaned prompts need its planner, its selector and its correction."""
     fields = {"planners": algo.planners, "selectors": algo.selectors, "corrections": algo.corrections}
     having = [field for field, specs in fields.items() if "lens" in {spec.name for spec in specs}]
     if having and (missing := sorted(set(fields) - set(having))):
@@ -171,7 +174,7 @@ def _check_lens(algo: AlgoSection) -> None:
 
 
 def _check_twice(algo: AlgoSection) -> None:
-    """The same plug-in with the same parameters acts once more, or not at all: a slip either way."""
+    """Check that no plug-in with the same parameters is named twice, which is always a mistake."""
     for field, kind in SECTION_KINDS.items():
         specs = getattr(algo, field)
         for i, spec in enumerate(specs if isinstance(specs, list) else []):
@@ -179,57 +182,59 @@ def _check_twice(algo: AlgoSection) -> None:
                 raise UserError(f"algo.{field}[{i}] = {spec.name!r}: this {kind} is named twice")
 
 
-def _check_store(made: Mapping[str, Sequence[Any]]) -> None:
-    putting_off = [i for i, selector in enumerate(made["selectors"]) if selector.defers]
-    if len(putting_off) > 1:
-        raise UserError(f"algo.selectors[{putting_off[1]}]: only one selector can put samples off; name one")
+def _check_store(plugins: Mapping[str, Sequence[Any]]) -> None:
+    deferring = [i for i, selector in enumerate(plugins["selectors"]) if selector.defers]
+    if len(deferring) > 1:
+        raise UserError(f"algo.selectors[{deferring[1]}]: only one selector can put samples off; name one")
 
 
-def _check_terms(made: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
-    """Something has to train the policy; a critic and what it learns from belong together."""
-    (advantage,), losses = made["advantage"], made["loss"]
+def _check_terms(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
+    """Check that a term trains the policy, and that a critic has both a loss and an advantage that uses it."""
+    (advantage,), losses = plugins["advantage"], plugins["loss"]
     names = ", ".join(type(term).__name__ for term in losses)
-    if not any(term.policy or term.alone for term in losses):
+    if not any(term.policy or term.trains_policy for term in losses):
         raise UserError(f"algo.loss ({names}) has no term that trains on advantages; add one, as clip")
-    wanted = "values" in advantage.needs()
+    needs_values = "values" in advantage.needs()
     trained = any("values" in term.needs() for term in losses)
-    if trained and not wanted:
+    if trained and not needs_values:
         raise UserError(
             f"algo.loss ({names}) trains a critic, but algo.advantage ({type(advantage).__name__}) makes no "
             "targets for it; use gae"
         )
-    if own_critic and not wanted:
+    if own_critic and not needs_values:
         raise UserError(
             f"algo.critic is given, but algo.advantage ({type(advantage).__name__}) asks for no values; use gae, or "
             "no critic"
         )
-    if wanted and not trained:
+    if needs_values and not trained:
         raise UserError(
             f"algo.advantage ({type(advantage).__name__}) needs a critic, but algo.loss ({names}) trains none; "
             "add value"
         )
 
 
-def _check_sequence_ratio(made: Mapping[str, Sequence[Any]]) -> None:
-    """A ratio of a sequence: its gradient is divided by the sequence's length, not by that of others."""
-    (reducer,) = made["reducer"]
-    found = [type(term).__name__ for term in made["loss"] if term.per_sequence]
-    if found and isinstance(reducer, TokenMean | Constant):
+def _check_sequence_ratio(plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check the reducer of a sequence ratio, whose gradient is divided by the sequence's own length."""
+    (reducer,) = plugins["reducer"]
+    names = [type(term).__name__ for term in plugins["loss"] if term.per_sequence]
+    if names and isinstance(reducer, TokenMean | Constant):
         raise UserError(
-            f"algo.loss has {found[0].lower()}, whose ratio is one per sequence, but algo.reducer "
+            f"algo.loss has {names[0].lower()}, whose ratio is one per sequence, but algo.reducer "
             f"({type(reducer).__name__}) counts long sequences more: use algo.reducer = sequence_mean"
         )
 
 
-def _check_average(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
-    """Averaged weights are made by one hook, for somebody who asks for them; without it they are the weights."""
-    averaging = [type(hook).__name__ for hook in made["hooks"] if type(hook).average is not Hook.average]
-    asked = "ewma" in ANCHOR_NEEDS[anchor].union(*(p.needs() for plugins in made.values() for p in plugins))
-    if asked and not averaging:
+def _check_average(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check averaged weights: exactly one hook computes them, and the anchor uses them."""
+    averaging = [type(hook).__name__ for hook in plugins["hooks"] if type(hook).average is not Hook.average]
+    is_needed = "ewma" in ANCHOR_NEEDS[anchor].union(
+        *(p.needs() for field_plugins in plugins.values() for p in field_plugins)
+    )
+    if is_needed and not averaging:
         raise UserError(
             f"algo.anchor = {anchor!r} needs averaged weights, but no hook makes them: algo.hooks = [ewma]"
         )
-    if averaging and not asked:
+    if averaging and not is_needed:
         raise UserError(
             f"algo.hooks ({averaging[0]}) averages the weights, but algo.anchor = {anchor!r} does not use "
             "them; use ewma"
@@ -238,10 +243,12 @@ def _check_average(anchor: str, made: Mapping[str, Sequence[Any]]) -> None:
         raise UserError(f"algo.hooks ({', '.join(averaging)}) average the weights more than once; name one")
 
 
-def _check_reference(made: Mapping[str, Sequence[Any]]) -> None:
-    """Who moves the reference moves it for somebody, and alone."""
-    moving = [type(hook).__name__ for hook in made["hooks"] if type(hook).reference is not Hook.reference]
-    if moving and "ref" not in frozenset().union(*(p.needs() for plugins in made.values() for p in plugins)):
+def _check_reference(plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check that at most one hook moves the reference, and that a plug-in uses it."""
+    moving = [type(hook).__name__ for hook in plugins["hooks"] if type(hook).reference is not Hook.reference]
+    if moving and "ref" not in frozenset().union(
+        *(p.needs() for field_plugins in plugins.values() for p in field_plugins)
+    ):
         raise UserError(
             f"algo.hooks ({moving[0]}) moves the reference model, but no plug-in looks at it; add kl to algo.loss"
         )
@@ -249,75 +256,81 @@ def _check_reference(made: Mapping[str, Sequence[Any]]) -> None:
         raise UserError(f"algo.hooks ({', '.join(moving)}) move the reference model more than once; name one")
 
 
-def _check_groups(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
-    """Groups have to be as large as their planners and their estimator take them to be."""
-    (advantage,), planners, size = made["advantage"], made["planners"], config.rollout.group_size
+def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check that groups have the sizes that their planners and their estimator require."""
+    (advantage,), planners, size = plugins["advantage"], plugins["planners"], config.rollout.group_size
     start, largest = start_size(planners, size), largest_size(planners, size)
-    said = f"rollout.group_size = {size}"
-    if largest > LARGEST_GROUP:
+    size_text = f"rollout.group_size = {size}"
+    if largest > MAX_GROUP:
         raise UserError(
-            f"algo.planners make groups of up to {largest} samples of {said}; at most {LARGEST_GROUP}"
+            f"algo.planners make groups of up to {largest} samples of {size_text}; at most {MAX_GROUP}"
         )
     if largest == 1:
         filtering = [i for i, planner in enumerate(planners) if isinstance(planner, Dapo)]
-        if advantage.compares and any(term.policy for term in made["loss"]):
+        if advantage.compares and any(term.policy for term in plugins["loss"]):
             raise UserError(
-                f"{said}, but algo.advantage ({type(advantage).__name__}) compares the samples of a group; use "
+                f"{size_text}, but algo.advantage ({type(advantage).__name__}) compares the samples of a group; use "
                 "group_size >= 2"
             )
         if filtering:
             raise UserError(
-                f"{said}, but algo.planners[{filtering[0]}] (Dapo) drops groups of equal rewards; use group_size >= 2"
+                f"{size_text}, but algo.planners[{filtering[0]}] (Dapo) drops groups of equal rewards; use "
+                "group_size >= 2"
             )
     if isinstance(advantage, McGrpo):
-        _check_odd(start, said, planners, made["selectors"])
+        _check_odd(start, size_text, planners, plugins["selectors"])
     growing = [type(p).__name__ for p in planners if p.limit(start) > start]
-    for alone, why in (
+    for exclusive, reason in (
         ("Xrpo", "allots all further samples of a group in its rounds"),
         ("Explore", "sizes groups"),
     ):
-        if len(growing) > 1 and alone in growing:
-            raise UserError(f"algo.planners ({', '.join(growing)}): {alone} {why}; leave the others out")
+        if len(growing) > 1 and exclusive in growing:
+            raise UserError(
+                f"algo.planners ({', '.join(growing)}): {exclusive} {reason}; leave the others out"
+            )
     for i, planner in enumerate(planners):
         if isinstance(planner, Explore) and not planner.first <= size <= planner.largest > planner.first:
             raise UserError(
-                f"algo.planners[{i}] (Explore): {said} is the size of a group that nobody explored; expected it "
+                f"algo.planners[{i}] (Explore): {size_text} is the size of a group that nobody explored; expected it "
                 f"between first = {planner.first} and largest = {planner.largest}, and these to differ"
             )
         if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
             raise UserError(
                 f"algo.planners[{i}] ({type(planner).__name__}).largest = {planner.largest} leaves no room: groups "
-                f"start with {start} samples ({said})"
+                f"start with {start} samples ({size_text})"
             )
 
 
-def _check_odd(size: int, said: str, planners: Sequence[Planner], selectors: Sequence[Selector]) -> None:
-    """The median needs an odd number of samples, of every group that gets to it. `size`: what groups start with."""
+def _check_odd(size: int, size_text: str, planners: Sequence[Planner], selectors: Sequence[Selector]) -> None:
+    """Check that every group has an odd number of samples, as the median requires.
+
+    `size`: at the start of a group.
+    """
     needs = "algo.advantage (McGrpo) needs an odd number of samples"
     if size % 2 == 0:
-        raise UserError(f"{said} makes groups of {size}, but {needs}; use algo.planners = [mc_grpo]")
+        raise UserError(f"{size_text} makes groups of {size}, but {needs}; use algo.planners = [mc_grpo]")
     for i, planner in enumerate(planners):
-        if planner.limit(size) > size and not isinstance(planner, Lens):  # its selector gives the size back
+        if planner.limit(size) > size and not isinstance(planner, Lens):  # its selector restores the size
             raise UserError(
                 f"algo.planners[{i}] ({type(planner).__name__}) lets groups of {size} grow to any size up to "
                 f"{planner.limit(size)}, but {needs}; use another advantage, as dr_grpo"
             )
     for i, selector in enumerate(selectors):
-        left = selector.size_of(size)
-        if left is not None and left % 2 == 0:
+        remaining = selector.size_of(size)
+        if remaining is not None and remaining % 2 == 0:
             raise UserError(
-                f"algo.selectors[{i}] ({type(selector).__name__}) leaves {left} of groups of {size}, but {needs}; "
-                "choose `keep` so that an odd number stays"
+                f"algo.selectors[{i}] ({type(selector).__name__}) leaves {remaining} of groups of {size}, but "
+                f"{needs}; choose `keep` so that an odd number stays"
             )
-        size = size if left is None else left
+        size = size if remaining is None else remaining
 
 
-def _check_batch_scaling(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
-    """A learning rate that is scaled by the batch, by exactly 1."""
-    size, planners = config.rollout.group_size, made["planners"]
+def _check_batch_scaling(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check that a learning rate scaled by the batch is not always scaled by 1."""
+    size, planners = config.rollout.group_size, plugins["planners"]
     start = start_size(planners, size)
     batch = config.rollout.groups_per_step * start / config.algo.minibatches
-    for i, hook in enumerate(made["hooks"]):
+    for i, hook in enumerate(plugins["hooks"]):
         if isinstance(hook, BatchScaling) and batch == hook.samples and largest_size(planners, size) == start:
             raise UserError(
                 f"algo.hooks[{i}] (BatchScaling).samples = {hook.samples} is what an update has "
@@ -327,19 +340,19 @@ def _check_batch_scaling(config: Config, made: Mapping[str, Sequence[Any]]) -> N
 
 
 def _check_judge(config: Config) -> None:
-    asked = any(spec.name == "aoi" for spec in config.algo.planners)
-    asked |= any(spec.name == "reasoning_answer_consistency" for spec in config.data.reward)
-    if config.data.judge is not None and config.algo.group_reward is None and not asked:
+    is_needed = any(spec.name == "aoi" for spec in config.algo.planners)
+    is_needed |= any(spec.name == "reasoning_answer_consistency" for spec in config.data.reward)
+    if config.data.judge is not None and config.algo.group_reward is None and not is_needed:
         raise UserError(
             f"data.judge = {config.data.judge!r} is never asked: algo.group_reward is not given; use fapo, the "
             "planner aoi, or no judge"
         )
 
 
-def _check_overlong(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
-    """A penalty that begins where no response gets is none."""
+def _check_overlong(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check that the overlong penalty starts below the longest response."""
     longest = config.rollout.max_response_tokens
-    for i, shaping in enumerate(made["shaping"]):
+    for i, shaping in enumerate(plugins["shaping"]):
         if isinstance(shaping, Overlong) and shaping.cap - shaping.buffer >= longest:
             raise UserError(
                 f"algo.shaping[{i}] (Overlong): cap = {shaping.cap} less buffer = {shaping.buffer} is not below "
@@ -348,7 +361,7 @@ def _check_overlong(config: Config, made: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _why_not(need: str, config: Config) -> str:
-    """Why nothing serves this need; empty when something does."""
+    """Return the reason why nothing serves this need; empty if it is served."""
     placement = config.launch.placement
     if need == "behaviour" and placement != "colocated":
         return (

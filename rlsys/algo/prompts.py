@@ -1,6 +1,6 @@
-"""Which prompt a new group gets, and how it is worded. For the rollout process: no torch.
+"""Prompt choice of a new group, and its wording. For the rollout process: no torch.
 
-A chooser is deterministic in (its state, the group's id), so a resumed run asks for the same prompts.
+A chooser is deterministic in (its state, the group's id), so that a resumed run requests the same prompts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rlsys.core.types import SampleGroup
 
 @dataclass(frozen=True)
 class Template:
-    """How a question is put: a system message ("" for none), the question with `{question}`, how the answer opens.
+    """Wording of a question: a system message ("" for none), the question with `{question}`, the start of the answer.
 
-    And what it asks a response to look like: the `form` of its final answer (rlsys.rewards.answer), and `marks` that
-    it has exactly once.
+    It also defines the expected response: the `form` of its final answer (rlsys.rewards.answer), and `marks` that it
+    contains exactly once.
     """
 
     system: str = ""
@@ -31,27 +31,27 @@ class Template:
     marks: tuple[str, ...] = ()
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        """The chat up to the answer; `opening` is what the answer is forced to start with."""
+        """Return the chat up to the answer; `opening` is the forced start of the answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.user.replace("{question}", question)}]
 
 
 class PromptChooser(Plugin):
-    """Group id -> prompt index and template."""
+    """Map a group id to a prompt index and a template."""
 
     def index(self, group_id: int) -> int:
-        """Index of the prompt in its source."""
+        """Return the index of the prompt in its source."""
         return group_id
 
     def template(self, group_id: int) -> Template:
-        """Chosen once per group: a resumed sample keeps it."""
+        """Return the template, which is chosen once per group: a resumed sample keeps it."""
         return Template()
 
-    def hear(self, group: SampleGroup) -> None:
-        """A group has its rewards."""
+    def on_rewards(self, group: SampleGroup) -> None:
+        """Record the rewards of a group."""
 
     def forget(self, group_id: int) -> None:
-        """A group was dropped before it had them."""
+        """Forget a group that was dropped before it had rewards."""
 
 
 class InOrder(PromptChooser):
@@ -61,25 +61,27 @@ class InOrder(PromptChooser):
 
 
 class Pool(PromptChooser):
-    """The first `size` prompts of the source, in an order drawn anew for each round: all of them before one comes
-    again. For what keeps a record of each prompt (mssr), where the source has no end."""
+    """The first `size` prompts of the source, in a new random order each round: all of them before one is repeated.
+
+    For plug-ins that keep a record of each prompt (mssr), if the source is endless.
+    """
 
     evidence: ClassVar[str] = "own"
     size: Annotated[int, Field(gt=0, le=2**20)] = 1024
     """Prompts in the pool."""
     seed: int = 0
-    """Of the order."""
+    """Seed of the order."""
     _order: tuple[int, list[int]] = PrivateAttr(default=(-1, []))
-    """The last round that was asked for."""
+    """The last requested round."""
 
     def index(self, group_id: int) -> int:
-        number, place = divmod(group_id, self.size)
+        number, position = divmod(group_id, self.size)
         if self._order[0] != number:
             self._order = number, stream("pool", self.seed, number).permutation(self.size).tolist()
-        return self._order[1][place]
+        return self._order[1][position]
 
 
 def stream(*parts: object) -> np.random.Generator:
-    """Random numbers that depend on these parts alone, in every process."""
+    """Return a random generator that depends on these parts alone, in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))

@@ -1,4 +1,4 @@
-"""What each token counts, and by what the sum is divided. Both are fixed before any token is masked or dropped.
+"""Weight of each token in the loss, and the divisor of the sum. Both are fixed before any token is masked or dropped.
 
 The objective is sum over tokens of factor(sample) * token loss, divided by `denominator`.
 """
@@ -22,7 +22,7 @@ class Reduction(NamedTuple):
 
 
 class Reducer(Plugin):
-    """Lengths of all samples of the step -> what each token counts."""
+    """Lengths of all samples of the step -> factor of each sample's tokens."""
 
     over: Literal["all", "active"] = "all"
     """Samples in the denominator: all of them, or those with an advantage other than 0, whatever the terms. Where no
@@ -31,23 +31,26 @@ class Reducer(Plugin):
     """A sample's factor follows from the sample alone."""
 
     def __call__(self, lengths: Tensor, active: Tensor) -> Reduction:
-        """lengths `[N]` of trained tokens; active `[N]` bool: the sample's advantage is not 0."""
-        return self.reduce(lengths, self._counted(active))
+        """Reduce. lengths `[N]` of trained tokens; active `[N]` bool: the sample's advantage is not 0."""
+        return self.reduce(lengths, self._counts(active))
 
-    def _counted(self, active: Tensor) -> Tensor:
-        """All of them where none is active: terms without an advantage would be divided by 1."""
+    def _counts(self, active: Tensor) -> Tensor:
+        """Return the counted samples.
+
+        All if none is active, because terms without an advantage would be divided by 1.
+        """
         return active if self.over == "active" and bool(active.any()) else torch.ones_like(active)
 
-    def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
+    def reduce(self, lengths: Tensor, is_counted: Tensor) -> Reduction:
         raise NotImplementedError
 
     def mass(self, lengths: Tensor, active: Tensor) -> Tensor:
-        """`[N]`, what each sample adds to the denominator, but for a factor that all have."""
-        found = self.share(lengths)
-        return found * self._counted(active).to(found)
+        """`[N]`, contribution of each sample to the denominator, without a common factor."""
+        share = self.share(lengths)
+        return share * self._counts(active).to(share)
 
     def share(self, lengths: Tensor) -> Tensor:
-        """`[N]`, the same of samples that count: a sample each, or its tokens."""
+        """`[N]`, the same for counted samples: a sample each, or its tokens."""
         return torch.ones(len(lengths))
 
 
@@ -58,8 +61,8 @@ class TokenMean(Reducer):
     evidence: ClassVar[str] = "R"
     sample_local: ClassVar[bool] = True
 
-    def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
-        return Reduction(torch.ones(len(lengths)), max(1.0, float(lengths[counted].sum())))
+    def reduce(self, lengths: Tensor, is_counted: Tensor) -> Reduction:
+        return Reduction(torch.ones(len(lengths)), max(1.0, float(lengths[is_counted].sum())))
 
     def share(self, lengths: Tensor) -> Tensor:
         return lengths.float()
@@ -72,8 +75,8 @@ class SequenceMean(Reducer):
     evidence: ClassVar[str] = "R"
     sample_local: ClassVar[bool] = True
 
-    def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
-        return Reduction(1 / lengths.clamp(min=1).float().cpu(), max(1.0, float(counted.sum())))
+    def reduce(self, lengths: Tensor, is_counted: Tensor) -> Reduction:
+        return Reduction(1 / lengths.clamp(min=1).float().cpu(), max(1.0, float(is_counted.sum())))
 
 
 class Constant(Reducer):
@@ -88,5 +91,5 @@ class Constant(Reducer):
     length: Annotated[int, Field(gt=0)] = 256
     """The constant, usually rollout.max_response_tokens."""
 
-    def reduce(self, lengths: Tensor, counted: Tensor) -> Reduction:
-        return Reduction(torch.ones(len(lengths)), max(1.0, float(counted.sum())) * self.length)
+    def reduce(self, lengths: Tensor, is_counted: Tensor) -> Reduction:
+        return Reduction(torch.ones(len(lengths)), max(1.0, float(is_counted.sum())) * self.length)

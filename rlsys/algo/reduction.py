@@ -1,8 +1,9 @@
-"""What crosses ranks: sums over data-parallel ranks, and global thresholds.
+"""Reductions across ranks: sums over data-parallel ranks, and global thresholds.
 
-A plug-in never sees the layout. It gets whole sequences of its own rank (the trainer gathers what context-parallel
-ranks computed, see rlsys.trainer.model.share), the table of all samples, and a `Reduce` that sums a tensor over the
-ranks that hold other sequences. What it decides from such sums is the same on every rank and for every layout.
+A plug-in never sees the layout. It gets whole sequences of its own rank (the trainer gathers the results of
+context-parallel ranks, see rlsys.trainer.model.context_parallel), the table of all samples, and a `Reduce` that sums
+a tensor over the ranks that hold other sequences. Its decisions from such sums are equal on every rank and for every
+layout.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ Condition = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(edges `[E]`, how many values are <= edge `[E]`, their sum `[E]`) -> holds `[E]`, false from some edge on."""
 
 
-def alone(values: Tensor) -> Tensor:
-    """The Reduce of one rank."""
+def single_rank(values: Tensor) -> Tensor:
+    """Return the values: the Reduce of one rank."""
     return values
 
 
 def table_sum(values: Sequence[Tensor], rows: Sequence[Tensor], samples: int, reduce: Reduce) -> Tensor:
-    """`[samples]`, float64: the values `[S]` of every rank's sequences, each at its row of the sample table."""
+    """Sum the values `[S]` of every rank's sequences at their rows of the sample table. `[samples]`, float64."""
     device = values[0].device if values else torch.device("cpu")
     out = torch.zeros(samples, dtype=torch.float64, device=device)
     for value, row in zip(values, rows, strict=True):
@@ -43,10 +44,12 @@ def threshold(
     bins: int = 1024,
     rounds: int = 3,
 ) -> float:
-    """The largest value in [low, high] for which `holds`, to (high - low) / bins^rounds; `low` if it never does.
+    """Return the largest value in [low, high] for which `holds`, to (high - low) / bins^rounds.
 
-    Values `[n]` of all ranks are counted into bins that are refined around the answer, so that no rank sorts or
-    sees another's tokens, and the answer does not depend on the layout.
+    `low` if it never does.
+
+    Values `[n]` of all ranks are counted into bins that are refined around the answer, so that no rank sorts or reads
+    another's tokens, and the answer does not depend on the layout.
     """
     start, end = low, high
     for _ in range(rounds):
@@ -54,9 +57,9 @@ def threshold(
         counts, sums = torch.zeros(bins + 2, dtype=torch.float64), torch.zeros(bins + 2, dtype=torch.float64)
         for part in parts:
             values = part.double()
-            place = torch.bucketize(values, edges.to(values.device))
-            counts += torch.bincount(place, minlength=bins + 2).cpu()
-            sums += torch.bincount(place, weights=values, minlength=bins + 2).cpu()
+            bucket = torch.bucketize(values, edges.to(values.device))
+            counts += torch.bincount(bucket, minlength=bins + 2).cpu()
+            sums += torch.bincount(bucket, weights=values, minlength=bins + 2).cpu()
         device = parts[0].device if parts else torch.device("cpu")
         counts, sums = reduce(torch.stack([counts, sums]).to(device)).cpu()
         good = holds(edges, counts.cumsum(0)[:-1], sums.cumsum(0)[:-1])

@@ -1,4 +1,4 @@
-"""One table of all plug-ins: kind -> short name -> import path. Nothing is imported before it is built."""
+"""Table of all plug-ins: kind -> short name -> import path. A plug-in is imported when it is built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, str]] = {
         "losses on compared answers, of `rlsys sft` (sft.loss)",
     ),
 }
-"""kind -> (its base class, what it does), in the order in which a sample meets them."""
+"""kind -> (its base class, its purpose), in the order in which a sample passes them."""
 
 TABLE: dict[str, dict[str, str]] = {
     "prompt": {
@@ -194,31 +194,34 @@ SECTION_KINDS: Mapping[str, str] = {
 
 
 def build(kind: str, name: str, /, **params: Any) -> Any:
-    """The plug-in `name` (short name or `package.module:attribute`) of a kind. Raises UserError for any mistake."""
+    """Build the plug-in `name` (short name or `package.module:attribute`) of a kind.
+
+    Raises UserError for any mistake.
+    """
     if not isinstance(name, str):
         raise UserError(f"{kind} = {name!r}: expected a short name or an import path package.module:name")
     return make(kind, kind, Spec(name=name, params=params))
 
 
 def make(field: str, kind: str, spec: Spec) -> Any:
-    """`build` with the config field that messages name."""
+    """Build like `build`, with the config field for messages."""
     if kind not in TABLE:
         raise UserError(f"unknown kind of plug-in {kind!r}; {hint(str(kind), TABLE)}")
     path = TABLE[kind].get(spec.name, spec.name)
     if ":" not in path:
-        raise UserError(f"{field} = {spec.name!r}: unknown {kind}; {_elsewhere(kind, spec.name)}")
-    found = load(field, path)
+        raise UserError(f"{field} = {spec.name!r}: unknown {kind}; {_unknown_name_hint(kind, spec.name)}")
+    plugin = load(field, path)
     base: Any = load(field, KINDS[kind][0])
-    if not isinstance(found, type):
-        return _adapt(field, base, found, spec.params)
-    if not issubclass(found, base) or found is base:
+    if not isinstance(plugin, type):
+        return _adapt(field, base, plugin, spec.params)
+    if not issubclass(plugin, base) or plugin is base:
         raise UserError(f"{field} = {spec.name!r}: expected a subclass of {KINDS[kind][0]}, or a function")
-    evidence_of(found)
-    return parse_params(field, found, spec.params)
+    evidence_of(plugin)
+    return parse_params(field, plugin, spec.params)
 
 
 def make_all(section: AlgoSection, fields: Collection[str] = SECTION_KINDS) -> dict[str, list[Any]]:
-    """Every plug-in that these fields of the section name, by field; one plug-in is a list of one."""
+    """Build every plug-in that these fields of the section name, by field; one plug-in is a list of one."""
     out = {}
     for field in fields:
         kind, value = SECTION_KINDS[field], getattr(section, field)
@@ -231,21 +234,24 @@ def make_all(section: AlgoSection, fields: Collection[str] = SECTION_KINDS) -> d
 
 
 def check(section: AlgoSection) -> None:
-    """Build everything once, so that a mistake is told before anything starts. Raises UserError."""
+    """Build everything once, so that a mistake is reported before the start. Raises UserError."""
     make_all(section)
 
 
 def load(field: str, path: str) -> Any:
-    """The attribute at `package.module:attribute`. Raises UserError naming `field`."""
+    """Load the attribute at `package.module:attribute`. Raises UserError with `field`."""
     module_name, _, attribute = path.partition(":")
-    found = import_attribute(field, path)
-    if not callable(found):
+    attribute_value = import_attribute(field, path)
+    if not callable(attribute_value):
         raise UserError(f"{field} = {path!r}: {module_name} has no class or function {attribute!r}")
-    return found
+    return attribute_value
 
 
 def _adapt(field: str, base: type[Plugin], function: Callable[..., Any], params: Mapping[str, Any]) -> Plugin:
-    """A plain function as a plug-in of `base`; its `needs`, a collection of names, and `evidence` are optional."""
+    """Wrap a plain function as a plug-in of `base`.
+
+    Its `needs`, a collection of names, and `evidence` are optional.
+    """
     try:
         inspect.signature(function).bind_partial(**params)
     except (TypeError, ValueError) as e:  # the latter: it has no signature to check
@@ -269,15 +275,15 @@ def _adapt(field: str, base: type[Plugin], function: Callable[..., Any], params:
     return adapted
 
 
-def _elsewhere(kind: str, name: str) -> str:
-    """What to say about a name that this kind does not have."""
-    others = [k for k, names in TABLE.items() if name in names]
-    if others:
-        return f"{name} is of kind {' and '.join(others)}; of this kind: {', '.join(TABLE[kind])}"
+def _unknown_name_hint(kind: str, name: str) -> str:
+    """Return a hint for a name that this kind does not have."""
+    other_kinds = [k for k, names in TABLE.items() if name in names]
+    if other_kinds:
+        return f"{name} is of kind {' and '.join(other_kinds)}; of this kind: {', '.join(TABLE[kind])}"
     return hint(name, TABLE[kind]) + " (or package.module:name, or path/to/file.py:name)"
 
 
-def hint(name: str, known: Mapping[str, object]) -> str:
-    """The name that was probably meant, or all of them."""
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+def hint(name: str, names: Mapping[str, object]) -> str:
+    """Suggest the most similar name, or list all of them."""
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"

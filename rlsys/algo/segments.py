@@ -10,31 +10,33 @@ from torch import Tensor
 
 
 def group_index(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(place of each sample's group `[N]`, samples per group `[G]`) of any integer ids `[N]`."""
+    """Return (index of each sample's group `[N]`, samples per group `[G]`) of any integer ids `[N]`."""
     _, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return index, sizes
 
 
 def groups_of(group_ids: Tensor) -> list[Tensor]:
-    """The places of each group's samples among `[N]`, in their order."""
+    """Return the indices of each group's samples among `[N]`, in their order."""
     index, sizes = group_index(group_ids)
     return list(torch.split(torch.argsort(index, stable=True), sizes.tolist()))
 
 
 def sum_by(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum of `values` `[n]` per value of `index` `[n]`, `[count]`."""
+    """Sum `values` `[n]` per value of `index` `[n]`, `[count]`."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
 
 def max_by(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Largest of `values` `[n]`, none below 0, per value of `index` `[n]`, `[count]`; 0 where there is none."""
+    """Return the largest of `values` `[n]`, none below 0, per value of `index` `[n]`, `[count]`; 0 without any."""
     out = torch.zeros(count, dtype=values.dtype, device=values.device)
     return out.scatter_reduce(0, index, values, "amax")
 
 
 def merge_close(values: Tensor, group_ids: Tensor, scale: Tensor, tolerance: float) -> Tensor:
-    """`values` `[N]`, those of a group that differ by at most `tolerance` times its largest `scale` `[N]` made the
-    same number: the smallest of them."""
+    """Set values `[N]` of a group that are equal up to a tolerance to the smallest of them.
+
+    The tolerance is `tolerance` times the group's largest `scale` `[N]`.
+    """
     index, sizes = group_index(group_ids)
     by_value = torch.argsort(values, stable=True)
     order = by_value[torch.argsort(index[by_value], stable=True)]
@@ -49,7 +51,7 @@ def merge_close(values: Tensor, group_ids: Tensor, scale: Tensor, tolerance: flo
 
 
 def group_mean(values: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean of `values` `[N]` within each sample's group, `[N]`. Of equal values it is exactly these."""
+    """Return the mean of `values` `[N]` within each sample's group, `[N]`. It is exact for equal values."""
     index, sizes = group_index(group_ids)
     start = torch.zeros(len(sizes), dtype=torch.float64, device=values.device)
     start = start.scatter_reduce(0, index, values.double(), "amin", include_self=False)
@@ -57,43 +59,43 @@ def group_mean(values: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def group_std(values: Tensor, group_ids: Tensor) -> Tensor:
-    """Standard deviation with n - 1 within each sample's group, `[N]`; 0 in a group of one."""
+    """Return the standard deviation with n - 1 within each sample's group, `[N]`; 0 in a group of one."""
     index, sizes = group_index(group_ids)
     squares = sum_by((values - group_mean(values, group_ids)) ** 2, index, len(sizes))
     return (squares / (sizes - 1).clamp(min=1)).sqrt()[index]
 
 
 def discounted_suffix_sum(values: Tensor, ids: Tensor, factor: float | Tensor) -> Tensor:
-    """y_t = x_t + factor * y_{t+1} within each sequence, `[T]`, in log2(longest) vector operations.
+    """Compute y_t = x_t + factor * y_{t+1} within each sequence, `[T]`, in log2(longest) vector operations.
 
     `factor`: one number, or `[T]`, the same for all tokens of a sequence.
     """
     out, weight = values.clone(), torch.as_tensor(factor, dtype=values.dtype, device=values.device)
     weight = weight.expand_as(values)
     for step in _doublings(ids):
-        same = ids[:-step] == ids[step:]
-        later = torch.where(same, out[step:], torch.zeros_like(out[step:]))
+        same_sequence = ids[:-step] == ids[step:]
+        later = torch.where(same_sequence, out[step:], torch.zeros_like(out[step:]))
         out = torch.cat([out[:-step] + weight[:-step] * later, out[-step:]])
         weight = weight * weight
     return out
 
 
 def running_min(values: Tensor, ids: Tensor, *, inclusive: bool) -> Tensor:
-    """min of x_j over j <= t (or j < t, then +inf at a sequence's first token) within each sequence, `[T]`."""
+    """Compute min of x_j over j <= t (or j < t, +inf at a sequence's first token) within each sequence, `[T]`."""
     out = values.clone()
     if not inclusive and len(out):
         first = torch.ones_like(ids, dtype=torch.bool)
         first[1:] = ids[1:] != ids[:-1]
         out = out.roll(1).masked_fill(first, torch.inf)
     for step in _doublings(ids):
-        same = ids[:-step] == ids[step:]
-        earlier = torch.where(same, out[:-step], torch.full_like(out[:-step], torch.inf))
+        same_sequence = ids[:-step] == ids[step:]
+        earlier = torch.where(same_sequence, out[:-step], torch.full_like(out[:-step], torch.inf))
         out = torch.cat([out[:step], torch.minimum(out[step:], earlier)])
     return out
 
 
 def _doublings(ids: Tensor) -> list[int]:
-    """1, 2, 4, ... below the longest run of equal ids."""
+    """Return 1, 2, 4, ... below the longest run of equal ids."""
     longest = int(torch.bincount(ids).max()) if len(ids) else 0
     out, step = [], 1
     while step < longest:

@@ -1,7 +1,7 @@
-"""Which samples and tokens are trained, with which weight. Dropping never changes the denominator, except `before`.
+"""Selection and weights of samples and tokens. Dropping never changes the denominator, except before the advantages.
 
-Shapes: N samples of the step, T tokens. What a selector decides, it decides from the table that every rank has, or
-from sums over ranks.
+Shapes: N samples of the step, T tokens. A selector decides from the table that every rank has, or from sums over
+ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.methods.deferred_samples import PutOff
+from rlsys.algo.methods.deferred_samples import DeferredSamples
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reduction import Reduce
 
@@ -22,31 +22,38 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Selector(Plugin):
-    """Weights of samples and tokens; 0 drops. Selectors act in order: each sees what those before it leave."""
+    """Weights of samples and tokens; 0 drops. Selectors act in order, each on the result of those before it."""
 
-    before: ClassVar[bool] = False
-    """Before the advantages: dropped samples were never there, for baselines and denominators too."""
+    before_advantages: ClassVar[bool] = False
+    """Whether it acts before the advantages: dropped samples are then excluded from baselines and denominators,
+    too."""
     defers: ClassVar[bool] = False
-    """Dropped samples are kept for a later extra update (see rlsys.algo.methods.deferred_samples)."""
+    """Whether dropped samples are stored for a later extra update (see rlsys.algo.methods.deferred_samples)."""
 
-    def store(self) -> PutOff[Any]:
-        """Of a selector that defers: where to."""
+    def store(self) -> DeferredSamples[Any]:
+        """Return the store of a selector that defers."""
         raise NotImplementedError
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
-        """Weight of each sample, `[N]`. `advantages` `[N]` is None before they are known."""
+        """Return the weight of each sample, `[N]`. `advantages` `[N]` is None before they are known."""
         return torch.ones(len(samples), device=samples.rewards.device)
 
     def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
-        """Share of the denominator that is left: `weight` `[N]` of samples, `mass` `[N]`: what each counts in it."""
+        """Return the remaining share of the denominator.
+
+        `weight` `[N]` of samples, `mass` `[N]`: their parts of it.
+        """
         return 1.0
 
     def size_of(self, group: int) -> int | None:
-        """Of a `before` selector: samples left of a group of so many; None when that depends on the group."""
+        """Return the remaining samples of a group, if it acts before the advantages.
+
+        None if that depends on the group.
+        """
         return None
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
-        """Weight of each token, `[T]` per packed batch of this rank; None for all of them."""
+        """Return the weight of each token, `[T]` per packed batch of this rank; None for all of them."""
         return None
 
 

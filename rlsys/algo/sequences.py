@@ -1,4 +1,4 @@
-"""Samples of several sequences: sums over what comes before or after a sequence in its sample, on whatever rank.
+"""Samples of several sequences: sums over the sequences before or after a sequence in its sample, on any rank.
 
 Shapes: N samples of the step, K sequences of the one with most, S sequences and T tokens of one part.
 """
@@ -14,35 +14,35 @@ from rlsys.algo.batch import Batch
 from rlsys.algo.reduction import Reduce
 
 
-def sequence_places(part: Batch) -> Tensor:
-    """The number of each sequence within its sample, `[S]`, from 0."""
-    if part.places:
-        return torch.tensor(part.places, device=part.rows.device)
-    same = (part.rows[:, None] == part.rows[None, :]).long()
-    return same.tril(-1).sum(1)
+def sequence_indices(part: Batch) -> Tensor:
+    """Return the index of each sequence within its sample, `[S]`, from 0."""
+    if part.sequence_index:
+        return torch.tensor(part.sequence_index, device=part.rows.device)
+    same_sample = (part.rows[:, None] == part.rows[None, :]).long()
+    return same_sample.tril(-1).sum(1)
 
 
 def sequence_table(parts: Sequence[Batch], values: Sequence[Tensor], samples: int, reduce: Reduce) -> Tensor:
-    """`[N, K]` float64: a value `[S]` of each sequence of all parts and ranks, 0 where there is none."""
+    """`[N, K]` float64: a value `[S]` of each sequence of all parts and ranks, 0 without a sequence."""
     device = values[0].device
-    places = [sequence_places(part).to(device) for part in parts]
-    longest = max([int(p.max()) + 1 for p in places if len(p)], default=1)
+    indices = [sequence_indices(part).to(device) for part in parts]
+    longest = max([int(p.max()) + 1 for p in indices if len(p)], default=1)
     powers = torch.zeros(
         32, dtype=torch.float64, device=device
     )  # ranks can only add: the largest power has one
     powers[(longest - 1).bit_length()] = 1
-    most = 2 ** int(reduce(powers).nonzero().max())
-    table = torch.zeros(samples * most, dtype=torch.float64, device=device)
-    for part, place, value in zip(parts, places, values, strict=True):
-        trained = part.lengths_or_zero > 0  # a copy that fills a bin has none
-        at = part.rows.to(device)[trained] * most + place[trained]
+    width = 2 ** int(reduce(powers).nonzero().max())
+    table = torch.zeros(samples * width, dtype=torch.float64, device=device)
+    for part, index, value in zip(parts, indices, values, strict=True):
+        trained = part.lengths_or_zero > 0  # a copy that fills a bin has no trained tokens
+        at = part.rows.to(device)[trained] * width + index[trained]
         table.index_add_(0, at, value.double()[trained])
-    return reduce(table).view(samples, most)
+    return reduce(table).view(samples, width)
 
 
 def at_sequences(part: Batch, table: Tensor) -> Tensor:
     """`[S]`: the entries of `table` `[N, K]` of this part's sequences."""
-    return table[part.rows.to(table.device), sequence_places(part).to(table.device)]
+    return table[part.rows.to(table.device), sequence_indices(part).to(table.device)]
 
 
 def sums_before(table: Tensor) -> Tensor:

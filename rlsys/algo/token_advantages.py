@@ -1,4 +1,4 @@
-"""Advantages that differ from token to token: REINFORCE++, MSSR. GAE has a file of its own.
+"""Advantages that differ from token to token: REINFORCE++, MSSR. GAE has a separate file.
 
 Shapes: N samples, T packed tokens. All statistics over tokens are sums over ranks.
 """
@@ -22,14 +22,18 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 def whiten_tokens(
     values: Sequence[Tensor], parts: Sequence[Batch], reduce: Reduce, eps: float = 1e-6
 ) -> list[Tensor]:
-    """(x - mean) / (std + eps), mean and std (with n - 1) over the counted tokens of all ranks; 0 where masked.
+    """Compute (x - mean) / (std + eps), mean and std (with n - 1) over the counted tokens of all ranks.
 
-    Values that differ by rounding at the most have no deviation: all get 0.
+    0 where masked.
+
+    Values that are equal up to rounding have no deviation: all get 0.
     """
-    counted = [p.counted_tokens for p in parts]
+    is_counted = [p.counted_tokens for p in parts]
 
     def total(fields: list[Tensor]) -> Tensor:
-        return reduce(torch.stack([f[c].double().sum() for f, c in zip(fields, counted, strict=True)]).sum())
+        return reduce(
+            torch.stack([f[c].double().sum() for f, c in zip(fields, is_counted, strict=True)]).sum()
+        )
 
     count = total([torch.ones_like(v) for v in values])
     mean = total(list(values)) / count.clamp(min=1)
@@ -40,12 +44,15 @@ def whiten_tokens(
 
 
 def on_trained(part: Batch, values: Tensor, scan: Any) -> Tensor:
-    """`scan(values, ids)` over the trained tokens only, as if the others were not there; 0 on the others. `[T]`."""
+    """Apply `scan(values, ids)` to the trained tokens only, as if the others did not exist; 0 on the others.
+
+    `[T]`.
+    """
     return torch.zeros_like(values).masked_scatter(part.keep, scan(values[part.keep], part.ids[part.keep]))
 
 
 def last_token(part: Batch) -> Tensor:
-    """True on each sequence's last trained token, `[T]`."""
+    """Mark each sequence's last trained token, `[T]` bool."""
     position = torch.arange(len(part.mask), device=part.mask.device)
     last = torch.full((part.sequences,), -1, dtype=torch.long, device=part.mask.device)
     last = last.scatter_reduce(0, part.ids[part.keep], position[part.keep], "amax")
@@ -55,10 +62,10 @@ def last_token(part: Batch) -> Tensor:
 
 
 def turn_ends(part: Batch) -> Tensor:
-    """True on the last trained token of each turn, `[T]`."""
-    place, turns = part.keep.nonzero().flatten(), part.signal("turns")[part.keep]
-    ids, last = part.ids[part.keep], torch.ones_like(place, dtype=torch.bool)
+    """Mark the last trained token of each turn, `[T]` bool."""
+    index, turns = part.keep.nonzero().flatten(), part.signal("turns")[part.keep]
+    ids, last = part.ids[part.keep], torch.ones_like(index, dtype=torch.bool)
     last[:-1] = (turns[1:] != turns[:-1]) | (ids[1:] != ids[:-1])
     out = torch.zeros_like(part.keep)
-    out[place[last]] = True
+    out[index[last]] = True
     return out

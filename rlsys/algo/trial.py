@@ -1,9 +1,9 @@
-"""Every plug-in of the trainer's objective, run once on a made-up step before anything starts.
+"""Trial of the trainer's objective on a synthetic step before the start.
 
-Four groups: one with wins and losses, one all won, one all lost, one mixed again. Their tokens are of four weight
-versions, the last response was cut off, one was drawn from another prompt. What forward passes would give is drawn
-from a fixed seed. The step goes as in rlsys.trainer.step: plan, finish, prepare, loss, backward, hooks, and what
-was put off; then the state goes through JSON into a second objective.
+There are four groups: one with successes and failures, one of successes, one of failures, one mixed again. Their
+tokens are of four weight versions, the last response was truncated, one was drawn from another prompt. Results of
+forward passes are drawn from a fixed seed. The step runs as in rlsys.trainer.step: plan, finish, prepare, loss,
+backward, hooks, and deferred samples; then the state goes through JSON into a second objective.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rlsys.core.types import Sample, SampleGroup, Segment, Status
 
 GROUPS = 4
 LARGEST = 8
-"""Samples of a made-up group, at most; one more where the run's groups are odd."""
+"""Maximum number of samples of a synthetic group; one more if the run's groups are odd."""
 VERSION = 7
 PROMPT = 2
 """Tokens of each prompt."""
 
 
 def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
-    """Raises UserError, one line, for an objective that fails or gives no finite loss.
+    """Try the objective. Raises UserError, one line, if it fails or gives no finite loss.
 
-    rewards: names of the reward's parts, none for a plain number; None: not known, then as many as are asked for.
+    rewards: names of the reward's parts, none for a plain number; None: unknown, then as many as the objective needs.
     """
     objective = Objective(config.algo)
     if rewards is None:
@@ -55,7 +55,7 @@ def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
         Objective(config.algo).load_state_dict(state)
     except RlsysError:
         raise
-    except Exception as e:  # anybody's code: all that it can raise is told in one line
+    except Exception as e:  # user code: any error is reported in one line
         at = traceback.extract_tb(e.__traceback__)[-1]
         raise UserError(
             f"algo{_culprit(objective, e.__traceback__)} fails on a made-up step: {type(e).__name__}: {e} "
@@ -64,38 +64,38 @@ def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
 
 
 def made_up_groups(config: Config, rewards: Sequence[str]) -> list[SampleGroup]:
-    """As the trainer takes them, of a size that is odd or even as the run's groups are."""
-    made = make_all(config.algo, ("planners",))
-    start = start_size(made["planners"], config.rollout.group_size)
+    """Build groups as the trainer takes them, with an odd or even size like the run's groups."""
+    plugins = make_all(config.algo, ("planners",))
+    start = start_size(plugins["planners"], config.rollout.group_size)
     size = min(start, LARGEST + start % 2)
     groups = []
     for g in range(GROUPS):
-        won = [(i % 2 == 0, True, False, i == 0)[g] for i in range(size)]
-        samples = [_sample(g * size + i, g, i, won[i], rewards) for i in range(size)]
+        is_success = [(i % 2 == 0, True, False, i == 0)[g] for i in range(size)]
+        samples = [_sample(g * size + i, g, i, is_success[i], rewards) for i in range(size)]
         groups.append(SampleGroup(g, g + 100, samples))
     groups[-1].samples[-1].status = Status.TRUNCATED
     groups[-1].samples[-1].trained_prompt = [1] * PROMPT
     return groups
 
 
-def _sample(number: int, group: int, place: int, won: bool, rewards: Sequence[str]) -> Sample:
-    sample = Sample(number, group, place, [1] * PROMPT, seed=number, status=Status.FINISHED)
+def _sample(number: int, group: int, index: int, is_success: bool, rewards: Sequence[str]) -> Sample:
+    sample = Sample(number, group, index, [1] * PROMPT, seed=number, status=Status.FINISHED)
     length = 1 + (3 * number) % 7
     older = min(length, number % 3)
     spans = [VersionSpan(VERSION - 1 - number % 3, 0, older), VersionSpan(VERSION, older, length)]
     mu = [-0.1 - 0.2 * ((number + t) % 5) for t in range(length)]
     sample.append(Segment([1] * length, mu, spans))
-    sample.reward, sample.answer = float(won), str(place % 3)
-    sample.fork = Fork(place - 1, 1) if place % 3 == 1 else None
+    sample.reward, sample.answer = float(is_success), str(index % 3)
+    sample.fork = Fork(index - 1, 1) if index % 3 == 1 else None
     if rewards:
-        sample.named_rewards = {name: float(won) / len(rewards) for name in rewards}
+        sample.named_rewards = {name: float(is_success) / len(rewards) for name in rewards}
     return sample
 
 
 def _table(groups: Sequence[SampleGroup]) -> Samples:
-    """With every optional column."""
+    """Build the sample table with every optional column."""
     samples = [s for group in groups for s in group.samples]
-    places, stems, forks = fork_columns(samples).values()
+    indices, stems, forks = fork_columns(samples).values()
     return replace(
         Samples.of(groups, step=3),
         answers=torch.tensor([int(s.answer or -1) for s in samples]),
@@ -104,30 +104,32 @@ def _table(groups: Sequence[SampleGroup]) -> Samples:
         turn_rewards=torch.tensor([[(s.index % 3) / 2, float(_turns(s) > 1)] for s in samples]),
         turn_matches=torch.tensor([[s.index % 5 > 0, True] for s in samples]),
         turn_counts=torch.tensor([_turns(s) for s in samples]),
-        place=places,
+        index_in_group=indices,
         stem=stems,
         fork_at=forks,
     )
 
 
 def _turns(sample: Sample) -> int:
-    """Of a made-up sample: two where it has tokens for both."""
+    """Return the number of turns of a synthetic sample: two if it has tokens for both."""
     return min(2, len(sample.response_ids))
 
 
 @dataclass
 class Outcome:
-    """What a made-up step came to. gradients: of the loss by the log-probs, `[tokens]` of each row that was packed;
-    those of several updates are added."""
+    """Result of a synthetic step.
+
+    gradients: of the loss by the log-probs, `[tokens]` of each packed row; those of several updates are added.
+    """
 
     metrics: dict[str, float] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
 def made_up_step(objective: Objective, groups: Sequence[SampleGroup], pieces: int = 2) -> Outcome:
-    """What rlsys.trainer.step does, on one rank, with each update cut into `pieces` micro-batches.
+    """Run the steps of rlsys.trainer.step on one rank, with each update split into `pieces` micro-batches.
 
-    Raises UserError for a loss or a gradient that is not finite, and whatever a plug-in raises.
+    Raises UserError for a loss or a gradient that is not finite, and any error of a plug-in.
     """
     weights, outcome = [("weight", torch.ones(2, 2))], Outcome()
     objective.start(lambda: weights)
@@ -135,10 +137,10 @@ def made_up_step(objective: Objective, groups: Sequence[SampleGroup], pieces: in
     updates = [rows for k in range(plan.updates) if (rows := plan.rows[k :: plan.updates])]
     if updates:
         _learn(objective, plan, groups, updates, pieces, outcome)
-    if later := objective.put_off(plan, groups, 4):
-        again = [group for group, _ in later]
-        plan = objective.plan_again(_table(again), torch.tensor([a for _, a in later]))
-        _learn(objective, plan, again, [plan.rows], pieces, outcome)
+    if later := objective.defer(plan, groups, 4):
+        deferred_groups = [group for group, _ in later]
+        plan = objective.plan_deferred(_table(deferred_groups), torch.tensor([a for _, a in later]))
+        _learn(objective, plan, deferred_groups, [plan.rows], pieces, outcome)
     objective.after_version(lambda: weights, 1.0)
     objective.average_totals(weights)
     objective.average()
@@ -153,9 +155,11 @@ def _learn(
     pieces: int,
     outcome: Outcome,
 ) -> None:
-    samples, asks = [s for group in groups for s in group.samples], objective.asks
+    samples, asks = [s for group in groups for s in group.samples], objective.requirements
     early = asks.passes if asks.looks_ahead else asks.passes - (asks.current - {"behaviour"})
-    batches = [_cut(samples, rows, asks.passes if i else early, pieces) for i, rows in enumerate(updates)]
+    batches = [
+        _micro_batches(samples, rows, asks.passes if i else early, pieces) for i, rows in enumerate(updates)
+    ]
     for part in () if asks.looks_ahead else batches[0]:
         part.old_is_current = True
     objective.finish(plan, [part for parts in batches for part in parts])
@@ -169,50 +173,52 @@ def _learn(
             for name, value in _backward(objective, part, plan.denominator / len(updates), outcome).items():
                 sums[name] = sums[name] + value if name in sums else value
         objective.lr_factor(plan, list(rows))
-        outcome.metrics = loss_metrics(sums, objective.asks.needs)
+        outcome.metrics = loss_metrics(sums, objective.requirements.needs)
         objective.after_step(lambda: [("weight", torch.ones(2, 2))], outcome.metrics)
 
 
-def _cut(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str], pieces: int) -> list[Batch]:
-    """Packed micro-batches of these rows, with the fields that passes give; fewer where there are fewer rows."""
+def _micro_batches(
+    samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str], pieces: int
+) -> list[Batch]:
+    """Pack micro-batches of these rows, with the fields of these passes; fewer if there are fewer rows."""
     cuts = [len(rows) * k // pieces for k in range(pieces + 1)]
     return [_pack(samples, rows[a:b], passes) for a, b in pairwise(cuts) if b > a]
 
 
 def _pack(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str]) -> Batch:
-    chosen = [samples[r] for r in rows]
-    lengths = [PROMPT + len(s.response_ids) for s in chosen]
+    packed = [samples[r] for r in rows]
+    lengths = [PROMPT + len(s.response_ids) for s in packed]
     batch = Batch(
         tokens=torch.ones(sum(lengths), dtype=torch.long),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
         rows=torch.tensor(list(rows)),
-        mask=torch.tensor([m for s in chosen for m in [0.0] * PROMPT + [1.0] * len(s.response_ids)]),
-        mu=torch.tensor([m for s in chosen for m in [*[0.0] * PROMPT, *s.mu]], dtype=torch.float64),
-        versions=torch.tensor([v for s in chosen for v in [-1] * PROMPT + s.versions()]),
+        mask=torch.tensor([m for s in packed for m in [0.0] * PROMPT + [1.0] * len(s.response_ids)]),
+        mu=torch.tensor([m for s in packed for m in [*[0.0] * PROMPT, *s.mu]], dtype=torch.float64),
+        versions=torch.tensor([v for s in packed for v in [-1] * PROMPT + s.versions()]),
         turns=torch.tensor(
-            [t for s in chosen for t in [-1] * PROMPT + [int(i > 0) for i in range(s.tokens)]]
+            [t for s in packed for t in [-1] * PROMPT + [int(i > 0) for i in range(s.tokens)]]
         ),
         version=VERSION,
     )
     for name in sorted(passes):
         values = batch.mu + 0.1 * _noise(batch, name)
-        if name == "behaviour":  # of the oldest, nothing was stored
+        if name == "behaviour":  # not stored for the oldest version
             values[batch.versions < VERSION - 2] = torch.nan
         setattr(batch, name, values.abs() if name in ("entropy", "sum_pi_squared") else values)
     return batch
 
 
 def _noise(batch: Batch, name: str) -> Tensor:
-    """`[T]`, of each row the same however the rows are packed."""
-    found = []
+    """Draw `[T]`, equal for each row in any packing."""
+    values = []
     for row, length in zip(batch.rows.tolist(), batch.cu_seqlens.diff().tolist(), strict=True):
         g = torch.Generator().manual_seed(zlib.crc32(f"{name} {row}".encode()))
-        found.append(torch.randn(length, generator=g, dtype=torch.float64))
-    return torch.cat(found)
+        values.append(torch.randn(length, generator=g, dtype=torch.float64))
+    return torch.cat(values)
 
 
 def _backward(objective: Objective, part: Batch, denominator: float, outcome: Outcome) -> dict[str, Tensor]:
-    """Sums for the metrics; adds to the gradients. Raises UserError for a loss or a gradient that is not finite."""
+    """Return sums for the metrics and add to the gradients. Raises UserError for a non-finite loss or gradient."""
     leaves = {
         "logp": part.mu + 0.1 * _noise(part, "logp"),
         "entropy": _noise(part, "entropy now").abs(),
@@ -223,27 +229,29 @@ def _backward(objective: Objective, part: Batch, denominator: float, outcome: Ou
     loss, sums = objective(batch=part, **current)
     if objective.critic is not None:
         loss = loss + objective.critic_loss(current["values"], part)[0]
-    if loss.requires_grad:  # a part of which all tokens are masked out need not have one
+    if loss.requires_grad:  # a part whose tokens are all masked may have no gradient
         (loss / denominator).backward()
     gradients = [leaf.grad for leaf in current.values() if leaf.grad is not None]
     if not (loss.isfinite() and all(bool(grad.isfinite().all()) for grad in gradients)):
         raise UserError(f"algo: on a made-up step the loss is {loss.item():g}, or its gradient is not finite")
-    of_logp = current["logp"].grad
-    for row, found in zip(
+    logp_gradient = current["logp"].grad
+    for row, gradient in zip(
         part.rows.tolist(),
-        (torch.zeros_like(part.mu) if of_logp is None else of_logp).split(part.cu_seqlens.diff().tolist()),
+        (torch.zeros_like(part.mu) if logp_gradient is None else logp_gradient).split(
+            part.cu_seqlens.diff().tolist()
+        ),
         strict=True,
     ):
-        outcome.gradients[row] = outcome.gradients.get(row, torch.zeros_like(found)) + found
+        outcome.gradients[row] = outcome.gradients.get(row, torch.zeros_like(gradient)) + gradient
     return sums
 
 
 def _culprit(objective: Objective, tb: TracebackType | None) -> str:
-    """` (Class)` of the innermost plug-in that was running; empty when none was."""
-    found = ""
+    """Return ` (Class)` of the innermost plug-in that was running; empty if there was none."""
+    label = ""
     while tb is not None:
-        here: Any = tb.tb_frame.f_locals.get("self", tb.tb_frame.f_locals.get("_self"))
-        if isinstance(here, Plugin):
-            found = f" ({type(here).__name__})"
+        owner: Any = tb.tb_frame.f_locals.get("self", tb.tb_frame.f_locals.get("_self"))
+        if isinstance(owner, Plugin):
+            label = f" ({type(owner).__name__})"
         tb = tb.tb_next
-    return found
+    return label

@@ -1,7 +1,7 @@
 """Advantages of turns: each turn of the model has a reward, and a return of its own. MAPO, UI-S1.
 
-Shapes: N samples, K turns of the one with most, T packed tokens. Rewards and returns are `[N, K]`, with 0 behind a
-sample's last turn; `counts` `[N]` says how many turns it has.
+Shapes: N samples, K turns of the one with most, T packed tokens. Rewards and returns are `[N, K]`, with 0 after a
+sample's last turn; `counts` `[N]` is its number of turns.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from rlsys.algo.segments import group_index
 
 
 def turn_returns(rewards: Tensor, gamma: float, goes_on: Tensor | None = None) -> Tensor:
-    """R_k = r_k + gamma R_{k+1}, `[N, K]`. `goes_on` `[N, K]` bool: where it is false, R_k is r_k alone and nothing
-    of it is passed on to earlier turns."""
+    """Compute R_k = r_k + gamma R_{k+1}, `[N, K]`.
+
+    `goes_on` `[N, K]` bool: if it is false, R_k is r_k alone, and earlier turns get nothing from it.
+    """
     returns, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for turn in reversed(range(rewards.shape[1])):
         total = rewards[:, turn] + gamma * later
@@ -30,16 +32,16 @@ def turn_returns(rewards: Tensor, gamma: float, goes_on: Tensor | None = None) -
     return returns
 
 
-def turns_there(counts: Tensor, most: int) -> Tensor:
-    """Which turns there are, `[N, K]` bool."""
-    return torch.arange(most, device=counts.device)[None] < counts[:, None]
+def turn_mask(counts: Tensor, width: int) -> Tensor:
+    """Return which turns exist, `[N, K]` bool."""
+    return torch.arange(width, device=counts.device)[None] < counts[:, None]
 
 
-def _same_turn(group_ids: Tensor, there: Tensor) -> Tensor:
-    """An id for the turns of one number in one group, of each turn that is there."""
+def _same_turn(group_ids: Tensor, is_turn: Tensor) -> Tensor:
+    """Return an id for the turns of one number in one group, for each existing turn."""
     index, _ = group_index(group_ids)
-    most = there.shape[1]
-    return (index[:, None] * most + torch.arange(most, device=index.device)[None])[there]
+    width = is_turn.shape[1]
+    return (index[:, None] * width + torch.arange(width, device=index.device)[None])[is_turn]
 
 
 class TurnAdvantage(Advantage):
@@ -51,7 +53,7 @@ class TurnAdvantage(Advantage):
         return frozenset({"turn_rewards"})
 
     def turns(self, samples: Samples) -> Tensor:
-        """`[N, K]`."""
+        """Return the advantages of turns, `[N, K]`."""
         raise NotImplementedError
 
     def __call__(self, samples: Samples) -> Tensor:
@@ -60,9 +62,9 @@ class TurnAdvantage(Advantage):
     def per_token(
         self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
     ) -> list[Tensor]:
-        counted = samples.column("counted").bool()
+        eligible = samples.column("eligible").bool()
         table = torch.zeros_like(samples.column("turn_rewards"))
-        table[counted] = self.turns(samples.take(counted))
+        table[eligible] = self.turns(samples.take(eligible))
         out = []
         for part in parts:
             # Where no model sampled the token, its turn is -1: what that reads is masked.

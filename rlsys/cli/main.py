@@ -332,11 +332,11 @@ def algo(args: argparse.Namespace) -> int:
 
 def check_algo(args: argparse.Namespace) -> int:
     """Check that a plug-in satisfies the contract of its kind."""
-    from rlsys.algo.contract import kind_of, known_kind, promises
+    from rlsys.algo.contract import check_kind, check_promises, kind_of
 
     config = pin_models(load_config(args.config, args.overrides), weights=False)
-    kind = kind_of(args.name) if args.kind is None else known_kind(args.kind)
-    for line in promises(config, kind, args.name):
+    kind = kind_of(args.name) if args.kind is None else check_kind(args.kind)
+    for line in check_promises(config, kind, args.name):
         print(f"ok  {line}")
     return 0
 

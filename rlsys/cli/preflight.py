@@ -28,9 +28,9 @@ def check_fine_tuning(config: Config) -> list[str]:
     Raises:
         UserError: it cannot start.
     """
-    from rlsys.trainer.sft.sft import made_loss
+    from rlsys.trainer.sft.sft import build_loss
 
-    made_loss(config.sft.loss)
+    build_loss(config.sft.loss)
     lines = [str(mismatch) for mismatch in mismatches().values()]
     if not config.model.path.exists():
         return [*lines, f"NOT CHECKED: {config.model.path} does not exist: rows and layers"]

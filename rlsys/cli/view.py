@@ -106,21 +106,21 @@ def show_samples(args: argparse.Namespace) -> int:
     texts = RunTexts(args.run)
     if args.rows:
         rows = AnswerRows(texts.tokenizer.decode)
-        for row in rows.of(args.rows, texts.every(query, pattern, sys.maxsize)):
+        for row in rows.of(args.rows, texts.iterate(query, pattern, sys.maxsize)):
             print(json.dumps(row))
-        if rows.left_out:
+        if rows.excluded:
             print(
-                f"{rows.left_out} samples have no stored tokens, or several turns: omitted", file=sys.stderr
+                f"{rows.excluded} samples have no stored tokens, or several turns: omitted", file=sys.stderr
             )
         return 0
     if query == SampleQuery() and pattern is None and (last := texts.reader.last_step()):
         query = SampleQuery(step=last)
     count, console = 0, Console()
     prompt_of = -1
-    for stored_sample in texts.every(query, pattern, args.n):
+    for stored_sample in texts.iterate(query, pattern, args.n):
         count += 1
         if args.json:
-            print(json.dumps(texts.described(stored_sample) | arrays_of(stored_sample)))
+            print(json.dumps(texts.describe(stored_sample) | arrays_of(stored_sample)))
             continue
         if stored_sample.sample.group_id != prompt_of:  # the prompt of a whole group is shown once
             prompt_of = stored_sample.sample.group_id

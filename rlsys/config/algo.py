@@ -1,4 +1,4 @@
-"""The config section `algo`: which plug-ins make a run's algorithm. Names only: rlsys.algo builds them."""
+"""Config section `algo`: the plug-ins of a run's algorithm. Names only: rlsys.algo builds them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class Spec(Section):
     @model_validator(mode="before")
     @classmethod
     def _short(cls, value: Any) -> Any:
-        """`clip` and `{name: clip, clip_low: 0.1}` are how a person writes it; the dump has `params` apart."""
+        """Expand `clip` and `{name: clip, clip_low: 0.1}`, the forms that people write.
+
+        The dump has separate `params`.
+        """
         if isinstance(value, str):
             return {"name": value}
         if isinstance(value, dict) and "name" in value and not set(value) <= {"name", "params"}:
@@ -59,7 +62,7 @@ class TeacherSection(Section):
 
     @property
     def folders(self) -> dict[str, Path]:
-        """By the field that names it."""
+        """Folders of the teachers, by config field."""
         return {"path": self.path, **{f"by_source.{name}": path for name, path in self.by_source.items()}}
 
 

@@ -39,9 +39,9 @@ class RewardSpec(Section):
         return {"name": value} if isinstance(value, str) else value
 
     @model_serializer(mode="wrap")
-    def _short(self, whole: SerializerFunctionWrapHandler) -> Any:
-        """A name alone is written as it was."""
-        return self.name if self == RewardSpec(name=self.name) else whole(self)
+    def _short(self, serialize: SerializerFunctionWrapHandler) -> Any:
+        """Write a name without other fields as a plain string."""
+        return self.name if self == RewardSpec(name=self.name) else serialize(self)
 
 
 def _one_or_several(value: Any) -> Any:
@@ -83,7 +83,7 @@ class DataConfig(Section):
 
     @property
     def reward_name(self) -> str:
-        """For messages."""
+        """Name of the reward in messages."""
         return " + ".join(spec.name for spec in self.reward)
 
 

@@ -1,4 +1,4 @@
-"""From a YAML file and `a.b=c` overrides to one checked `Config`. Every mistake is a `ConfigError` of one line."""
+"""Loading of a checked `Config` from a YAML file and `a.b=c` overrides. Every mistake is a one-line `ConfigError`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlsys.importers.explain import explain_foreign
 
 
 def add_config(command: ArgumentParser) -> None:
-    """The arguments of a command that works on a config; they are `load_config`'s."""
+    """Add the arguments of a command that works on a config; they are the arguments of `load_config`."""
     command.add_argument(
         "config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config"
     )
@@ -29,16 +29,16 @@ def add_config(command: ArgumentParser) -> None:
     )
 
 
-_NAMED = {"params": ("source", "traces"), "generator_params": ("generator",)}
-"""Parameters, and the fields that may say whose they are. Those of a plug-in stand beside its `name`."""
+_PARAMETER_OWNERS = {"params": ("source", "traces"), "generator_params": ("generator",)}
+"""Parameters, and the fields that define their owner. Parameters of a plug-in are next to its `name`."""
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """`top` over `base`. Who names something else keeps no parameters of what it was before."""
+    """Merge `top` over `base`. If the owner of parameters changes, the old parameters are dropped."""
     if "name" in base and "name" in top and base["name"] != top["name"]:
         return top
     out = dict(base)
-    for params, names in _NAMED.items():
+    for params, names in _PARAMETER_OWNERS.items():
         if any(name in base and name in top and top[name] != base[name] for name in names):
             out.pop(params, None)
     for key, value in top.items():
@@ -48,10 +48,10 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _parse_yaml(text: str, where: str) -> Any:
-    """Raises ConfigError, one line that begins with `where`."""
+def _parse_yaml(text: str, source: str) -> Any:
+    """Parse YAML. Raises ConfigError, one line that starts with `source`."""
     try:
-        return parse_yaml(text, where, position=not where.startswith("override"))
+        return parse_yaml(text, source, position=not source.startswith("override"))
     except UserError as e:
         raise ConfigError(str(e)) from None
 
@@ -71,24 +71,26 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_layers(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The YAML at `path` over its `base:`, if it names one: a file (relative to this one), or a shipped config."""
+def read_layers(path: Path, visited: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read the YAML at `path` over its `base:`, if any: a file (relative to this one), or a shipped config."""
     path = path.resolve()
-    if path in seen:
-        raise ConfigError(f"{path}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}")
+    if path in visited:
+        raise ConfigError(
+            f"{path}: base files form a circle: {' -> '.join(p.name for p in (*visited, path))}"
+        )
     data = _read_yaml(path)
     base = data.pop("base", None)
     if base is None:
         return data
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base = {base!r}: expected a file name")
-    beside = path.parent / base
-    found = beside if exists(beside) else find_config(Path(base))
-    return _merge(read_layers(found, (*seen, path)), data)
+    neighbour = path.parent / base
+    base_path = neighbour if exists(neighbour) else find_config(Path(base))
+    return _merge(read_layers(base_path, (*visited, path)), data)
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`["a.b=1", ...]` -> `{"a": {"b": 1}}`; values are YAML."""
+    """Parse `["a.b=1", ...]` -> `{"a": {"b": 1}}`; values are YAML."""
     out: dict[str, Any] = {}
     for text in overrides:
         key, eq, value = text.partition("=")
@@ -102,7 +104,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, merge, check. Raises ConfigError with one line; touches nothing else on disk.
+    """Read, merge and check a config. Raises ConfigError with one line; reads no other files.
 
     `path` may be the name of a shipped config, `model.path` and `algo.teacher.path` folders that are shipped: see
     rlsys.config.shipped.
@@ -133,13 +135,13 @@ def load_run_config(run: Path) -> Config:
 
 
 def _with_shipped(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """With the folder of the model in section `name` found."""
+    """Return the data with the folder of the model in section `name` resolved."""
     section = data.get(name)
-    if not isinstance(section, dict) or not isinstance(named := section.get("path"), str):
+    if not isinstance(section, dict) or not isinstance(path := section.get("path"), str):
         return data
-    return {**data, name: {**section, "path": str(find_model(Path(named)))}}
+    return {**data, name: {**section, "path": str(find_model(Path(path)))}}
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML, loadable again."""
+    """Return the resolved config as YAML that can be loaded again."""
     return dump_yaml(config.model_dump(mode="json", exclude=None if config.fine_tunes else {"sft"}))

@@ -1,4 +1,4 @@
-"""A mistake in a config, told in one line: which field, what stands there, what was expected."""
+"""One-line messages for config mistakes: the field, its value, the expected value."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ConfigError(UserError):
 
 
 _EXPECTED = {"Spec": "expected a name, or {name: NAME, parameter: value, ...}"}
-_NUMBER, _WHOLE, _SWITCH = "a number", "a whole number", "true or false"
+_NUMBER, _INTEGER, _SWITCH = "a number", "a whole number", "true or false"
 _DELETED = {
     "weights.uncompared": "it follows from model.fp8 and engine.extra_args, which choose the kernels that rearrange "
     "weights",
 }
-"""Options that were, and why they are not any more."""
+"""Removed options, and the reasons."""
 _SYNONYMS = {
     "learning_rate": "lr",
     "num_generations": "group_size",
@@ -36,10 +36,10 @@ _KINDS = {
     "float_type": _NUMBER,
     "float_parsing": _NUMBER,
     "finite_number": "a finite number",
-    "int_type": _WHOLE,
-    "int_parsing": _WHOLE,
-    "int_parsing_size": _WHOLE,
-    "int_from_float": _WHOLE,
+    "int_type": _INTEGER,
+    "int_parsing": _INTEGER,
+    "int_parsing_size": _INTEGER,
+    "int_from_float": _INTEGER,
     "bool_type": _SWITCH,
     "bool_parsing": _SWITCH,
     "string_type": "a text",
@@ -55,14 +55,14 @@ _KINDS = {
     "too_long": "at most {max_length} of them",
     "too_short": "at least {min_length} of them",
 }
-"""Kind of pydantic's errors -> what was expected, with names of the error's context."""
+"""Kind of pydantic's errors -> expected value, with names of the error's context."""
 
 
 def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    """Message for a key that no section has, with the nearest known one."""
+    """Return the message for an unknown key, with the most similar known one."""
     *path, key = [str(x) for x in loc]
     at: Any = model
-    for name in (n for n in path if n in at.model_fields):  # of a list, the place follows its field
+    for name in (n for n in path if n in at.model_fields):  # in a list, the index follows its field
         annotation = at.model_fields[name].annotation
         choices = (a for a in (annotation, *get_args(annotation)) if isinstance(a, type))
         at = next((a for a in choices if issubclass(a, BaseModel)), at)
@@ -79,7 +79,7 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _sections_with(key: str, model: type[BaseModel]) -> list[str]:
-    """Names of the sections that have this field."""
+    """Return the names of the sections that have this field."""
     sections = {name: field.annotation for name, field in model.model_fields.items()}
     return [
         name
@@ -89,18 +89,18 @@ def _sections_with(key: str, model: type[BaseModel]) -> list[str]:
 
 
 def _expected(error: ErrorDetails) -> str:
-    """In a person's words where we have them, else in pydantic's."""
-    if (told := _KINDS.get(error["type"])) is not None:
+    """Describe the expected value: our text if there is one, else pydantic's."""
+    if (expectation := _KINDS.get(error["type"])) is not None:
         bounds = {
             k: int(v) if isinstance(v, float) and v.is_integer() else v
             for k, v in error.get("ctx", {}).items()
         }
-        return f"expected {told.format(**bounds)}"
+        return f"expected {expectation.format(**bounds)}"
     return error["msg"].removeprefix("Value error, ")
 
 
 def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line for the first mistake of a validation error: field, value, what was expected."""
+    """Return one line for the first mistake of a validation error: field, value, expected value."""
     first = error.errors()[0]
     names = [str(x) for x in first["loc"]]
     loc = ".".join(n for n in names if not set("-[") & set(n))  # without the alternatives of a union
@@ -117,13 +117,17 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{loc} = {value}: {_EXPECTED.get(first['ctx']['class_name'], 'expected a section, field: value')}"
     if first["type"] == "literal_error" and isinstance(first["input"], str):
-        known = re.findall("'([^']*)'", first["ctx"]["expected"])
-        if near := difflib.get_close_matches(first["input"], known, n=1, cutoff=0.5):
-            return f"{loc} = {value}: did you mean {near[0]}? (known: {', '.join(known)})"
-    others = error.errors()[1:]
+        choices = re.findall("'([^']*)'", first["ctx"]["expected"])
+        if near := difflib.get_close_matches(first["input"], choices, n=1, cutoff=0.5):
+            return f"{loc} = {value}: did you mean {near[0]}? (known: {', '.join(choices)})"
+    later_errors = error.errors()[1:]
     if alternatives := [
-        _expected(e) for e in others if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]
-    ]:  # of a union: what each would have taken
-        message = " or ".join([message, *(told.removeprefix("expected ") for told in alternatives)])
-    more = f" (and {len(others) - len(alternatives)} more)" if len(others) > len(alternatives) else ""
-    return f"{loc} = {value}: {message}{more}"
+        _expected(e) for e in later_errors if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]
+    ]:  # of a union: the expectation of each alternative
+        message = " or ".join([message, *(text.removeprefix("expected ") for text in alternatives)])
+    suffix = (
+        f" (and {len(later_errors) - len(alternatives)} more)"
+        if len(later_errors) > len(alternatives)
+        else ""
+    )
+    return f"{loc} = {value}: {message}{suffix}"

@@ -1,4 +1,4 @@
-"""A plug-in is a plain function, which the config names (imports.py). It is tried before anything starts."""
+"""User plug-ins: plain functions that the config names (imports.py), tried before the start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Params = TypeVar("Params", bound=BaseModel)
 
 
 def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any) -> Any:
-    """`function(*args, **params)`; parameters that it does not take are a UserError naming `field`."""
+    """Call `function(*args, **params)`; unsupported parameters are a UserError with `field`."""
     try:
         inspect.signature(function).bind(*args, **params)
     except (TypeError, ValueError) as e:  # the latter: it has no signature to check
@@ -25,30 +25,34 @@ def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any)
     return function(*args, **params)
 
 
-def expect_function(field: str, maker: Callable[..., Any], made: Any, asked: str, expected: str) -> None:
-    """Raises UserError when `made`, what `maker` returned when it was `asked`, is no function."""
-    if callable(made):
+def expect_function(
+    field: str, maker: Callable[..., Any], result: Any, arguments: str, expected: str
+) -> None:
+    """Check the result of a plug-in factory. Raises UserError if it is not a function.
+
+    `result` is what `maker` returned for `arguments`.
+    """
+    if callable(result):
         return
-    if inspect.iscoroutine(made):
-        made.close()  # else Python warns that nobody has awaited it
-    told = f"{getattr(maker, '__name__', 'it')}({asked}) returned a {type(made).__name__}"
-    raise UserError(f"{field}: {told}; expected {expected}")
+    if inspect.iscoroutine(result):
+        result.close()  # otherwise Python warns that it was never awaited
+    call_text = f"{getattr(maker, '__name__', 'it')}({arguments}) returned a {type(result).__name__}"
+    raise UserError(f"{field}: {call_text}; expected {expected}")
 
 
 @contextmanager
-def tried(field: str) -> Iterator[None]:
-    """A plug-in is tried before anything starts: whatever it raises becomes one line that names `field` (UserError),
-    with the place in the source where it was raised."""
+def one_line_errors(field: str) -> Iterator[None]:
+    """Convert any error of a plug-in into a one-line UserError with `field` and the source location, in a context."""
     try:
         yield
     except RlsysError:
         raise
-    except Exception as e:  # anybody's code: all that it can raise is told in one line
+    except Exception as e:  # user code: any error is reported in one line
         raise UserError(f"{field}: {type(e).__name__}: {' '.join(str(e).split())}{source_location(e)}") from e
 
 
 def parse_params(field: str, model: type[Params], params: Mapping[str, Any]) -> Params:
-    """Checked parameters of a built-in plug-in. Raises UserError: one line that starts with `field`."""
+    """Validate the parameters of a built-in plug-in. Raises UserError: one line that starts with `field`."""
     try:
         return model.model_validate(dict(params))
     except ValidationError as e:

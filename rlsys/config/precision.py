@@ -1,10 +1,10 @@
-"""What of a run computes in FP8 (`model.fp8`). Engines, trainer and push ask here, and nowhere else.
+"""FP8 parts of a run (`model.fp8`). The only place that engines, trainer and push consult for it.
 
-rollout   engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises what it pushes
-both      and the trainer's GEMMs run in the same blocks through Transformer Engine: one FP8 graph (Jet-RL)
+rollout engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises the pushed weights
+both the trainer's GEMMs also run in the same blocks through Transformer Engine: one FP8 graph (Jet-RL)
 
 A block is 128 x 128 weights with one scale: SGLang's format of a folder in FP8 (DeepSeek-V3, section 3.3), and
-Transformer Engine's `blockwise` recipe. Nobody has run this on a GPU yet.
+Transformer Engine's `blockwise` recipe. It has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlsys.core.errors import UserError
 
 BLOCK = 128
 TOKENS = 16
-"""Transformer Engine's FP8 GEMMs take a multiple of so many tokens."""
+"""Transformer Engine's FP8 GEMMs need a multiple of this number of tokens."""
 SCALE = "weight_scale_inv"
-"""What SGLang calls the scales of a projection's `weight`: quantised values times these are the weights."""
+"""SGLang's name of the scales of a projection's `weight`: quantised values times these are the weights."""
 CAPABILITY = {"rollout": (8, 9), "both": (9, 0)}
 """Smallest compute capability. rollout needs FP8 GEMMs, both needs Transformer Engine's FP8 blocks."""
 _QUANTIZATION = {
@@ -38,7 +38,7 @@ _PROJECTION = re.compile(
 
 
 def engine_args(config: Config) -> list[str]:
-    """Of SGLang's server: a model in FP8, whose weights come with the first push."""
+    """Return the arguments of SGLang's server for a model in FP8, whose weights come with the first push."""
     if config.model.fp8 == "none":
         return []
     override = json.dumps({"quantization_config": _QUANTIZATION})
@@ -46,31 +46,36 @@ def engine_args(config: Config) -> list[str]:
 
 
 def trainer_fields(config: Config) -> dict[str, Any]:
-    """Of Megatron-Core's TransformerConfig. Parameters stay in bfloat16, and are quantised for each GEMM."""
+    """Return fields of Megatron-Core's TransformerConfig.
+
+    Parameters stay in bfloat16 and are quantised for each GEMM.
+    """
     return {"fp8": "e4m3", "fp8_recipe": "blockwise"} if config.model.fp8 == "both" else {}
 
 
 def token_multiple(config: Config) -> int:
-    """What the tokens of a context-parallel rank must be a multiple of."""
+    """Return the divisor of the number of tokens of a context-parallel rank."""
     return config.parallel.tp * (TOKENS if config.model.fp8 == "both" else 1)
 
 
 def is_quantised(name: str) -> bool:
-    """Whether engines hold this tensor (Hugging Face name) in FP8: the projections of attention, MLPs and experts;
-    not norms, routers, embeddings or the head."""
+    """Whether engines hold this tensor (Hugging Face name) in FP8.
+
+    These are the projections of attention, MLPs and experts; not norms, routers, embeddings or the head.
+    """
     return _PROJECTION.search(name) is not None
 
 
 def check_device(config: Config, capability: tuple[int, int] | None, transformer_engine: bool) -> None:
-    """Raises UserError where the plan cannot run. `capability` None: there is no GPU."""
+    """Check the GPU. Raises UserError if `model.fp8` cannot run. `capability` None: there is no GPU."""
     plan = config.model.fp8
     if plan == "none":
         return
-    wanted = CAPABILITY[plan]
-    if capability is None or capability < wanted:
-        found = "this machine has none" if capability is None else f"this one has {_dotted(capability)}"
+    required = CAPABILITY[plan]
+    if capability is None or capability < required:
+        detected = "this machine has none" if capability is None else f"this one has {_dotted(capability)}"
         raise UserError(
-            f"model.fp8 = {plan} needs a GPU of compute capability {_dotted(wanted)} or more; {found}"
+            f"model.fp8 = {plan} needs a GPU of compute capability {_dotted(required)} or more; {detected}"
         )
     if plan == "both" and not transformer_engine:
         raise UserError(
@@ -83,11 +88,13 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def device_capability() -> tuple[int, int] | None:
-    """The lowest of this machine's GPUs; None where there is none, or no nvidia-smi that says it. Without importing
-    torch."""
+    """Return the lowest compute capability of this machine's GPUs, without importing torch.
+
+    None without a GPU, or if nvidia-smi does not report it.
+    """
     if not have_cuda() or shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-    found = [(int(a), int(b)) for a, b in re.findall(r"^(\d+)\.(\d+)\s*$", said, re.MULTILINE)]
-    return min(found, default=None)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    capabilities = [(int(a), int(b)) for a, b in re.findall(r"^(\d+)\.(\d+)\s*$", output, re.MULTILINE)]
+    return min(capabilities, default=None)

@@ -10,13 +10,15 @@ from pydantic import Field, field_validator, model_validator
 from rlsys.config.section import FilePath, Fraction, Megabytes, NonNegative, Positive, Seconds, Section
 
 TREES = ("latr", "echo")
-"""Generators that make a group's responses together."""
+"""Generators that generate a group's responses together."""
 
 
 class Truncation(NamedTuple):
-    """What sampling leaves out, of each token's distribution at the sampling temperature: all but the `top_k` most
-    probable ids; of these, the least probable ones behind a mass of `top_p`; and those below `min_p` times the
-    largest probability."""
+    """Truncation of each token's distribution at the sampling temperature.
+
+    All but the `top_k` most probable ids are excluded; of these, the least probable ones after a mass of `top_p`, and
+    those below `min_p` times the largest probability.
+    """
 
     top_k: int
     top_p: float = 1.0
@@ -124,8 +126,8 @@ class RolloutConfig(Section):
         return self
 
 
-JOINED = "joined"
-"""The pool of engines that join a run."""
+JOINED_POOL = "joined"
+"""Pool of engines that join a run."""
 
 
 class PoolConfig(Section):
@@ -212,46 +214,46 @@ class EngineConfig(Section):
 
     @property
     def drafts_with_model(self) -> bool:
-        """Whether extra_args ask SGLang to draft with the model's own layer for multi-token prediction."""
-        given: dict[str, str] = {}
+        """Whether extra_args configure SGLang to draft with the model's own layer for multi-token prediction."""
+        values: dict[str, str] = {}
         for arg, following in zip_longest(self.extra_args, self.extra_args[1:], fillvalue=""):
-            name, told, value = arg.partition("=")
-            given[name] = value if told else following
-        algorithm = given.get("--speculative-algorithm", "").upper()
-        return algorithm in ("EAGLE", "NEXTN") and "--speculative-draft-model-path" not in given
+            name, separator, value = arg.partition("=")
+            values[name] = value if separator else following
+        algorithm = values.get("--speculative-algorithm", "").upper()
+        return algorithm in ("EAGLE", "NEXTN") and "--speculative-draft-model-path" not in values
 
     @property
     def chooses_kernels(self) -> bool:
-        """Whether extra_args choose kernels or a division of weights that may hold them in an order of its own."""
+        """Whether extra_args choose kernels or a division of weights that may store them in another order."""
         return any(arg.partition("=")[0] in KERNEL_ARGS for arg in self.extra_args)
 
     @property
     def explorers(self) -> int:
-        """Engines that try prompts out."""
+        """Number of engines that probe prompts."""
         return sum(pool.count for pool in self.pools if pool.role == "explore")
 
     @property
     def writers(self) -> int:
-        """Engines that write samples: all others."""
+        """Number of engines that write samples: all others."""
         return self.count - self.explorers
 
     def explores(self, index: int) -> bool:
-        """Whether engine `index` tries prompts out."""
+        """Whether engine `index` probes prompts."""
         pool = self.pool_of(index)
         return pool is not None and pool.role == "explore"
 
     @property
     def chains(self) -> tuple[tuple[int, ...], ...]:
-        """Engines that pass weights on to one another, by pool."""
-        found, first = [], 0
+        """Engines that relay weights to one another, by pool."""
+        chains, first = [], 0
         for pool in self.pools:
             if pool.relay:
-                found.append(tuple(range(first, first + pool.count)))
+                chains.append(tuple(range(first, first + pool.count)))
             first += pool.count
-        return tuple(found)
+        return tuple(chains)
 
     def chain_of(self, name: str | None) -> int | None:
-        """Which of `chains` the pool of that name is; None where it is none."""
+        """Return the index in `chains` of the pool of that name; None if it is not a chain."""
         relays = [pool.name for pool in self.pools if pool.relay]
         return relays.index(name) if name in relays else None
 
@@ -260,10 +262,10 @@ class EngineConfig(Section):
         """All tensor parallel sizes, each once, ascending."""
         return sorted({self.tp_of(i) for i in range(self.count)})
 
-    def pool_of(self, index: int | None, joined: str | None = None) -> PoolConfig | None:
-        """Of engine `index`, or, where that is None, of one that joined pool `joined`; None where it is in none."""
+    def pool_of(self, index: int | None, pool_name: str | None = None) -> PoolConfig | None:
+        """Return the pool of engine `index`, or of an engine that joined pool `pool_name`; None without a pool."""
         if index is None:
-            return next((pool for pool in self.pools if pool.name == joined), None)
+            return next((pool for pool in self.pools if pool.name == pool_name), None)
         for pool in self.pools:
             if index < pool.count:
                 return pool
@@ -271,7 +273,7 @@ class EngineConfig(Section):
         return None
 
     def tp_of(self, index: int) -> int:
-        """Tensor parallel size of engine `index`; of one that joins, or the reference, engine.tp."""
+        """Return the tensor parallel size of engine `index`; engine.tp for one that joins and for the reference."""
         pool = self.pool_of(index)
         return self.tp if pool is None or pool.tp is None else pool.tp
 
@@ -281,7 +283,9 @@ class EngineConfig(Section):
         pools = data.get("pools") if isinstance(data, dict) else None
         if isinstance(pools, list) and pools and data.get("count") is None:
             counts = [pool.get("count") if isinstance(pool, dict) else None for pool in pools]
-            if all(isinstance(n, int) and n > 0 for n in counts):  # else the pools themselves are refused
+            if all(
+                isinstance(n, int) and n > 0 for n in counts
+            ):  # otherwise the pools themselves are refused
                 return {**data, "count": sum(counts)}
         return data
 
@@ -292,9 +296,9 @@ class EngineConfig(Section):
         names = [p.name for p in self.pools]
         if twice := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"pools: two are called {twice}; expected a name of its own for each")
-        if JOINED in names:
+        if JOINED_POOL in names:
             raise ValueError(
-                f"pools: name = {JOINED} is that of engines that join a run; expected another one"
+                f"pools: name = {JOINED_POOL} is that of engines that join a run; expected another one"
             )
         if all(p.role == "explore" for p in self.pools):
             raise ValueError(
@@ -310,12 +314,12 @@ class EngineConfig(Section):
     @field_validator("extra_args")
     @classmethod
     def _not_ours(cls, args: list[str]) -> list[str]:
-        """config.yaml and command lines are for everybody to read; keys and labels are the run's own."""
+        """Refuse keys and labels: config.yaml and command lines are readable by all users."""
         for arg in args:
             name = arg.partition("=")[0]
             if not name.startswith("--") or len(name) <= 4:
                 continue
-            if any(own.startswith(name) for own in OWN_ARGS):
+            if any(prefix.startswith(name) for prefix in OWN_ARGS):
                 raise ValueError(f"{name} is set by rlsys itself; the keys of a run are made at its start")
             if any(listening.startswith(name) for listening in LISTENING_ARGS):
                 raise ValueError(

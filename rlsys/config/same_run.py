@@ -1,4 +1,4 @@
-"""Whether two configs may use one run folder: the fields that must not change when a run goes on."""
+"""Identity of a run: the config fields that must not change when its folder is used again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlsys.core.hub import snapshot_name
 
 
 def identity_fields(config: Config) -> dict[str, Any]:
-    """What must not change when a run folder is used again (the number of steps, say, may)."""
+    """Return the fields that must not change when a run folder is used again; the number of steps may."""
     data = config.model_dump(mode="json")
     data.pop("launch")
     data.pop("router")
@@ -37,10 +37,10 @@ def identity_fields(config: Config) -> dict[str, Any]:
 
 
 def _model_name(value: Any) -> Any:
-    """A folder in a hub's cache is the commit of a model, wherever the cache is."""
+    """Return the commit of a model in a hub's cache, independent of the cache's location."""
     return (snapshot_name(Path(value)) or value) if isinstance(value, str) else value
 
 
 def identity(config: Config) -> str:
-    """Hash of identity_fields."""
+    """Return the hash of identity_fields."""
     return hashlib.sha256(json.dumps(identity_fields(config), sort_keys=True).encode()).hexdigest()[:16]

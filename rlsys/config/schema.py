@@ -1,4 +1,4 @@
-"""The whole config: its sections, what follows from them, and the checks between them."""
+"""The whole config: its sections, derived values, and the checks between sections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlsys.config.section import Section
 from rlsys.config.trainer import ModelConfig, ParallelConfig, SFTConfig, TrainerConfig
 
 _SHORTEST_SECONDS = 60.0
-"""A limit on an engine's answer below this would be about the machine's load, and not about the engine."""
+"""Smallest limit of an engine's response: a smaller one would depend on the machine's load."""
 
 
 class Config(Section):
@@ -56,13 +56,13 @@ class Config(Section):
 
     @property
     def over_provision(self) -> float:
-        """What the run begins with; `auto` moves on from there."""
+        """Factor at the start of the run; `auto` adapts it later."""
         factor = self.rollout.over_provision
         return min(2.0, 1.0 + self.rollout.max_staleness) if factor == "auto" else factor
 
     @property
     def start_seconds(self) -> float:
-        """What an engine may take to start: engine.start_timeout, or by what it has to read and to compile."""
+        """Time limit of an engine's start: engine.start_timeout, or an estimate from what it reads and compiles."""
         if self.engine.start_timeout is not None:
             return self.engine.start_timeout
         folder = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
@@ -74,47 +74,54 @@ class Config(Section):
 
     @property
     def work_seconds(self) -> float:
-        """What an engine may take for a request over all its weights, or for its first pass with new ones: as long as
-        to start, which reads and compiles no less."""
+        """Time limit of a request over all weights of an engine, or of its first pass with new ones.
+
+        It equals that of a start, which reads and compiles no less.
+        """
         return max(_SHORTEST_SECONDS, self.start_seconds)
 
     @property
     def answer_seconds(self) -> float:
-        """What an engine may take for a request that only waits for its turn: a fifth of a start."""
+        """Time limit of an engine request that only waits for its turn: a fifth of a start."""
         return max(_SHORTEST_SECONDS, self.start_seconds / 5)
 
     @property
     def max_running_requests(self) -> int:
-        """Requests that one engine decodes at the same time."""
+        """Requests that one engine decodes concurrently."""
         share = -(-self.slots // self.engine.writers)
         return self.engine.max_running_requests or min(2048, max(128, share))
 
     @property
     def prefill_graph_tokens(self) -> int:
-        """Tokens of the largest prompt that an engine on a GPU has a CUDA graph for: the longest response may come
-        back as one. SGLang's own bound makes 58 graphs, which take 40 s of a start."""
+        """Tokens of the largest prompt with a CUDA graph on an engine: the longest response may return as a prompt.
+
+        SGLang's own bound makes 58 graphs, which take 40 s of a start.
+        """
         return min(8192, max(256, 1 << (self.rollout.max_response_tokens - 1).bit_length()))
 
     @property
     def stream_interval(self) -> int:
-        """Tokens between two stream chunks of an engine: one costs the rollout process as much as 100 tokens."""
+        """Tokens between two stream chunks of an engine: a chunk costs the rollout process as much as 100 tokens."""
         return self.engine.stream_interval or min(256, max(16, self.rollout.max_response_tokens // 64))
 
     @property
     def flush_tokens(self) -> int:
-        """The most tokens that a crash may lose. A write of fewer than 64 costs more for its row than for them; where
-        workers take the tokens in, rows are all that is left to the coordinator."""
+        """The most tokens that a crash may lose.
+
+        A write of fewer than 64 costs more for its row than for its tokens; with several workers, which receive the
+        tokens, the coordinator writes rows only.
+        """
         at_once = 64 if self.rollout.workers == 1 else 256
         return self.rollout.flush_tokens or max(16384, at_once * self.slots)
 
     @property
     def slots(self) -> int:
-        """Samples kept in flight over the whole pool; at the start, where over_provision is auto."""
+        """Samples in flight over the whole pool; at the start, if over_provision is auto."""
         return round(self.over_provision * self.samples_per_step)
 
     @model_validator(mode="after")
     def _check_placement(self) -> Self:
-        """When engines rest and go on, and how old their samples may get."""
+        """Check when engines pause and resume, and the resulting age of their samples."""
         r = self.rollout
         if self.router.interruption != "abort" and self.launch.release_memory:
             raise ValueError(
@@ -169,14 +176,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_companions(self) -> Self:
-        """What several rollout workers, and trees, cannot be had with."""
+        """Check the options for several rollout workers, exploration engines and trees."""
         r = self.rollout
         if r.workers > self.engine.count:
             raise ValueError(
                 f"rollout.workers = {r.workers}, but engine.count = {self.engine.count}: each has engines of its own"
             )
-        if self.engine.explorers and (told := self._not_with_explorers()):
-            raise ValueError(f"engine.pools: role = explore {told}")
+        if self.engine.explorers and (conflict := self._not_with_explorers()):
+            raise ValueError(f"engine.pools: role = explore {conflict}")
         if self.engine.ngram_drafts and r.generator in TREES:
             raise ValueError(
                 f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees "
@@ -191,26 +198,26 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_relay(self) -> Self:
-        """Where a chain of engines can pass weights on."""
+        """Check that the layout supports a chain of engines that relays weights."""
         if not self.engine.chains:
             return self
         if self.weights.method not in ("tensor", "broadcast"):
-            told = (
+            conflict = (
                 f"with weights.method = {self.weights.method}; use tensor or broadcast for the other engines"
             )
         elif self.launch.placement == "colocated":
-            told = (
+            conflict = (
                 "with launch.placement = colocated: the trainer shares memory with such engines; leave it out"
             )
         elif self.model.fp8 != "none":
-            told = f"with model.fp8 = {self.model.fp8}: nobody has tried it; use none"
+            conflict = f"with model.fp8 = {self.model.fp8}: nobody has tried it; use none"
         else:
             return self
-        raise ValueError(f"engine.pools: relay = true {told}")
+        raise ValueError(f"engine.pools: relay = true {conflict}")
 
     @model_validator(mode="after")
     def _check_rollout(self) -> Self:
-        """What engines can draw and hold."""
+        """Check that engines support the sampling options and the sizes."""
         r, t = self.rollout, self.trainer
         if r.min_p and self.engine.deterministic:
             raise ValueError(
@@ -227,9 +234,9 @@ class Config(Section):
             raise ValueError(
                 f"launch.min_engines = {fewest}: expected at most engine.count = {self.engine.count}{explore}"
             )
-        if (most := self.launch.max_engines) is not None and most < self.engine.count:
+        if (max_engines := self.launch.max_engines) is not None and max_engines < self.engine.count:
             raise ValueError(
-                f"launch.max_engines = {most}: expected at least engine.count = {self.engine.count}"
+                f"launch.max_engines = {max_engines}: expected at least engine.count = {self.engine.count}"
             )
         if t.token_budget < r.max_response_tokens:
             raise ValueError(
@@ -242,7 +249,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_trainer(self) -> Self:
-        """What a train step can do, and how samples divide over its ranks."""
+        """Check the options of a train step, and that samples divide over its ranks."""
         r, t, p = self.rollout, self.trainer, self.parallel
         if t.offload_optimizer and self.model.dtype != "bfloat16":
             raise ValueError(
@@ -254,16 +261,16 @@ class Config(Section):
                 f"trainer.offload_optimizer = {t.offload_optimizer} with trainer.optimizer = muon: only AdamW can be "
                 "updated in host memory; use adamw, or offload_optimizer = 0"
             )
-        if t.lora is not None and (told := self._not_with_lora()):
-            raise ValueError(f"trainer.lora trains nothing but adapters: {told}")
-        if t.mtp_loss and (told := self._not_with_mtp()):
-            raise ValueError(f"trainer.mtp_loss = {t.mtp_loss:g}: {told}")
+        if t.lora is not None and (conflict := self._not_with_lora()):
+            raise ValueError(f"trainer.lora trains nothing but adapters: {conflict}")
+        if t.mtp_loss and (conflict := self._not_with_mtp()):
+            raise ValueError(f"trainer.mtp_loss = {t.mtp_loss:g}: {conflict}")
         if t.mtp_trunk and not t.mtp_loss:
             raise ValueError("trainer.mtp_trunk = true needs a trainer.mtp_loss above 0")
-        if self.engine.ngram_drafts and (told := self._not_with_drafts()):
-            raise ValueError(f"engine.ngram_drafts = {self.engine.ngram_drafts}: {told}")
-        if self.weights.method == "adapter" and (told := self._not_with_adapter_pushes()):
-            raise ValueError(f"weights.method = adapter: {told}")
+        if self.engine.ngram_drafts and (conflict := self._not_with_drafts()):
+            raise ValueError(f"engine.ngram_drafts = {self.engine.ngram_drafts}: {conflict}")
+        if self.weights.method == "adapter" and (conflict := self._not_with_adapter_pushes()):
+            raise ValueError(f"weights.method = adapter: {conflict}")
         if p.dispatcher == "allgather" and not t.equal_lengths:
             raise ValueError(
                 "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "
@@ -290,7 +297,7 @@ class Config(Section):
         return self
 
     def _not_with_explorers(self) -> str:
-        """Where prompts cannot be tried out beside what is trained."""
+        """Return the reason against exploration engines, if any."""
         r = self.rollout
         if self.launch.placement == "colocated":
             return "needs launch.placement = disaggregated: colocated engines rest while the trainer works"
@@ -305,7 +312,7 @@ class Config(Section):
         return ""
 
     def _not_with_lora(self) -> str:
-        """What would train, or compute with, something else than adapters on megatron-core's own layers."""
+        """Return the option that needs more than adapters on megatron-core's own layers, if any."""
         if self.trainer.optimizer == "muon":
             return "trainer.optimizer = muon is for whole matrices; use adamw"
         if self.trainer.balance_rate:
@@ -317,7 +324,7 @@ class Config(Section):
         return ""
 
     def _not_with_mtp(self) -> str:
-        """What would weigh the loss of multi-token prediction wrong, or leave it out."""
+        """Return the option that would change or omit the loss of multi-token prediction, if any."""
         t = self.trainer
         if t.lora is not None:
             return "trainer.lora trains nothing but adapters; use one of them"
@@ -338,7 +345,7 @@ class Config(Section):
         return ""
 
     def _not_with_adapter_pushes(self) -> str:
-        """What engines cannot do that hold a model and an adapter apart."""
+        """Return the option that engines with a separate adapter do not support, if any."""
         if self.trainer.lora is None:
             return "expected trainer.lora; without it the whole model changes"
         if self.launch.nodes > 1:
@@ -346,9 +353,10 @@ class Config(Section):
                 f"the memory of one machine carries them, launch.nodes = {self.launch.nodes}; use broadcast"
             )
         if self.router.interruption != "abort":
-            kept = self.router.interruption
+            interruption = self.router.interruption
             return (
-                f"engines keep an adapter that samples in flight use, router.interruption = {kept}; use abort"
+                f"engines keep an adapter that samples in flight use, router.interruption = {interruption}; "
+                "use abort"
             )
         if self.launch.release_memory:
             return "engines would lose model.path with launch.release_memory = true; use tensor, or false"
@@ -359,7 +367,10 @@ class Config(Section):
         return ""
 
     def _not_with_drafts(self) -> str:
-        """Where tokens would not be the model's, drawn from the sample's seed, or `mu` not the model's log-prob."""
+        """Return the option that is incompatible with drafts, if any.
+
+        Tokens must be the model's, drawn from the sample's seed, and `mu` must be the model's log-prob.
+        """
         if self.engine.ngram_drafts == 1:
             return "a tree of one node has no guess in it; expected 0, or 2 and more"
         if self.engine.deterministic:

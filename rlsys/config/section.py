@@ -1,4 +1,4 @@
-"""What every section of a config is made of. Imports pydantic only."""
+"""Base of all config sections. Imports pydantic only."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Gigabytes = Annotated[float, Field(gt=0, le=2**16)]
 
 
 def _not_empty(value: Any) -> Any:
-    """Python takes an empty text for the current folder."""
+    """Refuse an empty text, which Python takes for the current folder."""
     if value == "":
         raise ValueError("expected a path, found an empty text")
     return value
 
 
 def _possible(path: Path) -> Path:
-    """What no file system takes raises at its first use, and not as a file that is missing does."""
+    """Refuse paths that no file system accepts, which would raise at the first use."""
     try:
         sizes = [len(os.fsencode(part)) for part in path.parts]
     except UnicodeEncodeError:
@@ -92,10 +92,10 @@ FilePath = Annotated[
 
 
 class Section(BaseModel):
-    """Frozen, knows all its keys, and takes each field's sentences from the docstring below it.
+    """Base of config sections: frozen, without unknown keys, with field descriptions from attribute docstrings.
 
-    Every field has a type, a bound where one exists, and one to three sentences: what it does, when to change it,
-    what it costs. What can be derived is a property, not a field.
+    Every field has a type, a bound if one exists, and one to three sentences: its effect, when to change it, its
+    cost. A derived value is a property, not a field.
     """
 
     model_config = ConfigDict(
@@ -109,7 +109,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes True for 1; in a config it is a slip."""
+        """Refuse a boolean for a number: Python takes True for 1; in a config it is a mistake."""
         if isinstance(value, bool) and info.field_name is not None:
             kinds = set(_leaves(cls.model_fields[info.field_name].annotation))
             if kinds & {int, float} and bool not in kinds:
@@ -126,7 +126,7 @@ class Section(BaseModel):
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation is made of: `int | None` -> int, None."""
+    """Yield the types of an annotation: `int | None` -> int, None."""
     inner = get_args(annotation)
     if not inner:
         yield annotation

@@ -1,7 +1,7 @@
-"""What comes with rlsys: experiment configs, recipes and the small model of the quickstart, by their names.
+"""Shipped files, by name: experiment configs, recipes and the small model of the quickstart.
 
-In a checkout they are the folder `configs/`; a wheel carries a copy of it in the package (setup.py). A name is a path
-in that folder without `.yaml`: `quickstart`, `algorithms/dapo`. A path of a file that is there comes first.
+In a checkout they are the folder `configs/`; a wheel contains a copy in the package (setup.py). A name is a path in
+that folder without `.yaml`: `quickstart`, `algorithms/dapo`. The path of an existing file takes precedence.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ _PREFIX = "configs"
 
 
 def folder() -> Path:
-    """Where they are on this machine."""
+    """Return the folder of shipped files on this machine."""
     return _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parents[1] / "shipped"
 
 
 def names() -> list[str]:
-    """Of all configs, in alphabetical order."""
+    """Return the names of all configs, in alphabetical order."""
     return sorted(str(p.relative_to(folder()).with_suffix("")) for p in folder().rglob("*.yaml"))
 
 
 def find_config(path: Path) -> Path:
-    """The file at `path`, or the shipped config of this name. Raises UserError when there is neither."""
+    """Return the file at `path`, or the shipped config of this name. Raises UserError if there is neither."""
     if exists(path) and not path.is_dir():
         return path
-    known = names()
+    shipped_names = names()
     name = path.with_suffix("") if path.suffix in (".yaml", ".yml") else path
     name = name.relative_to(_PREFIX) if name.parts[:1] == (_PREFIX,) else name
-    if str(name) in known:
+    if str(name) in shipped_names:
         return folder() / f"{name}.yaml"
     if exists(path):
         inside = path / "config.yaml"
         if exists(inside):
             raise UserError(f"{path}: a folder; did you mean {inside}?")
         raise UserError(
-            f"{path}: a folder; expected a YAML file, or one of the shipped configs: {', '.join(known[:3])}, ..."
+            f"{path}: a folder; expected a YAML file, or one of the shipped configs: "
+            f"{', '.join(shipped_names[:3])}, ..."
         )
-    here = [str(p) for pattern in ("*.yaml", "*/*.yaml") for p in Path().glob(pattern)]
-    near = difflib.get_close_matches(str(path), here, n=1, cutoff=0.8)
-    near = near or difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    local_files = [str(p) for pattern in ("*.yaml", "*/*.yaml") for p in Path().glob(pattern)]
+    near = difflib.get_close_matches(str(path), local_files, n=1, cutoff=0.8)
+    near = near or difflib.get_close_matches(str(name), shipped_names, n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"{path}: no such file, and no shipped config of this name{hint}")
 
 
 def find_model(path: Path) -> Path:
-    """`path`, or the shipped folder where it begins with `configs/` and is not in the working folder."""
+    """Return `path`, or the shipped folder if it starts with `configs/` and is not in the working folder."""
     if path.parts[:1] != (_PREFIX,) or exists(path):
         return path
     shipped = folder() / path.relative_to(_PREFIX)
@@ -57,7 +58,10 @@ def find_model(path: Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Also of what no file system takes for a name: whoever reads the file tells that."""
+    """Whether the path exists.
+
+    For invalid names the result is false, and the reader of the file reports the error.
+    """
     try:
         return path.exists()
     except OSError:

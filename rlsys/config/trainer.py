@@ -157,7 +157,7 @@ class ParallelConfig(Section):
 
     @property
     def why_dp(self) -> str:
-        """Where a size that nobody gave comes from, for messages."""
+        """Explanation of a derived data-parallel size, for messages."""
         if self.dp is not None or self.data_parallel == 1:
             return ""
         etp = f" * etp = {self.ep} * {self.expert_tp}" if self.expert_tp > 1 else f" = {self.ep}"

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rlsys.config import Config
 from rlsys.config.data import KeysConfig
-from rlsys.config.plugins import parse_params, tried
+from rlsys.config.plugins import one_line_errors, parse_params
 from rlsys.core.errors import UserError
 from rlsys.core.imports import import_attribute
 from rlsys.data.row_source import RowParams, RowSource
@@ -38,7 +38,7 @@ def load_environment(params: dict[str, Any]) -> Any:
     make = import_attribute(FIELD, path)
     if not callable(make):
         raise UserError(f"{FIELD} = {p.load!r}: there is no function {path.rpartition(':')[2]!r}")
-    with tried(f"{FIELD} = {p.load!r}"):
+    with one_line_errors(f"{FIELD} = {p.load!r}"):
         made = make(**p.args)
     turns = getattr(made, "max_turns", 1)
     if turns != 1:

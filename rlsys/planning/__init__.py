@@ -1,3 +1,1 @@
-"""Group policies at work in the rollout process, and the services that they use: judges, probes, repairs,
-teachers.
-"""
+"""Group policies in the rollout process and their services: judges, probes, repairs, teachers."""

@@ -1,11 +1,11 @@
-"""Prompts tried out by engines that explore, so that planners know what to make of them. Nothing here is trained."""
+"""Probes of prompts by exploration engines, whose rewards planners use. Probes are not trained."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
-from rlsys.algo.planners import LARGEST_GROUP
+from rlsys.algo.planners import MAX_GROUP
 from rlsys.core.seeds import sample_seed
 from rlsys.core.types import Prompt, Sample
 from rlsys.generators.censoring import prompt_name
@@ -17,29 +17,35 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class Explorer:
-    """`generate`: answers by engines that explore. `seed`: run.seed; probes have seeds that no sample has."""
+    """Runs probes. `generate`: answers by exploration engines.
+
+    `seed`: run.seed; probes have seeds that no sample has.
+    """
 
     def __init__(self, generate: Generator, scorer: Scorer, seed: int) -> None:
         self._generate, self._scorer, self._seed = generate, scorer, seed
-        self._alone = False  # the log has said that no engine explores
+        self._warned = False  # whether the missing exploration engine was logged
 
     async def rewards(self, prompt: Prompt, group_id: int, count: int) -> list[float]:
-        """Of so many answers to the prompt; fewer where some could not be given or judged. Nobody waits for an engine
-        when none is there that explores."""
-        seeds = [sample_seed(self._seed, group_id, LARGEST_GROUP + i) for i in range(count)]
-        asked = [Sample(EVALUATION, EVALUATION, i, prompt.ids, seed=seed) for i, seed in enumerate(seeds)]
-        found = await asyncio.gather(*(self._reward(sample, prompt) for sample in asked))
-        return [reward for reward in found if reward is not None]
+        """Return the rewards of `count` probe answers to the prompt.
+
+        There are fewer if some could not be generated or judged. It does not wait for an exploration engine if none
+        exists.
+        """
+        seeds = [sample_seed(self._seed, group_id, MAX_GROUP + i) for i in range(count)]
+        probes = [Sample(EVALUATION, EVALUATION, i, prompt.ids, seed=seed) for i, seed in enumerate(seeds)]
+        rewards = await asyncio.gather(*(self._reward(sample, prompt) for sample in probes))
+        return [reward for reward in rewards if reward is not None]
 
     async def _reward(self, sample: Sample, prompt: Prompt) -> float | None:
         try:
             censored = await respond(self._generate, sample, prompt, f"a probe of {prompt_name(prompt)}")
         except NoExplorationEngine:
-            if not self._alone:
+            if not self._warned:
                 log.warning("no engine explores: groups get rollout.group_size samples until one does")
-            self._alone = True
+            self._warned = True
             return None
-        self._alone = False
-        if censored is not None:  # its group's samples say so
+        self._warned = False
+        if censored is not None:  # reported with the group's samples
             return None
         return (await self._scorer.verdict(prompt, sample, f"a probe of {prompt_name(prompt)}")).reward

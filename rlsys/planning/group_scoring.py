@@ -1,4 +1,4 @@
-"""From the responses of a whole group to their rewards, or to the reason why it has none (invariant 5)."""
+"""Group rewards: responses of a whole group -> their rewards, or the reason for their absence (invariant 5)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rlsys.rewards.workers import contained
 
 
 class GroupScorer:
-    """Runs the group reward. It is user code: whatever it does costs one group, is counted and told.
+    """Runs the group reward, which is user code: a failure costs one group, is counted and reported.
 
-    `hung` counts groups whose rewards did not come within `timeout` seconds, without the time in which a judge was
-    asked (it has a limit of its own); `failed` those for which it raised or gave no usable rewards.
+    `timeouts` counts groups without rewards within `timeout` seconds, excluding the time of judge calls (the judge
+    has its own limit); `failures` those for which it raised or gave no usable rewards.
     """
 
     def __init__(self, name: str, reward: GroupReward, timeout: float) -> None:
         self._name = f"algo.group_reward {name}"
         self._reward = reward
         self._timeout = timeout
-        self.hung = self.failed = 0
+        self.timeouts = self.failures = 0
 
     async def score(
         self, prompt: str, responses: Sequence[Response], judge: PatientJudge | None
     ) -> list[float] | str:
-        """A finite reward for each response, or why there is none."""
+        """Return a finite reward for each response, or the reason why there are none."""
         open_questions = 0
 
-        async def ask(text: str) -> str | None:
+        async def judge_text(text: str) -> str | None:
             nonlocal open_questions
             assert judge is not None
             open_questions += 1
@@ -42,8 +42,8 @@ class GroupScorer:
             finally:
                 open_questions -= 1
 
-        async def score() -> Any:  # what is no coroutine function fails in here, too
-            return await self._reward(prompt, responses, None if judge is None else ask)
+        async def score() -> Any:  # also catches a function that is not a coroutine function
+            return await self._reward(prompt, responses, None if judge is None else judge_text)
 
         task = asyncio.ensure_future(contained(score()))
         try:
@@ -51,28 +51,28 @@ class GroupScorer:
         finally:
             task.cancel()
         if not task.done():
-            self.hung += 1
+            self.timeouts += 1
             return f"{self._name} took longer than rollout.reward_timeout = {self._timeout:g} s"
         if not task.cancelled() and task.exception() is None and (unjudged := _unjudged(task.result())):
-            why = f"; {judge.last}" if judge is not None and judge.last else ""
-            return f"{self._name} could not judge {unjudged} samples of the group{why}"
-        found = self._checked(task, len(responses))
-        self.failed += isinstance(found, str)
-        return found
+            detail = f"; {judge.last}" if judge is not None and judge.last else ""
+            return f"{self._name} could not judge {unjudged} samples of the group{detail}"
+        result = self._validate(task, len(responses))
+        self.failures += isinstance(result, str)
+        return result
 
-    def _checked(self, task: asyncio.Future[Any], wanted: int) -> list[float] | str:
-        """Of a task that is done."""
+    def _validate(self, task: asyncio.Future[Any], count: int) -> list[float] | str:
+        """Validate the result of a finished task."""
         if task.cancelled():
             return f"{self._name} was cancelled"
         if (error := task.exception()) is not None:
             return f"{self._name} raised {type(error).__name__}: {error_text(error)}{source_location(error)}"
         rewards = task.result()
-        if not isinstance(rewards, list | tuple) or len(rewards) != wanted:
-            return f"{self._name} gave {repr(rewards)[:200]}, expected a list of {wanted} rewards"
+        if not isinstance(rewards, list | tuple) or len(rewards) != count:
+            return f"{self._name} gave {repr(rewards)[:200]}, expected a list of {count} rewards"
         bad = [r for r in rewards if not is_reward(r)]
         return f"{self._name} gave {bad[0]!r}, not a finite number" if bad else [float(r) for r in rewards]
 
 
 def _unjudged(rewards: Any) -> int:
-    """Samples that it says have no reward; it fails nowhere with that."""
+    """Count the samples that the group reward explicitly leaves without a reward."""
     return sum(r is None for r in rewards) if isinstance(rewards, list | tuple) else 0

@@ -1,4 +1,4 @@
-"""What a judge says about failed responses, as a prompt: the problem, and its guidance behind it (AOI)."""
+"""Guidance prompts (AOI): the problem, followed by a judge's guidance from failed responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlsys.core.types import Prompt, Sample
 from rlsys.data import Tokenizer
 from rlsys.rewards.judges import PatientJudge
 
-ASK = """Problem:
+REQUEST = """Problem:
 {problem}
 
 {failures}
@@ -18,20 +18,22 @@ GUIDED = "{problem}\n\nHint: {guidance}"
 
 
 class Guidance:
-    """Asks the judge, whose own limit of time it keeps to. `counts`: prompts that it has made, and questions that had
-    no answer."""
+    """Requests guidance from the judge, which has its own time limit.
+
+    `counts`: guided prompts, and requests without a response.
+    """
 
     def __init__(self, judge: PatientJudge, tokenizer: Tokenizer) -> None:
         self._judge, self._tokenizer = judge, tokenizer
         self.counts: dict[str, float] = {"guided": 0, "guidance_missing": 0}
 
     async def of(self, prompt: Prompt, samples: Sequence[Sample]) -> list[int] | None:
-        """Ids of the guided prompt; None without an answer. `samples`: failed ones, with their tokens."""
+        """Return ids of the guided prompt; None without guidance. `samples`: failed ones, with their tokens."""
         problem = prompt.question or prompt.text
         texts = [self._tokenizer.without_special(self._tokenizer.decode(s.judged_ids)) for s in samples]
         failures = "\n".join(FAILED.format(number=i + 1, text=text.strip()) for i, text in enumerate(texts))
-        said = await self._judge(ASK.format(problem=problem, failures=failures))
-        guidance = self._tokenizer.without_special(said or "").strip()
+        response = await self._judge(REQUEST.format(problem=problem, failures=failures))
+        guidance = self._tokenizer.without_special(response or "").strip()
         if not guidance:
             self.counts["guidance_missing"] += 1
             return None

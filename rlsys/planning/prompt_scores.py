@@ -1,4 +1,4 @@
-"""How far the policy and a reference disagree on a prompt's tokens, from two engines (LENS, docs/algorithms.md)."""
+"""Disagreement of policy and reference on a prompt's tokens, from two engines (LENS, docs/algorithms.md)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.engines import Engines
 from rlsys.router.failure_policy import REFUSAL_STATUSES, RefusedRequest
 
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class ReferenceScores:
-    """`await scores(ids)`: |log policy - log reference| of each token, and whether it must stay, `[len(ids)]` both.
+    """`await scores(ids)`.
 
-    The first token has no log-prob: it stays, as the `protected` ids do. `patience`: seconds for which the reference
-    may be away (the supervisor restarts one that it started); then RunError.
+    |log policy - log reference| of each token, and whether it is protected, `[len(ids)]` both.
+
+    The first token has no log-prob: it is protected, as the `protected` ids are. `timeout_s`: seconds for which the
+    reference may be unavailable (the supervisor restarts one that it started); then RunError.
     """
 
     def __init__(
-        self, router: Engines, reference: EngineClient, protected: Collection[int], patience: float
+        self, router: Engines, reference: EngineClient, protected: Collection[int], timeout_s: float
     ) -> None:
         self._router, self._reference = router, reference
-        self._protected, self._patience = frozenset(protected), patience
+        self._protected, self._timeout_s = frozenset(protected), timeout_s
 
     async def __call__(self, ids: list[int]) -> tuple[list[float], list[bool]]:
-        policy, reference = await asyncio.gather(self._router.prompt_logprobs(ids), self._of_reference(ids))
+        policy, reference = await asyncio.gather(
+            self._router.prompt_logprobs(ids), self._reference_logprobs(ids)
+        )
         scores = [0.0, *(abs(p - r) for p, r in zip(policy, reference, strict=True))]
         return scores, [True, *(i in self._protected for i in ids[1:])]
 
-    async def _of_reference(self, ids: list[int]) -> list[float]:
+    async def _reference_logprobs(self, ids: list[int]) -> list[float]:
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout_s):
                 while True:
                     try:
                         return await self._reference.token_logprobs(ids)
@@ -47,8 +51,8 @@ class ReferenceScores:
                         log.warning(
                             "the reference at %s does not answer: %s", self._reference.url, e or type(e)
                         )
-                        await asyncio.sleep(AGAIN_SECONDS)
+                        await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:
             raise RunError(
-                f"engine.reference: {self._reference.url} has not answered for {self._patience:g} s"
+                f"engine.reference: {self._reference.url} has not answered for {self._timeout_s:g} s"
             ) from None

@@ -1,4 +1,4 @@
-"""What a process judge says of failed responses, in tokens: where a further sample of the group begins."""
+"""Repairs of failed responses by a process judge, as token prefixes of further samples of the group."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class Repairs:
-    """Asks the judge. It is user code: what it does not say in `seconds`, or fails to say, is no repair, and counted.
-    `budget`: tokens of a response."""
+    """Requests repairs from the process judge, which is user code.
+
+    A request that fails or exceeds `seconds` gives no repair, and is counted. `budget`: tokens of a response.
+    """
 
     def __init__(self, judge: ProcessJudge, tokenizer: Tokenizer, seconds: float, budget: int) -> None:
         self._judge, self._tokenizer, self._seconds, self._budget = judge, tokenizer, seconds, budget
         self.counts: dict[str, float] = {"repairs": 0, "repairs_failed": 0, "repairs_hung": 0}
 
     async def of(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Prefix]:
-        """For those samples, with their tokens, for which there is one that leaves room for an answer."""
-        asked = [asyncio.ensure_future(self._asked(prompt, s)) for s in samples]
+        """Return the prefixes of the samples with a repair that leaves room for an answer. They have their tokens."""
+        tasks = [asyncio.ensure_future(self._request(prompt, s)) for s in samples]
         try:
-            done, _ = await asyncio.wait(asked, timeout=self._seconds)
+            done, _ = await asyncio.wait(tasks, timeout=self._seconds)
         finally:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
-        found = []
-        for sample, task in zip(samples, asked, strict=True):
+        prefixes = []
+        for sample, task in zip(samples, tasks, strict=True):
             if task not in done:
                 self.counts["repairs_hung"] += 1
             elif (error := task.exception()) is not None:
@@ -40,23 +42,23 @@ class Repairs:
                 log.warning("data.process_judge: %s: %s", type(error).__name__, error)
             elif (repair := task.result()) is not None:
                 prefix = self._prefix(sample, repair)
-                found += [prefix] if prefix.at + len(prefix.ids) < self._budget else []
-        self.counts["repairs"] += len(found)
-        return found
+                prefixes += [prefix] if prefix.at + len(prefix.ids) < self._budget else []
+        self.counts["repairs"] += len(prefixes)
+        return prefixes
 
-    async def _asked(self, prompt: Prompt, sample: Sample) -> Repair | None:
-        found = await self._judge(prompt, self._tokenizer.decode(sample.response_ids))
-        if found is not None and not (isinstance(found, Repair) and found.at >= 0 and found.text):
-            raise TypeError(f"gave {found!r:.80}, expected a Repair with a text, or None")
-        return None if found is None else found._replace(text=valid_text(found.text))
+    async def _request(self, prompt: Prompt, sample: Sample) -> Repair | None:
+        repair = await self._judge(prompt, self._tokenizer.decode(sample.response_ids))
+        if repair is not None and not (isinstance(repair, Repair) and repair.at >= 0 and repair.text):
+            raise TypeError(f"gave {repair!r:.80}, expected a Repair with a text, or None")
+        return None if repair is None else repair._replace(text=valid_text(repair.text))
 
     def _prefix(self, sample: Sample, repair: Repair) -> Prefix:
-        """Whole tokens of the response; what is right of the next one is said again."""
-        said = ""
-        kept = 0
+        """Return whole tokens of the response; the correct part of the next token is encoded again."""
+        text = ""
+        count = 0
         for piece in self._tokenizer.pieces(sample.response_ids):
-            if len(said) + len(piece) > repair.at:
+            if len(text) + len(piece) > repair.at:
                 break
-            said, kept = said + piece, kept + 1
-        rest = self._tokenizer.decode(sample.response_ids)[len(said) : repair.at]
-        return Prefix(sample.index, kept, tuple(self._tokenizer.encode(rest + repair.text)))
+            text, count = text + piece, count + 1
+        remainder = self._tokenizer.decode(sample.response_ids)[len(text) : repair.at]
+        return Prefix(sample.index, count, tuple(self._tokenizer.encode(remainder + repair.text)))

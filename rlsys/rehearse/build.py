@@ -19,7 +19,7 @@ from rlsys.rehearse.kinds import kinds_of_rank
 
 
 def build(config: Config) -> None:
-    """Raises what the construction of a trainer would raise."""
+    """Build the trainer's layers on the meta device, in a world of one rank."""
     megatron_patches.apply()
     import torch
 

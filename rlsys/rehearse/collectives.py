@@ -1,4 +1,4 @@
-"""Every collective: its group, inside a node or across, how often, how many bytes; and what a fake group answers."""
+"""Log of collectives: group, node-local or not, calls, bytes; and the results of a fake group."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rlsys.rehearse.figures import Collective
 _GROUP_FIRST = {
     "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "recv_", "recv_any_source_", "barrier",
 }  # fmt: skip
-"""c10d operations whose second argument is the group; of all others it is the third, after output and input."""
+"""c10d operations whose second argument is the group; for all others it is the third, after output and input."""
 _PAIR = {"send", "recv_"}
 _FILLS = ("allgather", "gather", "reduce_scatter", "alltoall", "scatter", "recv")
-"""What the names of operations begin with that fill buffers made for them."""
+"""Prefixes of operations that fill buffers allocated for them."""
 
 
 def tensors_of(value: object) -> list[Tensor]:
-    """In `value` and in the lists, tuples and dicts that it is made of."""
+    """Collect the tensors in `value` and in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [t for each in value for t in tensors_of(each)]
+        return [t for item in value for t in tensors_of(item)]
     return []
 
 
@@ -37,13 +37,13 @@ def _bytes(value: object) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(value))
 
 
-def filled(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """The buffers that this call fills and that were made for it; none where it works in place."""
+def buffers_filled(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the buffers that this call fills and that were allocated for it; none if it works in place."""
     return tensors_of(args[0]) if func._opname.lstrip("_").startswith(_FILLS) else []
 
 
 class Collectives:
-    """Owns the log. `node_of(rank)`: the node that a rank is on."""
+    """Owner of the log. `node_of(rank)`: the node of a rank."""
 
     def __init__(self, node_of: Callable[[int], int]) -> None:
         self._node_of = node_of
@@ -61,30 +61,30 @@ class Collectives:
         if name in _PAIR:
             ranks = sorted((dist.get_rank(), ranks[args[2]]))
         across = len({self._node_of(r) for r in ranks}) > 1
-        found = tensors_of(args)
-        dtype = str(found[0].dtype).removeprefix("torch.") if found else ""
-        moved = max(_bytes(args[i]) for i in range(at))
+        tensors = tensors_of(args)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        moved_bytes = max(_bytes(args[i]) for i in range(at))
         key = (phase, name, group.group_desc, tuple(ranks), dtype)
         call = self._calls.get(key) or Collective(phase, name, group.group_desc, ranks, across, dtype, 0, 0)
-        self._calls[key] = replace(call, calls=call.calls + times, bytes=call.bytes + times * moved)
+        self._calls[key] = replace(call, calls=call.calls + times, bytes=call.bytes + times * moved_bytes)
 
 
 def answer(func: Any, args: tuple[Any, ...], from_neighbour: list[int]) -> Any:
-    """What a call gives where no other rank exists.
+    """Return the result of a call in a world without other ranks.
 
-    Of real (integer) tensors, what is gathered is as if all others had what this rank has, a sum is this rank's own,
-    and a neighbouring pipeline stage sends the shape `from_neighbour`.
+    For real (integer) tensors, a gather returns this rank's values for all ranks, a sum is this rank's own, and a
+    neighbouring pipeline stage sends the shape `from_neighbour`.
     """
     name = func._opname
     if name == "_allgather_base_":
         _repeat(args[0], args[1])
     elif name == "allgather_into_tensor_coalesced_":
-        for out, mine in zip(args[0], args[1], strict=True):
-            _repeat(out, mine)
+        for out, local in zip(args[0], args[1], strict=True):
+            _repeat(out, local)
     elif name == "allgather_":
-        for outs, mine in zip(args[0], args[1], strict=True):
+        for outs, local in zip(args[0], args[1], strict=True):
             for out in outs:
-                _repeat(out, mine)
+                _repeat(out, local)
     elif name == "recv_":
         for tensor in args[0]:
             if _real(tensor) and tensor.numel() == len(from_neighbour):
@@ -98,6 +98,6 @@ def _real(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
-def _repeat(out: Tensor, mine: Tensor) -> None:
-    if _real(out) and _real(mine) and mine.numel():
-        out.view(-1).copy_(mine.reshape(-1).repeat(out.numel() // mine.numel()))
+def _repeat(out: Tensor, local: Tensor) -> None:
+    if _real(out) and _real(local) and local.numel():
+        out.view(-1).copy_(local.reshape(-1).repeat(out.numel() // local.numel()))

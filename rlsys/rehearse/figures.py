@@ -1,4 +1,4 @@
-"""What the rehearsal of one rank gives: plain data, between the process that rehearses and the report."""
+"""Figures of the rehearsal of one rank: plain data between the rehearsing process and the report."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "other")
-"""Of memory. communication: buffers that a collective fills; other: what the optimizer step makes for a moment."""
+"""Kinds of memory. communication: buffers that a collective fills; other: temporaries of the optimizer step."""
 HOST = "host"
-"""The kind of what is kept in the host's memory, and so is no part of a peak."""
+"""Kind of memory on the host, which is no part of a peak."""
 PHASES = ("score", "passes", "reduce", "update", "gather")
-"""In their order: scoring pass, forward and backward passes, gradients over data-parallel ranks, optimizer step with
-the gathering of its parameters, and the gathering of whole tensors for the engines."""
+"""Phases in their order: scoring pass, forward and backward passes, gradients over data-parallel ranks, optimizer
+step with the gathering of its parameters, and the gathering of whole tensors for the engines."""
 
 
 @dataclass
 class Phase:
-    """`peak`: bytes alive at the worst moment, by kind. `flops`: of matrices and attention."""
+    """Figures of a phase. `peak`: bytes alive at the peak, by kind. `flops`: of matrix products and attention."""
 
     name: str
     peak: dict[str, int]
@@ -32,8 +32,11 @@ class Phase:
 
 @dataclass
 class Collective:
-    """All calls of one kind in one phase. `bytes` of all calls together: the larger of what this rank puts in and
-    gets out of each. `across`: whether the group has ranks on several nodes."""
+    """All calls of one kind in one phase.
+
+    `bytes` of all calls together: the larger of this rank's input and output of each. `across`: whether the group has
+    ranks on several nodes.
+    """
 
     phase: str
     op: str
@@ -47,8 +50,11 @@ class Collective:
 
 @dataclass
 class Figures:
-    """`held`: bytes alive after the step, by kind. `guessed`: values that the code asked of a fake tensor and was
-    told 1. `micro_batches` of `tokens` each, padding included."""
+    """Figures of one rank.
+
+    `held`: bytes alive after the step, by kind. `guessed`: values of fake tensors that the code requested; it got 1.
+    `micro_batches` of `tokens` each, padding included.
+    """
 
     rank: int
     world: int
@@ -64,14 +70,14 @@ class Figures:
     collectives: list[Collective]
     guessed: dict[str, int]
     resident: int
-    """Bytes of real memory that the rehearsing process took."""
+    """Real memory of the rehearsing process, in bytes."""
     notes: list[str] = field(default_factory=list)
     hashed: int = 0
-    """Bytes that this rank hashes of a weight update."""
+    """Bytes that this rank hashes in a weight update."""
 
     @property
     def worst(self) -> Phase:
-        """The phase that needs most memory."""
+        """The phase with the largest peak."""
         return max(self.phases, key=lambda phase: phase.total)
 
     def phase(self, name: str) -> Phase:

@@ -1,7 +1,7 @@
-"""What the kernels of a GPU keep and cost, where a CPU has others: fused attention and norm, grouped GEMM.
+"""Memory and cost of GPU kernels that a CPU lacks: fused attention and norm, grouped GEMM.
 
 Shapes are as in rlsys.trainer.model.attention: T packed tokens of this rank, n heads, g key-value heads, d head size.
-By the kernels' published behaviour; nobody has compared it with a GPU yet.
+They follow the kernels' published behaviour and have not been compared with a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ CountFlops = Callable[[int], None]
 
 
 class FlashAttention(torch.autograd.Function):
-    """Keeps queries, keys, values, output and one number a head and query; never the scores (Dao 2023,
-    FlashAttention-2). The backward pass computes the scores again: 2.5 times the forward pass."""
+    """FlashAttention-2 (Dao 2023), which saves queries, keys, values, output and one number per head and query.
+
+    It never saves the scores; the backward pass recomputes them: 2.5 times the forward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, flops: int, count: CountFlops) -> Tensor:
@@ -36,13 +38,13 @@ class FlashAttention(torch.autograd.Function):
         query, key, value, _, sums = ctx.saved_tensors
         ctx.count(ctx.flops * 5 // 2)
         _ring(key, value)
-        _ring(key, value)  # keys and values come again, and their gradients travel with them
+        _ring(key, value)  # keys and values are exchanged again, with their gradients
         torch.empty_like(sums)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
 def _ring(key: Tensor, value: Tensor) -> None:
-    """Context parallelism: the keys and values of all c ranks pass by, one rank's at a time (c - 1 exchanges)."""
+    """Exchange keys and values of all c context-parallel ranks, one rank's at a time (c - 1 exchanges)."""
     group = parallel_state.get_context_parallel_group()
     size, rank = group.size(), group.rank()
     ranks = dist.get_process_group_ranks(group)
@@ -54,7 +56,7 @@ def _ring(key: Tensor, value: Tensor) -> None:
 
 
 class FusedNorm(torch.autograd.Function):
-    """RMSNorm that keeps its input and one number a row."""
+    """RMSNorm that saves its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 class GroupedGemm(torch.autograd.Function):
-    """One product over all experts of this rank, tokens sorted by expert; keeps its input. `[T, in] -> [T, out]`."""
+    """One product over all experts of this rank, tokens sorted by expert; saves its input. `[T, in] -> [T, out]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: CountFlops, *weights: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ class GroupedGemm(torch.autograd.Function):
 
 
 def attention(count: CountFlops) -> Callable[..., Tensor]:
-    """In the place of PackedAttention.forward."""
+    """Return a replacement of PackedAttention.forward."""
 
     def forward(
         self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attn_mask_type: Any = None,
@@ -93,10 +95,10 @@ def attention(count: CountFlops) -> Callable[..., Tensor]:
     ) -> Tensor:  # fmt: skip
         ranks = parallel_state.get_context_parallel_group().size()
         packed = packed_seq_params
-        before = [len(places) for places in packed.prefixes] or [0] * len(packed.lengths)
-        # Two FLOPs each, of which half are masked; those with shared keys are of their own queries alone.
-        pairs = sum((n + k) ** 2 - k**2 for n, k in zip(packed.lengths, before, strict=True))
-        if any(before):
+        prefixes = [len(tokens) for tokens in packed.prefixes] or [0] * len(packed.lengths)
+        # Two FLOPs each, half of them masked; pairs with shared keys count for the sequence's own queries only.
+        pairs = sum((n + k) ** 2 - k**2 for n, k in zip(packed.lengths, prefixes, strict=True))
+        if any(prefixes):
             key, value = (t.index_select(0, packed.padding.to_keys) for t in (key, value))
         flops = pairs * query.shape[1] * (query.shape[2] + value.shape[2]) // ranks
         out: Tensor = FlashAttention.apply(query, key, value, flops, count)
@@ -106,13 +108,16 @@ def attention(count: CountFlops) -> Callable[..., Tensor]:
 
 
 def norm(self: torch.nn.RMSNorm, x: Tensor) -> Tensor:
-    """In the place of torch.nn.RMSNorm.forward."""
+    """Replace torch.nn.RMSNorm.forward."""
     out: Tensor = FusedNorm.apply(x, self.weight)
     return out
 
 
 def experts(count: CountFlops) -> Callable[..., tuple[Tensor, None]]:
-    """In the place of SequentialMLP.forward. Raises ValueError where the splits do not add up to the tokens."""
+    """Return a replacement of SequentialMLP.forward.
+
+    It raises ValueError if the splits do not add up to the tokens.
+    """
 
     def forward(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if int(tokens_per_expert.sum()) != hidden.shape[0]:

@@ -1,6 +1,6 @@
-"""Which ranks stand for the others, and what each is asked to rehearse. Pure, without torch.
+"""Selection of representative ranks, and their rehearsal requests. Pure, without torch.
 
-Ranks of one pipeline stage hold the same number of layers, heads and experts, so one of them stands for all. Stages
+Ranks of one pipeline stage have the same number of layers, heads and experts, so that one represents all. Stages
 differ: the first has the embedding, often dense layers, and most micro-batches in flight; the last has the head.
 """
 
@@ -17,8 +17,11 @@ from rlsys.core.errors import UserError
 
 @dataclass(frozen=True)
 class Request:
-    """`skew`: the busiest experts' tokens over the mean. `micro_batches`: of the update; by default just enough to
-    fill the pipeline."""
+    """Rehearsal request for a rank.
+
+    `skew`: tokens of the busiest experts over the mean. `micro_batches`: of the update; by default just enough to
+    fill the pipeline.
+    """
 
     rank: int
     skew: float = 1.0
@@ -26,31 +29,31 @@ class Request:
 
 
 def stage_of(config: Config, rank: int) -> int:
-    """Megatron counts ranks stage by stage."""
+    """Return the pipeline stage of a rank: Megatron numbers ranks stage by stage."""
     return rank // (config.parallel.world_size // config.parallel.pp)
 
 
 def one_rank(config: Config, rank: int) -> list[int]:
-    """Raises UserError for a rank that the layout does not have."""
+    """Return the rank as a list. Raises UserError for a rank outside the layout."""
     size = config.parallel.world_size
     if not 0 <= rank < size:
         raise UserError(f"--rank {rank}: expected 0 to {size - 1}, the ranks of parallel")
     return [rank]
 
 
-def kinds_of_rank(config: Config, hf: HFConfig, every: bool = False) -> list[int]:
-    """The first rank of the first, the fullest middle and the last stage; of each stage when `every`."""
+def kinds_of_rank(config: Config, hf: HFConfig, every_stage: bool = False) -> list[int]:
+    """Return the first rank of the first, the fullest middle and the last stage; of each stage if `every_stage`."""
     p = config.parallel
     in_stage = p.world_size // p.pp
     middle = range(1, p.pp - 1)
-    stages = [0, *middle, p.pp - 1] if every else [0, *fullest(config, hf, middle), p.pp - 1]
+    stages = [0, *middle, p.pp - 1] if every_stage else [0, *fullest(config, hf, middle), p.pp - 1]
     return [stage * in_stage for stage in sorted(set(stages))]
 
 
 def fullest(config: Config, hf: HFConfig, stages: range) -> list[int]:
-    """Of these stages the one with most layers of experts; of equals the first, which keeps most micro-batches."""
-    each = stage_layers(hf.layers, config.parallel.pp)[0]
-    experts = {s: sum(hf.moe_layers[s * each : (s + 1) * each]) for s in stages}
+    """Return the stage with most expert layers; of several the first, which keeps most micro-batches in flight."""
+    layers = stage_layers(hf.layers, config.parallel.pp)[0]
+    experts = {s: sum(hf.moe_layers[s * layers : (s + 1) * layers]) for s in stages}
     return [max(stages, key=lambda s: (experts[s], -s))] if stages else []
 
 
@@ -61,9 +64,9 @@ def name_of_kind(stage: int, stages: int) -> str:
 
 
 def micro_batches(config: Config, request: Request) -> int:
-    """Enough that stage s of p keeps its p - s; without a pipeline two, so that one begins beside another's leavings.
+    """Return enough micro-batches that stage s of p keeps p - s in flight; two without a pipeline.
 
-    An interleaved pipeline keeps more, and takes them in rounds of p.
+    An interleaved pipeline keeps more, and processes them in rounds of p.
     """
     p = config.parallel
     if request.micro_batches is not None:
@@ -72,6 +75,9 @@ def micro_batches(config: Config, request: Request) -> int:
 
 
 def node_of(config: Config) -> Callable[[int], int]:
-    """Ranks fill nodes in order (rlsys.planner.layout); without a number of GPUs all are on one."""
+    """Return the node of each rank: ranks fill nodes in order (rlsys.planner.layout).
+
+    Without a number of GPUs there is one.
+    """
     per_node = config.launch.gpus_per_node or config.parallel.world_size
     return lambda rank: rank // per_node

@@ -1,4 +1,4 @@
-"""Sees every operation of a rank: bytes alive by kind, FLOPs, collectives. On fake tensors or on real ones."""
+"""Meter of all operations of a rank: live bytes by kind, FLOPs, collectives. For fake or real tensors."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from rlsys.rehearse.collectives import Collectives, answer, filled, tensors_of
+from rlsys.rehearse.collectives import Collectives, answer, buffers_filled, tensors_of
 from rlsys.rehearse.figures import HOST, Phase
 from rlsys.rehearse.memory import Memory
 from rlsys.rehearse.tensors import FakeTensors
 
 _KIND = {"score": "activations", "passes": "activations", "gather": "communication"}
-"""What new storages are in a phase; in all others they are "other"."""
+"""Kind of new storages in a phase; "other" in all other phases."""
 _LASTING = ("weights", "gradients", "optimizer", HOST)
 
 
 class Meter(TorchDispatchMode):
-    """`fake` None: tensors are real, and collectives travel; so a real step is measured by the same rules.
+    """Meter of memory, FLOPs and collectives. `fake` None: real tensors and collectives, with the same rules.
 
-    Owns memory, FLOPs and collectives; a phase begins with `begin` and is in `phases` once the next one has begun.
+    A phase starts with `begin` and is in `phases` once the next one has started.
     """
 
     def __init__(self, node_of: Callable[[int], int], fake: FakeTensors | None) -> None:
@@ -34,8 +34,8 @@ class Meter(TorchDispatchMode):
         self.collectives = Collectives(node_of)
         self.phases: list[Phase] = []
         self.from_neighbour: list[int] = []
-        """The shape that a neighbouring pipeline stage sends."""
-        self._phase, self._began = "build", time.monotonic()
+        """Shape of the tensor that a neighbouring pipeline stage sends."""
+        self._phase, self._started_at = "build", time.monotonic()
         self._flops = self._operations = 0
         self._paused = False
         self._times = 1
@@ -43,9 +43,9 @@ class Meter(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         """End the current phase and begin `phase` ("" none)."""
         if self._phase not in ("", "build"):
-            spent = time.monotonic() - self._began
+            spent = time.monotonic() - self._started_at
             self.phases.append(Phase(self._phase, self.memory.peak, self._flops, spent, self._operations))
-        self._phase, self._began = phase, time.monotonic()
+        self._phase, self._started_at = phase, time.monotonic()
         self._flops = self._operations = 0
         self.memory.kind = _KIND.get(phase, "other")
         self.memory.new_peak()
@@ -59,7 +59,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def standing_for(self, calls: int) -> Iterator[None]:
-        """Each collective meanwhile counts so many times."""
+        """Count each collective in the context `calls` times."""
         self._times = calls
         try:
             yield
@@ -68,12 +68,12 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens meanwhile is not logged as a collective: objects, which travel outside the data's groups."""
-        before, self._paused = self._paused, True
+        """Exclude collectives of objects, which use separate groups, in a context."""
+        previous, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self._paused = previous
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,14 +93,14 @@ class Meter(TorchDispatchMode):
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._paused:
             self.collectives.record(self._phase, func, args, self._times)
-        for buffer in filled(func, args):
+        for buffer in buffers_filled(func, args):
             if self.memory.kind_of(buffer) not in _LASTING:
                 self.memory.see(buffer, "communication")
         return func(*args, **kwargs) if self.fake is None else answer(func, args, self.from_neighbour)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Of matrix products and attention; a multiplication and an addition are two."""
+    """Count FLOPs of matrix products and attention; a multiplication and an addition are two."""
     if (
         "flash_attention_for_cpu" in func._opname
     ):  # torch's own registry lacks it; half of the scores are masked

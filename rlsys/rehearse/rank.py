@@ -1,6 +1,6 @@
-"""Rehearses one rank: `python -m rlsys.rehearse.rank`, a request as JSON on stdin, figures as JSON on stdout.
+"""Rehearsal of one rank: `python -m rlsys.rehearse.rank`, a request as JSON on stdin, figures as JSON on stdout.
 
-A process of its own, because stand-ins and the fake world last for the process. Progress goes to stderr.
+It is a separate process, because stand-ins and the fake world last for the process. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from rlsys.rehearse.step import Rehearsal
 
 ON_GPU = ("gloo_uneven", "gloo_device")
-"""Patches of megatron for gloo, which a rehearsal of GPUs does without: NCCL takes uneven splits."""
+"""Megatron patches for gloo, which are not applied to rehearse GPUs: NCCL supports uneven splits."""
 
 
-def say(text: str) -> None:
+def report_progress(text: str) -> None:
     print(f"rlsys: {text}", file=sys.stderr, flush=True)
 
 
 def rehearse(config: Config, request: Request) -> Figures:
-    """Build, scoring pass, one update and the gathering of whole tensors of one rank that is alone."""
+    """Rehearse a single rank: build, scoring pass, one update, and the gathering of whole tensors."""
     gpu = config.launch.gpus_per_node > 0
     megatron_patches.apply(without=ON_GPU if gpu else ())
     world.enter(request.rank, config.parallel.world_size)
@@ -43,9 +43,9 @@ def rehearse(config: Config, request: Request) -> Figures:
     from rlsys.rehearse.tensors import FakeTensors
 
     fake = FakeTensors()
-    rehearsal = Rehearsal(config, node_of(config), fake, say)
-    wanted: set[When] = {"always", "fake", "gpu"} if gpu else {"always", "fake"}
-    with installed(wanted, rehearsal.setting(request.skew)):
+    rehearsal = Rehearsal(config, node_of(config), fake, report_progress)
+    conditions: set[When] = {"always", "fake", "gpu"} if gpu else {"always", "fake"}
+    with installed(conditions, rehearsal.setting(request.skew)):
         rehearsal.build()
         rehearsal.step(micro_batches(config, request))
     return figures(config, request, rehearsal, dict(fake.guessed), gpu)
@@ -56,8 +56,8 @@ def figures(
 ) -> Figures:
     meter, trainer, p = rehearsal.meter, rehearsal.trainer, config.parallel
     notes, offload = [], config.trainer.offload_optimizer if gpu else 0.0
-    held = dict(meter.memory.held)
-    for kinds in (held, *(phase.peak for phase in meter.phases)):
+    live = dict(meter.memory.nonzero)
+    for kinds in (live, *(phase.peak for phase in meter.phases)):
         move_to_host(kinds, offload)
     if config.model.fp8 == "both":
         notes.append("model.fp8 = both is rehearsed in bfloat16")
@@ -73,29 +73,32 @@ def figures(
         micro_batches=len(rehearsal.batch),
         tokens=math.prod(meter.from_neighbour[:1]) * p.cp * p.tp,
         longest=max(rehearsal.batch[0].sequence_lengths),
-        held=held,
+        held=live,
         phases=meter.phases,
         collectives=meter.collectives.calls,
         guessed=guessed,
-        hashed=hashed_bytes(config, trainer.served, request.rank, gpu),
+        hashed=hashed_bytes(config, trainer.served_config, request.rank, gpu),
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         notes=notes,
     )
 
 
-def hashed_bytes(config: Config, served: HFConfig, rank: int, gpu: bool) -> int:
-    """Of a weight update that is not sharded: every rank gathers all tensors and hashes its share."""
-    shares = hash_shares(served, config.parallel.world_size, experts_together=not gpu)
+def hashed_bytes(config: Config, model: HFConfig, rank: int, gpu: bool) -> int:
+    """Return the bytes that a rank hashes in a weight update without shards.
+
+    Every rank hashes its share of all tensors.
+    """
+    shares = hash_shares(model, config.parallel.world_size, experts_together=not gpu)
     width = 4 if config.model.dtype == "float32" else 2
     return shares.elements[rank] * width * len(config.engine.tps)
 
 
 def move_to_host(kinds: dict[str, int], share: float) -> None:
-    """The optimizer's state that `trainer.offload_optimizer` keeps there; without CUDA Megatron moves none."""
-    moved = int(kinds.get("optimizer", 0) * share)
-    if moved:
-        kinds["optimizer"] -= moved
-        kinds[HOST] = kinds.get(HOST, 0) + moved
+    """Move the optimizer state of `trainer.offload_optimizer` to the host; without CUDA Megatron moves none."""
+    host_bytes = int(kinds.get("optimizer", 0) * share)
+    if host_bytes:
+        kinds["optimizer"] -= host_bytes
+        kinds[HOST] = kinds.get(HOST, 0) + host_bytes
 
 
 def main() -> None:
@@ -103,11 +106,11 @@ def main() -> None:
     raw = json.load(sys.stdin)
     try:
         config = load_config(Path(raw["config"]), raw["overrides"])
-        found = rehearse(config, Request(**raw["request"]))
+        result = rehearse(config, Request(**raw["request"]))
     except RlsysError as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         sys.exit(e.exit_code)
-    print(json.dumps(found.as_json()))
+    print(json.dumps(result.as_json()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Figures of rehearsed ranks as text, and what would fail. Pure, without torch."""
+"""Report of rehearsed ranks as text, and the expected failures. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _MEANING = {
 }
 
 
-def problems(figures: Sequence[Figures], gpu_gb: float | None, beside: float) -> list[str]:
-    """One line for each rank whose peak, with `beside` bytes of an engine on the same GPU, exceeds `gpu_gb` GB."""
-    found = []
+def problems(figures: Sequence[Figures], gpu_gb: float | None, engine_bytes: float) -> list[str]:
+    """Return one line for each rank whose peak plus `engine_bytes` on the same GPU exceeds `gpu_gb` GB."""
+    messages = []
     for f in figures:
         for phase in f.phases:
-            need = phase.total + beside
+            need = phase.total + engine_bytes
             if gpu_gb is None or need <= gpu_gb * GB:
                 continue
             largest = max(KINDS, key=lambda kind: phase.peak.get(kind, 0))
-            engine = f" beside an engine of {beside / GB:.3g}" if beside else ""
-            found.append(
+            engine = f" beside an engine of {engine_bytes / GB:.3g}" if engine_bytes else ""
+            messages.append(
                 f"{name_of_kind(f.stage, f.stages)} (rank {f.rank}): {_PHASES[phase.name]} needs "
                 f"{phase.total / GB:.3g} GB{engine}, a GPU has {gpu_gb:g}; most of it is {largest}, "
                 f"{phase.peak[largest] / GB:.3g} GB"
             )
-            break  # the first phase that fails is where a run would end
-    return found
+            break  # a run would end in the first phase that fails
+    return messages
 
 
-def describe(config: Config, figures: Sequence[Figures], beside: float) -> str:
-    """A column for each rank, then the collectives of each."""
+def describe(config: Config, figures: Sequence[Figures], engine_bytes: float) -> str:
+    """Render a column for each rank, then the collectives of each."""
     p = config.parallel
     title = (
         f"{p.world_size} trainer ranks: tp {p.tp}, pp {p.pp}, vpp {p.vpp}, cp {p.cp}, ep {p.ep}, etp {p.expert_tp}, "
@@ -55,17 +55,17 @@ def describe(config: Config, figures: Sequence[Figures], beside: float) -> str:
         f"one update: {first.micro_batches} micro-batches of {first.tokens:,} tokens a rank, sequences of "
         f"{first.longest:,}"
     )
-    lines = [title, work, "", *_table(figures, beside), ""]
+    lines = [title, work, "", *_table(figures, engine_bytes), ""]
     for f in figures:
         lines += [*_collectives(f), ""]
     for note in dict.fromkeys(note for f in figures for note in f.notes):
         lines.append(f"note: {note}")
-    if asked := sorted({question for f in figures for question in f.guessed}):
-        lines.append(f"asked of tensors without values, and told 1: {'; '.join(asked)}")
+    if requests := sorted({question for f in figures for question in f.guessed}):
+        lines.append(f"asked of tensors without values, and told 1: {'; '.join(requests)}")
     return "\n".join(lines)
 
 
-def _table(figures: Sequence[Figures], beside: float) -> list[str]:
+def _table(figures: Sequence[Figures], engine_bytes: float) -> list[str]:
     peak = [f.worst.peak for f in figures]
     u, unit = (GB, "GB") if max(f.worst.total for f in figures) >= GB / 10 else (1e6, "MB")
     rows: list[tuple[str, list[str]]] = [
@@ -79,10 +79,10 @@ def _table(figures: Sequence[Figures], beside: float) -> list[str]:
     ]
     if any(HOST in kinds for kinds in peak):
         rows.append((f"in the host's memory, {unit}", [f"{kinds.get(HOST, 0) / u:,.4g}" for kinds in peak]))
-    if beside:
-        rows.append((f"the engine beside it, {unit}", [f"{beside / u:,.4g}"] * len(figures)))
-    left = [sum(f.held.get(k, 0) for k in ("activations", "communication", "other")) for f in figures]
-    rows.append((f"left over after the step, {unit}", [f"{n / u:,.3g}" for n in left]))
+    if engine_bytes:
+        rows.append((f"the engine beside it, {unit}", [f"{engine_bytes / u:,.4g}"] * len(figures)))
+    leftover = [sum(f.held.get(k, 0) for k in ("activations", "communication", "other")) for f in figures]
+    rows.append((f"left over after the step, {unit}", [f"{n / u:,.3g}" for n in leftover]))
     rows += _by_phase(figures, u, unit)
     rows.append(("hashed of a weight update, GB", [f"{f.hashed / GB:,.4g}" for f in figures]))
     rows.append(("rehearsed in, s", [f"{sum(phase.seconds for phase in f.phases):.0f}" for f in figures]))
@@ -92,16 +92,16 @@ def _table(figures: Sequence[Figures], beside: float) -> list[str]:
 
 def _by_phase(figures: Sequence[Figures], u: float, unit: str) -> list[tuple[str, list[str]]]:
     rows: list[tuple[str, list[str]]] = [(f"peak of each part, {unit}", [""] * len(figures))]
-    for name, words in _PHASES.items():
-        rows.append((f"  {words}", [f"{f.phase(name).total / u:,.4g}" for f in figures]))
+    for name, label in _PHASES.items():
+        rows.append((f"  {label}", [f"{f.phase(name).total / u:,.4g}" for f in figures]))
     rows.append(("TFLOPs", [""] * len(figures)))
     for name in ("score", "passes"):
         rows.append((f"  {_PHASES[name]}", [f"{f.phase(name).flops / 1e12:,.4g}" for f in figures]))
-    for words, across in (("traffic inside nodes, GB", False), ("traffic across nodes, GB", True)):
+    for label, across in (("traffic inside nodes, GB", False), ("traffic across nodes, GB", True)):
         sums = [
             sum(c.bytes for c in f.collectives if c.across == across and len(c.ranks) > 1) for f in figures
         ]
-        rows.append((words, [f"{n / GB:,.4g}" for n in sums]))
+        rows.append((label, [f"{n / GB:,.4g}" for n in sums]))
     return rows
 
 
@@ -123,20 +123,23 @@ def _collectives(f: Figures) -> list[str]:
                 ],
             )
         )  # fmt: skip
-    return [f"collectives of {name_of_kind(f.stage, f.stages)} (rank {f.rank})", *_aligned(rows, left=5)]
+    return [
+        f"collectives of {name_of_kind(f.stage, f.stages)} (rank {f.rank})",
+        *_aligned(rows, left_columns=5),
+    ]
 
 
-def group_name(described: str) -> str:
-    """EXPERT_MODEL_PARALLEL_GROUP -> expert model parallel."""
+def group_name(description: str) -> str:
+    """Format a group name: EXPERT_MODEL_PARALLEL_GROUP -> expert model parallel."""
     return (
         "all ranks"
-        if described == "default_pg"
-        else described.removesuffix("_GROUP").replace("_", " ").lower()
+        if description == "default_pg"
+        else description.removesuffix("_GROUP").replace("_", " ").lower()
     )
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """8: 0-7; 4: 0-24 by 8; what has no pattern by its first and last."""
+    """Format ranks: 8: 0-7; 4: 0-24 by 8; without a pattern the first two and the last."""
     steps = {b - a for a, b in pairwise(ranks)}
     if len(steps) > 1:
         return f"{len(ranks)}: {ranks[0]}, {ranks[1]} ... {ranks[-1]}"
@@ -145,12 +148,12 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"{len(ranks)}: {ranks[0]}-{ranks[-1]}{by}"
 
 
-def _aligned(rows: Sequence[tuple[str, list[str]]], left: int = 0) -> list[str]:
-    """The first column and `left` more to the left, numbers to the right."""
+def _aligned(rows: Sequence[tuple[str, list[str]]], left_columns: int = 0) -> list[str]:
+    """Align the first column and `left_columns` more to the left, numbers to the right."""
     first = max(len(name) for name, _ in rows)
     widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(rows[0][1]))]
     side: Callable[[int, str], str] = lambda i, cell: (  # noqa: E731
-        cell.ljust(widths[i]) if i < left else cell.rjust(widths[i])
+        cell.ljust(widths[i]) if i < left_columns else cell.rjust(widths[i])
     )
     return [
         "  ".join([name.ljust(first), *(side(i, cell) for i, cell in enumerate(cells))]).rstrip()

@@ -1,7 +1,7 @@
-"""What a rehearsal replaces of megatron-core, torch and the trainer, and why. All else is the code of a real run.
+"""Stand-ins of a rehearsal for functions of megatron-core, torch and the trainer. Everything else is production code.
 
-Each stand-in makes sure that its target still looks as expected, as megatron_patches do, and raises PatchError where
-it does not. `always`: also where a real step is measured, so that both take the same routes.
+Each stand-in checks that its target has the expected source, as megatron_patches do, and raises PatchError otherwise.
+`always`: also if a real step is measured, so that both use the same routes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from rlsys.trainer.model.weights import LocalWeights
 from rlsys.trainer.pack import MicroBatch
 
 When = Literal["always", "fake", "gpu"]
-"""fake: where tensors have no values. gpu: where the layout is for GPUs, and the tensors are fake."""
+"""fake: if tensors have no values. gpu: if the layout is for GPUs, and the tensors are fake."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the stand-ins are told. `batch`: of the pass that runs."""
+    """Settings of the stand-ins. `batch`: of the running pass."""
 
     meter: Meter
     skew: float
@@ -52,12 +52,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class StandIn:
-    """`make(upstream, setting)` takes the place of `owner.name`, whose source contains each of `fragments`."""
+    """Replacement of `owner.attribute` by `make(upstream, setting)`. Its source must contain each of `fragments`."""
 
     name: str
     when: When
     upstream: str
-    why: str
+    reason: str
     owner: Any
     attribute: str
     fragments: tuple[str, ...]
@@ -65,7 +65,7 @@ class StandIn:
 
 
 @contextmanager
-def installed(wanted: set[When], setting: Setting) -> Iterator[None]:
+def installed(conditions: set[When], setting: Setting) -> Iterator[None]:
     """Replace the targets of the stand-ins until the context ends.
 
     Raises:
@@ -73,10 +73,10 @@ def installed(wanted: set[When], setting: Setting) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for stand_in in STAND_INS:
-            if stand_in.when in wanted:
-                where = "rlsys.rehearse.stand_ins"
+            if stand_in.when in conditions:
+                package = "rlsys.rehearse.stand_ins"
                 upstream = target(
-                    stand_in.name, stand_in.owner, stand_in.attribute, *stand_in.fragments, package=where
+                    stand_in.name, stand_in.owner, stand_in.attribute, *stand_in.fragments, package=package
                 )
                 replacement = stand_in.make(upstream, setting)
                 stack.enter_context(mock.patch.object(stand_in.owner, stand_in.attribute, replacement))
@@ -85,29 +85,29 @@ def installed(wanted: set[When], setting: Setting) -> Iterator[None]:
 
 def _routes(upstream: Any, setting: Setting) -> Any:
     def forward(self: Any, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        probs, chosen = upstream(self, input, padding_mask)
-        return probs, routing_map(chosen.shape[0], chosen.shape[1], self.topk, setting.skew)
+        probs, routes = upstream(self, input, padding_mask)
+        return probs, routing_map(routes.shape[0], routes.shape[1], self.topk, setting.skew)
 
     return forward
 
 
 def _no_counts(upstream: Any, setting: Setting) -> Any:
-    def count(self: LayerReplay, own: Tensor, chosen: Tensor, target: Tensor | None) -> None:
-        """Which experts are chosen is decided by `routes`."""
+    def count(self: LayerReplay, router_ids: Tensor, expert_ids: Tensor, target: Tensor | None) -> None:
+        """Skip the count: `routes` decides the experts."""
 
     return count
 
 
-def _place(upstream: Any, setting: Setting) -> Any:
-    def place(self: Any, entry: Any) -> tuple[int, str, torch.dtype]:
-        """What is not on this stage is on another one; which one makes no difference here."""
-        mine, stages = self.pp_group.rank(), self.pp_group.size()
+def _locate(upstream: Any, setting: Setting) -> Any:
+    def locate(self: Any, entry: Any) -> tuple[int, str, torch.dtype]:
+        """Return this stage, or another one for entries that are not here; which one makes no difference."""
+        stage, stages = self.pp_group.rank(), self.pp_group.size()
         for name in self.candidates(entry):
             if name in self:
-                return mine, name, self[name].dtype
-        return (mine + 1) % stages, entry.megatron, setting.dtype
+                return stage, name, self[name].dtype
+        return (stage + 1) % stages, entry.megatron, setting.dtype
 
-    return place
+    return locate
 
 
 def representatives(experts: Sequence[int]) -> dict[int, int]:
@@ -146,7 +146,7 @@ def _entries(upstream: Any, setting: Setting) -> Any:
 
 
 class _Reordered(torch.autograd.Function):
-    """Makes one tensor of the same shape, in either direction, and keeps nothing."""
+    """Function that returns a tensor of the same shape in either direction, and saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "no_counts", "always", "ours", "there is no count of choices that nobody made",
-        LayerReplay, "_count", ("load.scatter_add_(0, chosen.flatten(),",), _no_counts,
+        LayerReplay, "_count", ("load.scatter_add_(0, expert_ids.flatten(),",), _no_counts,
     ),
     StandIn(
         "one_by_one", "always", "ours", "a fake tensor lies nowhere; `grouped_gemm` below stands for GPUs' experts",
@@ -220,7 +220,7 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "place", "fake", "ours", "no other stage is there to tell the names of its parameters",
-        LocalWeights, "place", ("self._stages",), _place,
+        LocalWeights, "locate", ("self._stages",), _locate,
     ),
     StandIn(
         "entries", "fake", "ours", "the first expert of this rank and of the next stand for all",

@@ -1,4 +1,4 @@
-"""A rank's build, scoring pass, update and weight gathering, measured: on fake tensors alone, or among real ranks."""
+"""Measured build, scoring pass, update and weight gathering of a rank: on fake tensors, or with real ranks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from rlsys.trainer import trainer as trainer_module
 from rlsys.trainer.control import Control
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model.chunks import Chunks
+from rlsys.trainer.model.context_parallel import padded_lengths
 from rlsys.trainer.model.model import build_model
-from rlsys.trainer.model.share import padded_lengths
 from rlsys.trainer.pack import MicroBatch, TrainSample, build
 from rlsys.trainer.trainer import Trainer
 
 
 def samples_for(config: Config, vocab_size: int, shared: bool) -> list[TrainSample]:
-    """Samples of the longest response that fill a micro-batch to the computed token: whole groups of one prompt each,
-    the last one in part. `shared`: a prompt is computed once for its group."""
+    """Build samples of the longest response that fill a micro-batch exactly.
+
+    They are whole groups of one prompt each, the last one in part. `shared`: a prompt is computed once for its group.
+    """
     budget, size = config.trainer.token_budget, config.rollout.group_size
     longest = min(config.rollout.max_response_tokens, budget)
     prompt = max(1, longest // 4)
@@ -52,7 +54,7 @@ def samples_for(config: Config, vocab_size: int, shared: bool) -> list[TrainSamp
 
 
 def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the shape that policy losses have; what an objective adds are vectors of a number a token."""
+    """Compute a loss with the structure of policy losses; an objective adds only vectors of one number per token."""
     ratio = (scores.logp - micro.mu).exp()
     loss = -(torch.minimum(ratio, ratio.clamp(0.8, 1.28)) * micro.mask).sum()
     for extra in (scores.entropy, scores.values):
@@ -62,49 +64,51 @@ def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, 
 
 
 class _Weightless(Trainer):
-    """Shapes are all that counts."""
+    """Trainer without weight values: only shapes count."""
 
-    def _built(self) -> Chunks:
+    def _build_model(self) -> Chunks:
         return build_model(self.config, self.hf, self._device, load=lambda *_: None)
 
     def _transformer_engine(self) -> bool:
-        """The hosts of GPUs have it."""
+        """Whether Transformer Engine is used, as on GPU hosts."""
         return self.config.launch.gpus_per_node > 0
 
-    def _waiting(self, undo: ExitStack) -> Control:
-        """Nobody is there to wait for, and nobody to make a gloo group with."""
+    def _create_control(self, undo: ExitStack) -> Control:
+        """Return a control over the world group: there is no other rank and no gloo group."""
         return Control(dist.group.WORLD)
 
 
 class Rehearsal:
-    """Owns the trainer and the meter. `fake` None: a real rank among real ones, with real weights."""
+    """Owner of the trainer and the meter. `fake` None: a real rank among real ones, with real weights."""
 
     def __init__(
         self,
         config: Config,
         node_of: Callable[[int], int],
         fake: FakeTensors | None,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self.config = config
         self.meter = Meter(node_of, fake)
         self.batch: list[MicroBatch] = []
-        self._say = say
+        self._report = report
 
     def setting(self, skew: float) -> Setting:
-        """For the stand-ins, which are installed before the build."""
+        """Return the settings of the stand-ins, which are installed before the build."""
         return Setting(self.meter, skew, lambda: self.batch, getattr(torch, self.config.model.dtype))
 
     def build(self) -> None:
-        """The trainer, and the optimizer's state as it is after the first update."""
-        signals = Objective(self.config.algo).asks.passes
+        """Build the trainer, with the optimizer's state as it is after the first update."""
+        signals = Objective(self.config.algo).requirements.passes
         kind = Trainer if self.meter.fake is None else _Weightless
         with self.meter:
             self.trainer = kind(self.config, signals)
         for optimizer in _optimizers(self.trainer):
             create_states(optimizer)
         self._name_kinds()
-        self._say(f"rank {self.trainer.rank}: built, {sum(self.meter.memory.now.values()) / 1e9:.3g} GB")
+        self._report(
+            f"rank {self.trainer.rank}: built, {sum(self.meter.memory.current.values()) / 1e9:.3g} GB"
+        )
 
     def step(self, micro_batches: int) -> None:
         """Score, update, gather. Afterwards the meter has their phases."""
@@ -113,7 +117,7 @@ class Rehearsal:
         samples = samples_for(self.config, t.hf.vocab_size, shared != "no")
         self.batch = [build(samples, shared) for _ in range(micro_batches)]
         self.meter.from_neighbour = stage_shape(self.config, t.hf, self.batch[0])
-        with self.meter, _phases(self.meter, t, self._say):
+        with self.meter, _phases(self.meter, t, self._report):
             self._begin("score")
             t.passes.score(self.batch)
             self._begin("passes")
@@ -124,20 +128,20 @@ class Rehearsal:
         self._name_kinds()
 
     def _gather(self) -> None:
-        """Whole tensors, some of which wait on a GPU until they are hashed together."""
+        """Gather whole tensors; some wait on a GPU until they are hashed together."""
         pending: list[Tensor] = []
         limit = PENDING_BYTES if self.config.launch.gpus_per_node else 0
         for _, tensor in self.trainer.served_tensors():
             pending.append(tensor)
-            if sum(each.nbytes for each in pending) >= limit:
+            if sum(item.nbytes for item in pending) >= limit:
                 pending.clear()
 
     def _begin(self, phase: str) -> None:
-        self._say(f"rank {self.trainer.rank}: {phase}")
+        self._report(f"rank {self.trainer.rank}: {phase}")
         self.meter.begin(phase)
 
     def _name_kinds(self) -> None:
-        """Tell the meter which storages are the model's and the optimizer's."""
+        """Tell the meter which storages belong to the model and to the optimizer."""
         see, trainer = self.meter.memory.see, self.trainer
         buffers = [b for model in trainer.models for b in (*model.buffers, *model.expert_parallel_buffers)]
         in_buffers = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
@@ -161,20 +165,20 @@ class Rehearsal:
 
 
 def stage_shape(config: Config, hf: HFConfig, micro: MicroBatch) -> list[int]:
-    """Of the hidden states that stages send each other, `[tokens / (cp tp), 1, hidden]`."""
+    """Return the shape of the hidden states between stages, `[tokens / (cp tp), 1, hidden]`."""
     p = config.parallel
     tokens = sum(padded_lengths(micro.computed_lengths, token_multiple(config), p.cp))
     return [tokens // p.cp // p.tp, 1, hf.hidden_size]
 
 
 def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
-    whole = trainer.optimizer
-    return [each.optimizer for each in getattr(whole, "chained_optimizers", [whole])]
+    optimizer = trainer.optimizer
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
 @contextmanager
-def _phases(meter: Meter, trainer: Trainer, say: Callable[[str], None]) -> Iterator[None]:
-    """Meanwhile an update's own phases begin where it reduces gradients, and where the optimizer steps."""
+def _phases(meter: Meter, trainer: Trainer, report: Callable[[str], None]) -> Iterator[None]:
+    """Start the phases of an update when it reduces gradients and when the optimizer steps, in a context."""
     finalize: Any = target("phases", trainer_module, "finalize_model_grads", package="rlsys.rehearse.step")
     step: Any = trainer.optimizer.step
 
@@ -183,7 +187,7 @@ def _phases(meter: Meter, trainer: Trainer, say: Callable[[str], None]) -> Itera
         return finalize(*args, **kwargs)
 
     def update(*args: Any, **kwargs: Any) -> Any:
-        say(f"rank {trainer.rank}: update")
+        report(f"rank {trainer.rank}: update")
         meter.begin("update")
         return step(*args, **kwargs)
 

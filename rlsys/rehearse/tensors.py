@@ -1,9 +1,9 @@
-"""Which tensors are fake, and what data-dependent operations give on them.
+"""Fake tensors, and the results of data-dependent operations on them.
 
-What is floating, or big, is a FakeTensor: a shape without memory. What is small and integral (tokens, lengths, the
-routing map, counts of tokens, splits) stays real, so that each `.tolist()` of Megatron's reads true numbers. So
-FakeTensorMode is not switched on as a whole: only factories of floating tensors run under it, and what is computed
-from a fake tensor is fake.
+Floating or big tensors are FakeTensors: shapes without memory. Small integral tensors (tokens, lengths, the routing
+map, counts of tokens, splits) stay real, so that each `.tolist()` of Megatron reads correct numbers. Therefore
+FakeTensorMode is not enabled globally: only factories of floating tensors run under it, and results of fake tensors
+are fake.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _FACTORIES = {
     _aten.full.default, _aten.randn.default, _aten.rand.default,
 }  # fmt: skip
 BIG = 64 << 20
-"""Bytes from which a tensor of integers is fake as well."""
+"""Bytes from which an integer tensor is fake as well."""
 
 
 class FakeTensors:
-    """`guessed` counts what code asked of a fake tensor, by question: it was told 1, or true."""
+    """Fake mode. `guessed` counts the values of fake tensors that code requested, by request: it got 1, or true."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guessed: Counter[str] = Counter()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str) -> Any:
-        """`func(*args, **kwargs)` without memory for what is fake."""
+        """Run `func(*args, **kwargs)` without memory for fake tensors."""
         if func in _FACTORIES and _is_fake(func, args, kwargs):
             with self.mode:
                 return func(*args, **kwargs)
@@ -46,7 +46,7 @@ class FakeTensors:
         if func is _aten.masked_select.default and not isinstance(args[1], FakeTensor):
             return args[0].new_empty((int(args[1].expand(args[0].shape).sum()),))
         if func is _aten.index.Tensor:
-            return func(args[0], [place for index in args[1] for place in self._places(index, phase)])
+            return func(args[0], [part for index in args[1] for part in self._indices(index, phase)])
         return func(*args, **kwargs)
 
     def _guess(self, tensor: Tensor, phase: str) -> float | int | bool:
@@ -55,8 +55,8 @@ class FakeTensors:
             return 1.0
         return True if tensor.dtype == torch.bool else 1
 
-    def _places(self, index: Tensor | None, phase: str) -> list[Tensor | None]:
-        """A mask as the places where it is true, which have a known number."""
+    def _indices(self, index: Tensor | None, phase: str) -> list[Tensor | None]:
+        """Convert a mask to the indices where it is true, whose number is known."""
         if index is None or index.dtype != torch.bool:
             return [index]
         if isinstance(index, FakeTensor):
@@ -68,6 +68,6 @@ class FakeTensors:
 def _is_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     dtype = kwargs.get("dtype")
     if dtype is None:
-        whole = func is _aten.full.default and not isinstance(args[1], float)
-        dtype = torch.int64 if whole else torch.get_default_dtype()
+        integral = func is _aten.full.default and not isinstance(args[1], float)
+        dtype = torch.int64 if integral else torch.get_default_dtype()
     return bool(dtype.is_floating_point or math.prod(args[0]) * dtype.itemsize >= BIG)

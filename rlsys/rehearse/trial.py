@@ -1,4 +1,4 @@
-"""Whether this environment can build the trainer: its layers are built by a process of its own, in seconds."""
+"""Trial build of the trainer in this environment: its layers are built in a separate process, in seconds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlsys.core.imports import module_command
 from rlsys.obs.packages import installed_version, mismatches
 
 PACKAGES = ("megatron-core", "torch")
-"""What the trainer's layers are made of."""
+"""Packages of the trainer's layers."""
 _ENV = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""The GPUs of this host are not touched."""
+"""Environment that hides the GPUs of this host."""
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
-"""How torch begins each line of a traceback."""
+"""Prefix of torch's traceback lines."""
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
 
 
 def check_build(config: Config) -> None:
-    """Raises UserError, in one line, when the trainer's layers cannot be built with the installed packages."""
+    """Check the build. Raises UserError, in one line, if the installed packages cannot build the trainer's layers."""
     done = subprocess.run(
         module_command("rlsys.rehearse.build"),
         input=config.model_dump_json(), capture_output=True, text=True, env={**os.environ, **_ENV}, check=False,
@@ -38,14 +38,14 @@ def check_build(config: Config) -> None:
 def _error(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
         return f"the process that tried ended by signal {-done.returncode}"
-    said = _RANK.sub("", done.stderr)
-    lines, frames = said.strip().splitlines(), _FRAME.findall(said)
-    where = f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if frames else ""
-    return (lines[-1] if lines else f"exit code {done.returncode}") + where
+    text = _RANK.sub("", done.stderr)
+    lines, frames = text.strip().splitlines(), _FRAME.findall(text)
+    location = f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if frames else ""
+    return (lines[-1] if lines else f"exit code {done.returncode}") + location
 
 
 def _versions() -> str:
-    """The packages to blame: those of another version than rlsys asks for, else those that it is made of."""
+    """Describe packages of another version than required, else the versions of the trainer's packages."""
     unmet = mismatches()
     wrong = [str(unmet[name]) for name in PACKAGES if name in unmet]
     if wrong:

@@ -1,4 +1,4 @@
-"""A world of any size of which only this rank exists: torch's fake process group, for every group."""
+"""World of any size with only this rank: torch's fake process group, for every group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def enter(rank: int, size: int) -> None:
-    """The default group of `size` ranks, and all groups that are made from now on, by whatever backend they ask for.
+    """Create the default group of `size` ranks; all later groups are fake, whatever backend they request.
 
-    Objects do not travel: every rank is taken to hold what this one holds. For the rest of the process.
+    Objects are not exchanged: every rank is assumed to hold this rank's object. Lasts for the process.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     make = dist.new_group
@@ -21,14 +21,14 @@ def enter(rank: int, size: int) -> None:
     def new_group(ranks: list[int] | None = None, *args: Any, **settings: Any) -> Any:
         if ranks is not None and rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
-        kept = {name: value for name, value in settings.items() if name == "group_desc"}
-        return make(ranks, backend="fake", **kept)
+        options = {name: value for name, value in settings.items() if name == "group_desc"}
+        return make(ranks, backend="fake", **options)
 
-    def all_gather_object(out: list[Any], mine: Any, group: Any = None) -> None:
-        out[:] = [mine] * len(out)
+    def all_gather_object(out: list[Any], value: Any, group: Any = None) -> None:
+        out[:] = [value] * len(out)
 
     def broadcast_object_list(*args: Any, **settings: Any) -> None:
-        """The list is as it is."""
+        """Leave the list unchanged."""
 
     dist.new_group = new_group
     dist.all_gather_object = all_gather_object  # type: ignore[assignment]
@@ -37,7 +37,7 @@ def enter(rank: int, size: int) -> None:
 
 @contextmanager
 def of_rank(rank: int, size: int) -> Iterator[None]:
-    """The same while it lasts."""
+    """Enter the world in a context."""
     real = dist.new_group, dist.all_gather_object, dist.broadcast_object_list
     enter(rank, size)
     try:

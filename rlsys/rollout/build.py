@@ -111,4 +111,4 @@ class RolloutComponents:
     @property
     def reward_hung(self) -> bool:
         """Whether a reward function may still be running that did not stop when cancelled."""
-        return bool(self.scorer.timeouts or self.planning.hung)
+        return bool(self.scorer.timeouts or self.planning.has_timeouts)

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from rlsys.algo.planners import Accept, More
+from rlsys.algo.planners import Accept, AddSamples
 from rlsys.config import Config
-from rlsys.config.beside import teacher_config
 from rlsys.config.data import EvalSet
-from rlsys.config.plugins import tried
+from rlsys.config.plugins import one_line_errors
+from rlsys.config.sidecar_servers import teacher_config
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import vocabulary_files
 from rlsys.core.spans import VersionSpan
@@ -107,7 +107,7 @@ def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
         _build_without_tokenizer(config)
         return None
     tokenizer = Tokenizer.of(config)
-    with tried(f"data.source = {config.data.source!r}"):
+    with one_line_errors(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
         check_teachers(config, source)
         source.heldout(min(config.eval.prompts, HELDOUT_PROMPTS))
@@ -116,7 +116,7 @@ def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
 
 def _build_without_tokenizer(config: Config) -> None:
     """Check the parameters of the prompt source as far as possible without a tokenizer."""
-    with tried(f"data.source = {config.data.source!r}"):
+    with one_line_errors(f"data.source = {config.data.source!r}"):
         try:
             build_source(config, cast(Tokenizer, _NoTokenizer()))
         except TokenizerMissing:
@@ -167,7 +167,7 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
         UserError: no prompt of a kind is usable.
     """
     limits = prompt_limits(config)
-    with tried(f"data.source = {config.data.source!r}"):
+    with one_line_errors(f"data.source = {config.data.source!r}"):
         train = [train_prompt(source, i) for i in range(TRAINING_PROMPTS)]
         heldout = source.heldout(min(config.eval.prompts, HELDOUT_PROMPTS))
         tables = row_sources(source)
@@ -251,7 +251,7 @@ def _unreadable_characters(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> I
 async def _check_eval_set(config: Config, eval_set: EvalSet, tokenizer: Tokenizer) -> list[str]:
     """Check that the set's prompts exist, and that its reward accepts a made-up response. Returns remarks."""
     set_config, limits = eval_set_config(config, eval_set), prompt_limits(config)
-    with tried(f"eval.sets {eval_set.name}"):
+    with one_line_errors(f"eval.sets {eval_set.name}"):
         prompts = heldout_prompts(
             set_config,
             eval_set.model_copy(update={"prompts": min(eval_set.prompts, HELDOUT_PROMPTS)}),
@@ -292,7 +292,7 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
     async def prompt_scores(ids: list[int]) -> tuple[list[float], list[bool]]:
         return [float(i) for i in range(len(ids))], [i in tokenizer.special_ids for i in ids]
 
-    with tried(f"data.judge = {config.data.judge!r}"):
+    with one_line_errors(f"data.judge = {config.data.judge!r}"):
         local = config.data.judge is None or "://" not in config.data.judge
         judge = build_judge(config, verdict) if local else PatientJudge(verdict, config.data.judge_timeout)
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
@@ -302,7 +302,7 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
     )
     for (group_id, prompt), rewards in zip(prompts.items(), ((1.0, 0.0), (1.0,), (0.0,)), strict=True):
         await _conclude(planning, prompt, answer, rewards, group_id)
-    with tried("algo: the state of prompt, planners or group_reward"):
+    with one_line_errors("algo: the state of prompt, planners or group_reward"):
         Planning(config, source, tokenizer, judge, prompt_scores).restore(planning.state())
     return [*prompts.values()][len(notes) :]
 
@@ -317,7 +317,7 @@ def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
     prompts: dict[int, Prompt] = {}
     reason = ""
     for group_id in range(TRAINING_PROMPTS):
-        with tried(field):
+        with one_line_errors(field):
             prompt = planning.prompt(group_id)
         if not isinstance(prompt, Prompt):
             raise UserError(
@@ -351,7 +351,7 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
 
     field = f"rollout.generator = {config.rollout.generator!r}"
     sample = Sample(0, 0, 0, list(prompt.ids), seed=0)
-    with tried(field):
+    with one_line_errors(field):
         generate = build_generator(config, tokenizer, generate_turn)
         try:
             async with asyncio.timeout(GENERATOR_SECONDS):
@@ -403,13 +403,13 @@ async def _conclude(
     group = SampleGroup(group_id, prompt.index, [])
     _grow(group, prompt.ids, answer, rewards, planning.size)
     for _ in range(PLANNER_ROUNDS):
-        with tried("algo.group_reward"):
+        with one_line_errors("algo.group_reward"):
             if reason := await planning.reward(prompt, group):
                 raise UserError(f"algo.group_reward: a group of made-up responses gets no rewards: {reason}")
-        with tried("algo.planners"):
+        with one_line_errors("algo.planners"):
             await planning.score_prompt(group)
             decision = planning.decide(group)
-        if not isinstance(decision, More):
+        if not isinstance(decision, AddSamples):
             break
         _grow(group, list(decision.prompt_ids or prompt.ids), answer, rewards, decision.samples)
         if len(group.samples) > planning.largest:
@@ -419,7 +419,7 @@ async def _conclude(
             )
     else:
         raise UserError(f"algo.planners: a group was neither accepted nor dropped in {PLANNER_ROUNDS} rounds")
-    with tried("algo.prompt"):
+    with one_line_errors("algo.prompt"):
         planning.close(group, rewarded=isinstance(decision, Accept))
 
 

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Coroutine, Iterable
 from typing import Any
 
-from rlsys.algo.planners import Accept, Decision, Hold, More
+from rlsys.algo.planners import Accept, AddSamples, Decision, Hold
 from rlsys.config import Config
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.imports import source_location
@@ -24,7 +24,7 @@ from rlsys.generators.censoring import PROMPT_REFUSED, FailedSamples, boundary, 
 from rlsys.ledger.buffer import DEAD, RolloutBuffer
 from rlsys.ledger.commit_scheduler import CommitScheduler
 from rlsys.planning.planning import Planning
-from rlsys.planning.teacher import AWAY, EngineTeacher
+from rlsys.planning.teacher import UNAVAILABLE, EngineTeacher
 from rlsys.rollout.occupancy import Occupancy
 from rlsys.rollout.reward_metrics import RewardMetrics
 from rlsys.rollout.schedule import admission_capacity
@@ -236,7 +236,7 @@ class SampleRunner:
             return False
         if self._unadmitted:
             group = self._unadmitted.popleft()
-            prompt = self._planning.again(group)
+            prompt = self._planning.restored_prompt(group)
         else:
             group_id = self._buffer.next_group_id
             prompt = self._planning.prompt(group_id)
@@ -246,7 +246,7 @@ class SampleRunner:
         self._buffer.replay_log.record_admission(group)
         self._prompts[group.group_id] = prompt
         self._admitted_at[group.group_id] = asyncio.get_running_loop().time()
-        if self._planning.wants_probes(group):
+        if self._planning.needs_probes(group):
             self._start_task(_exploring(group), self._explore(group))
         waiting = [s for s in group.samples if not is_settled(s)]
         self._pending.extend((group, s) for s in waiting)
@@ -335,7 +335,7 @@ class SampleRunner:
         """Add as many samples to the group as its prompt deserves."""
         extra_samples = await self._planning.explore(self._prompts[group.group_id], group)
         if extra_samples:
-            self._grow(group, More(extra_samples))
+            self._grow(group, AddSamples(extra_samples))
         else:
             self._save_planning()
             self._commits.flush_soon()
@@ -351,7 +351,7 @@ class SampleRunner:
     async def _score_with_teacher(self, teacher: EngineTeacher, sample: Sample) -> None:
         """Get and save the teacher's log-probs before the reward, so that they are requested once."""
         with boundary(f"{prompt_name(self._prompts[sample.group_id])}, sample {sample.sample_id}") as item:
-            reason = await teacher.ask(sample)
+            reason = await teacher.score(sample)
         if item.censored is not None:
             sample.censor(item.censored.cause, item.censored.reason)
         elif reason is not None:
@@ -407,7 +407,7 @@ class SampleRunner:
             self._apply(group, self._planning.decide(group))
 
     def _apply(self, group: SampleGroup, decision: Decision) -> None:
-        if isinstance(decision, More):
+        if isinstance(decision, AddSamples):
             self._grow(group, decision)
         elif isinstance(decision, Hold):
             self._fill()  # closes the round if no other group can finish
@@ -418,7 +418,7 @@ class SampleRunner:
         """Apply the final decision on a group. `reason`: why it is censored."""
         name = self._name(group)
         del self._prompts[group.group_id], self._admitted_at[group.group_id]
-        self._planning.close(group, rewarded=reason is None, kept=state is GroupState.READY)
+        self._planning.close(group, rewarded=reason is None, accepted=state is GroupState.READY)
         self._buffer.finish(group, state)
         self._save_planning()
         self._commits.flush_soon()
@@ -426,7 +426,7 @@ class SampleRunner:
         self._fill()  # a filtered or censored group frees capacity
         self.wake.set()
 
-    def _grow(self, group: SampleGroup, growth: More) -> None:
+    def _grow(self, group: SampleGroup, growth: AddSamples) -> None:
         """Add samples to the group, ahead of all waiting ones: its siblings are done and grow old."""
         indices = range(len(group.samples), len(group.samples) + growth.samples)
         seeds = self._seeds(group.group_id, indices)
@@ -448,7 +448,7 @@ class SampleRunner:
         if reason is not None:
             reason = shorten(valid_text(reason), LONGEST_REASON)
             log.warning("group %d (%s) is censored: %s", group.group_id, name, reason)
-            if reason.startswith(AWAY):
+            if reason.startswith(UNAVAILABLE):
                 return
         self._censored_in_row = 0 if reason is None else self._censored_in_row + 1
         if reason is None:

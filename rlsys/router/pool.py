@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 
-from rlsys.config.rollout import JOINED, EngineConfig
+from rlsys.config.rollout import JOINED_POOL, EngineConfig
 from rlsys.core.errors import RunError
 from rlsys.engine.client import EngineClient
 from rlsys.router.engine_state import NEVER, UNBOUNDED, EngineState
@@ -63,7 +63,7 @@ class Pool:
         engine = EngineState(client, skip_attestation=self._skip_attestation, slots=self._slots)
         if self._kinds is not None:
             pool = self._kinds.pool_of(client.index, client.pool)
-            engine.pool, engine.cost = (JOINED, 1.0) if pool is None else (pool.name, pool.cost)
+            engine.pool, engine.cost = (JOINED_POOL, 1.0) if pool is None else (pool.name, pool.cost)
             engine.explores = pool is not None and pool.role == "explore"
             engine.chain = self._kinds.chain_of(client.pool)
         self.engines.append(engine)

@@ -128,7 +128,7 @@ class Learner:
 
     def step(self, params: AdamParams) -> Stepped:
         """Raises NotFinite; UserError when nothing has gone backward since the last one."""
-        if not self._resident.begun:
+        if not self._resident.has_gradient:
             raise UserError("optim_step: nothing has gone backward since the last one")
         optimizer = self.trainer.optimizer
         for group in optimizer.param_groups:
@@ -225,10 +225,10 @@ def _packed(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:
                 values[start + 1 : end] = torch.tensor(d.inputs[name].astype(np.float32))
     return MicroBatch(
         tokens=tokens,
-        asked=asked,
+        targets=asked,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         rows=torch.tensor(rows),
-        places=[0] * len(data),
+        sequence_index=[0] * len(data),
         mask=mask,
         mu=held["logprobs"],
         versions=torch.zeros_like(tokens),

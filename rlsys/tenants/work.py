@@ -110,7 +110,7 @@ class Work:
             model.whole = True
 
     def _kept(self, model: Model, request: Request, state: AdapterState) -> Change:
-        name = model.ledger.write_state(model.id, request.seq, state.saved())
+        name = model.ledger.write_state(model.id, request.seq, state.to_bytes())
         return Change(model.id, state.updates, name)
 
     # -- kinds ----------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Work:
         path = f"tinker://{model.id}/weights/{asked.path}"
         self._check_free(model, request, path, asked.overwrite)
         self._learner.trainer.check_base()
-        model.ledger.write_saved(path, self._learner.state().saved())
+        model.ledger.write_saved(path, self._learner.state().to_bytes())
         model.ledger.add_save(path, model.id, request.seq, model.updates)
         return Outcome(as_json({"path": path, "type": "save_weights"}))
 

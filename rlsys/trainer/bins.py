@@ -82,16 +82,11 @@ def _smallest(find: Callable[[int], T | None], least: int) -> T:
 
 
 def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:
-    """Indices per bin, or None when a bin of several sequences would exceed the budget of tokens.
-
-    Longest first; each into the bin that costs least of those that have room, the first of equals. An empty bin has
-    room for any. O(N log bins): lengths only fall, so a bin that was too full for one sequence is looked at again
-    once, when the first comes that fits.
-    """
+    """Assign units to `bins` bins of at most `budget` tokens; None if a unit fits into no bin."""
     out: list[list[int]] = [[] for _ in range(bins)]
     tokens, cost = [0] * bins, [0.0] * bins
     fitting = [(0.0, b) for b in range(bins)]
-    full: list[tuple[int, int]] = []  # by tokens: those that have no room for the lengths so far
+    full: list[tuple[int, int]] = []  # by tokens: bins without room for the current lengths
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         while full and full[0][0] + lengths[i] <= budget:
             b = heappop(full)[1]

@@ -1,6 +1,6 @@
-"""A critic of its own: a second model of the policy's architecture and first weights, with its own optimizer.
+"""Separate critic: a second model with the policy's architecture and initial weights, and its own optimizer.
 
-It is laid out over the ranks as the policy is, and sees the same micro-batches. Shapes: T tokens of a micro-batch.
+It has the policy's layout over the ranks and gets the same micro-batches. Shapes: T tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -15,52 +15,59 @@ from rlsys.algo.objective import Objective
 from rlsys.config.algo import CriticSection
 from rlsys.trainer import setup
 from rlsys.trainer.control import Control
-from rlsys.trainer.logprobs import Scores, aligned
+from rlsys.trainer.logprobs import Scores, align_to_tokens
 from rlsys.trainer.model.chunks import Chunks
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.trainer import Trainer
 
 
 class Critic(Trainer):
-    """A trainer whose model ends in one value per token. It takes its own experts: no routes are replayed.
+    """A trainer whose model ends in one value per token.
 
-    Scores have `values` only; their log-probs are 0. The policy's checkpoints hold it.
+    Its routers choose their own experts: no routes are replayed.
+
+    Scores have `values` only; their log-probs are 0. The policy's checkpoints contain its state.
     """
 
     def __init__(self, policy: Trainer, section: CriticSection) -> None:
         self._policy = policy
-        own = policy.config.trainer.model_copy(update={"replay": "off", "mtp_loss": 0.0, "mtp_trunk": False})
-        super().__init__(policy.config.model_copy(update={"trainer": own}))
+        trainer_config = policy.config.trainer.model_copy(
+            update={"replay": "off", "mtp_loss": 0.0, "mtp_trunk": False}
+        )
+        super().__init__(policy.config.model_copy(update={"trainer": trainer_config}))
         self.warmup_steps = section.warmup_steps
-        self._lr_factor = (section.lr or own.lr) / own.lr
+        self._lr_factor = (section.lr or trainer_config.lr) / trainer_config.lr
 
-    def _joined(self, undo: ExitStack) -> torch.device:
-        """The layout is the policy's."""
+    def _init_layout(self, undo: ExitStack) -> torch.device:
+        """Return the device. The policy has already created the layout."""
         return setup.local_device()
 
-    def _waiting(self, undo: ExitStack) -> Control:
+    def _create_control(self, undo: ExitStack) -> Control:
         return self._policy.control
 
-    def _built(self) -> Chunks:
-        chunks = super()._built()
+    def _build_model(self) -> Chunks:
+        chunks = super()._build_model()
         chunks.end_in_values(self._device)
         return chunks
 
-    def _scoring(self) -> ScoresOf:
+    def _scoring_function(self) -> ScoresOf:
         return value_scores
 
     def score_values(self, batches: Sequence[list[MicroBatch]]) -> None:
-        """Fill `values` `[T]` of every micro-batch."""
+        """Set `values` `[T]` of every micro-batch."""
         for batch in batches:
-            for micro, found in zip(batch, self.passes.score(batch), strict=True):
-                micro.values = found.values
+            for micro, scores in zip(batch, self.passes.score(batch), strict=True):
+                micro.values = scores.values
 
     def improve(
         self, objective: Objective, batch: list[MicroBatch], policy_lr: float, denominator: float
     ) -> dict[str, object]:
-        """One update on this rank's micro-batches; its figures. `policy_lr`: what the policy's schedule says."""
+        """Run one update on this rank's micro-batches and return its metrics.
+
+        `policy_lr`: the learning rate of the policy's schedule at this step.
+        """
 
         def loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             assert scores.values is not None
@@ -78,8 +85,8 @@ class Critic(Trainer):
 
 
 def value_scores(output: Tensor, share: Share, temperature: float) -> Scores:
-    """Of values `[1, P / c, 1]`."""
-    values = aligned(share, output[0, :, 0].float())
+    """Convert values `[1, P / c, 1]` into scores of the micro-batch's tokens."""
+    values = align_to_tokens(share, output[0, :, 0].float())
     return Scores(torch.zeros_like(values), values=values)
 
 

@@ -1,4 +1,4 @@
-"""What the logits say about the tokens that are there. Shapes: T tokens of a micro-batch, V vocabulary."""
+"""Token scores from logits: log-prob, entropy, divergence. Shapes: T tokens of a micro-batch, V vocabulary."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 
 from rlsys.algo.methods.distill import divergence, with_rest
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.model.entropy import (
-    NEVER,
+    MASKED_LOGIT,
     logprob_and_candidates,
     logprob_and_entropy,
     logprobs_and_entropy,
     sum_pi_squared,
 )
-from rlsys.trainer.model.share import Share
 from rlsys.trainer.model.value_head import ValueHead
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a forward pass says about each token of a micro-batch, `[T]` float32; with gradient in a train step."""
+    """Scores of a forward pass at each token of a micro-batch, `[T]` float32; with gradient in a train step."""
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -38,14 +38,17 @@ class Scores:
     expected: Tensor | None = None  # the mean log-prob of candidates
 
     def to(self, device: torch.device) -> Self:
-        there = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
-        return type(self)(**there)
+        tensors = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        return type(self)(**tensors)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a pass over the policy computes of each token, beside its log-prob. `head`: gives values. `direction`:
-    of the divergence from a teacher. `candidates`: the temperature of tokens that are drawn in the token's place."""
+    """Selection of the token scores that a pass over the policy computes in addition to log-probs.
+
+    `head` computes values. `direction`: of the divergence from a teacher. `candidates`: temperature at which
+    alternative tokens are drawn.
+    """
 
     entropy: bool
     squares: bool
@@ -54,9 +57,9 @@ class Scoring:
     candidates: float | None = None
 
     def __call__(self, output: Tensor, share: Share, temperature: float) -> Scores:
-        """Of logits `[1, P / c, V / tp]`."""
+        """Compute the scores from logits `[1, P / c, V / tp]`."""
         if self.candidates is not None:
-            return _beside_candidates(output[0], share, temperature, self.candidates)
+            return _candidate_scores(output[0], share, temperature, self.candidates)
         values = None if self.head is None else self.head.values()
         squares = self.squares and not torch.is_grad_enabled()
         return token_scores(
@@ -75,41 +78,56 @@ def token_scores(
     values: Tensor | None,
     direction: float | None = None,
 ) -> Scores:
-    """`token_logprobs`, on request with the entropy and with the sum of squares of the distribution that each token
-    was drawn from, and with `values` `[P / c]` of the token before it: the state in which it was chosen. `direction`:
-    that of the divergence from a teacher, where the share has its log-probs (rlsys.algo.methods.distill)."""
-    critic = None if values is None else aligned(share, values)
-    logits = as_drawn(logits, share, temperature)
+    """Compute `token_logprobs` and the requested additional scores of each token.
+
+    Args:
+        logits: `[P / c, V / tp]`; overwritten.
+        share: The tokens of this rank.
+        temperature: Sampling temperature.
+        entropy: Whether to compute the entropy of the distribution that each token was drawn from.
+        squares: Whether to compute the sum of squares of that distribution.
+        values: `[P / c]`, of the token before: the state in which the token was chosen. None: no critic.
+        direction: Direction of the divergence from a teacher (rlsys.algo.methods.distill), if the share has the
+            teacher's log-probs.
+    """
+    critic = None if values is None else align_to_tokens(share, values)
+    logits = sampling_logits(logits, share, temperature)
     squared = (
-        aligned(share, sum_pi_squared(logits)) if squares else None
+        align_to_tokens(share, sum_pi_squared(logits)) if squares else None
     )  # first: the others overwrite the logits
     if direction is not None and share.teacher_ids is not None:
-        return _beside_teacher(logits, share, direction, critic, squared)
+        return _distillation_scores(logits, share, direction, critic, squared)
     if not entropy:
-        return Scores(_of_following(logits, share), None, critic, squared)
+        return Scores(_next_token_logprobs(logits, share), None, critic, squared)
     logp, spread = logprob_and_entropy(logits, share.following)
-    return Scores(aligned(share, logp), aligned(share, spread), critic, squared)
+    return Scores(align_to_tokens(share, logp), align_to_tokens(share, spread), critic, squared)
 
 
-def _beside_candidates(logits: Tensor, share: Share, temperature: float, candidates: float) -> Scores:
-    found = logprob_and_candidates(as_drawn(logits, share, temperature), share.following, candidates)
-    logp, chance, expected = (aligned(share, values) for values in found)
+def _candidate_scores(logits: Tensor, share: Share, temperature: float, candidates: float) -> Scores:
+    parts = logprob_and_candidates(sampling_logits(logits, share, temperature), share.following, candidates)
+    logp, chance, expected = (align_to_tokens(share, values) for values in parts)
     return Scores(logp, chance=chance, expected=expected)
 
 
-def _beside_teacher(
+def _distillation_scores(
     logits: Tensor, share: Share, direction: float, critic: Tensor | None, squared: Tensor | None
 ) -> Scores:
     assert share.teacher_ids is not None and share.teacher_logp is not None
     ids = torch.cat([share.following[:, None], share.teacher_ids], 1)
     columns = logits.shape[-1] * parallel_state.get_tensor_model_parallel_world_size()
-    found, spread = logprobs_and_entropy(logits, ids)
-    policy, teacher = found[:, 1:], share.teacher_logp
+    logprobs, entropy = logprobs_and_entropy(logits, ids)
+    policy, teacher = logprobs[:, 1:], share.teacher_logp
     if policy.shape[1] < columns:
         policy, teacher = with_rest(policy), with_rest(teacher)
     gap = divergence(policy, teacher, direction)
     gap = torch.where(share.predicts, gap, torch.zeros_like(gap))
-    return Scores(aligned(share, found[:, 0]), aligned(share, spread), critic, squared, aligned(share, gap))
+    return Scores(
+        align_to_tokens(share, logprobs[:, 0]),
+        align_to_tokens(share, entropy),
+        critic,
+        squared,
+        align_to_tokens(share, gap),
+    )
 
 
 def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
@@ -118,18 +136,19 @@ def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
     `logits` are those of `share`: its tokens, and this tensor-parallel rank's columns `V / tp`. They are
     overwritten: no second copy is made, neither by the temperature nor by megatron's cross entropy.
     """
-    return _of_following(as_drawn(logits, share, temperature), share)
+    return _next_token_logprobs(sampling_logits(logits, share, temperature), share)
 
 
-def _of_following(logits: Tensor, share: Share) -> Tensor:
-    return aligned(share, -vocab_parallel_cross_entropy(logits, share.following))
+def _next_token_logprobs(logits: Tensor, share: Share) -> Tensor:
+    return align_to_tokens(share, -vocab_parallel_cross_entropy(logits, share.following))
 
 
-def as_drawn(logits: Tensor, share: Share, temperature: float) -> Tensor:
-    """The logits of the distributions that the share's following tokens were drawn from: at this temperature, and
-    where sampling had cut ids off, without these (Keep Sampling Mask, DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+def sampling_logits(logits: Tensor, share: Share, temperature: float) -> Tensor:
+    """Return the logits of the distributions that the share's following tokens were drawn from.
 
-    What was cut off needs no gradient: its probability is 0 in all that is computed here, and with it the gradient.
+    They are scaled by the temperature; ids outside the sampling mask are excluded (Keep Sampling Mask, DeepSeek-V3.2,
+    arXiv 2512.02556, section 3.1). Excluded ids need no gradient: their probability is 0 in every score computed
+    here, and so is the gradient.
     """
     logits = logits.float()
     if temperature != 1.0:
@@ -138,24 +157,24 @@ def as_drawn(logits: Tensor, share: Share, temperature: float) -> Tensor:
         return logits
     columns = logits.shape[-1]
     ids = share.support_ids - parallel_state.get_tensor_model_parallel_rank() * columns
-    mine = (ids >= 0) & (ids < columns)
-    at, ids = share.support_at[mine], ids[mine]
+    is_local = (ids >= 0) & (ids < columns)
+    at, ids = share.support_at[is_local], ids[is_local]
     with torch.no_grad():
-        kept = logits[at, ids]
-        logits.index_fill_(0, share.support_at.unique(), NEVER)
-        logits[at, ids] = kept
+        allowed = logits[at, ids]
+        logits.index_fill_(0, share.support_at.unique(), MASKED_LOGIT)
+        logits[at, ids] = allowed
     return logits
 
 
-def aligned(share: Share, following: Tensor) -> Tensor:
-    """Shift next-token values, `[P / c]` or `[P / c, K]`, onto the tokens that they belong to, `[T]` or `[T, K]`.
-    The first token of a sequence, which nothing predicts, gets 0.
+def align_to_tokens(share: Share, following: Tensor) -> Tensor:
+    """Shift next-token values, `[P / c]` or `[P / c, K]`, to the tokens they describe, `[T]` or `[T, K]`.
 
-    Every context-parallel rank gets all of them and may compute the whole loss: gradient flows back into the rank's
-    own share only, so that the sum over ranks counts each token once.
+    The first token of a sequence has no prediction and gets 0. Every context-parallel rank gets all values and may
+    compute the whole loss: gradient flows back into the rank's own share only, so that the sum over ranks counts each
+    token once.
     """
     if share.cp_group.size() > 1:
         following = gather_from_sequence_parallel_region(
             following, tensor_parallel_output_grad=False, group=share.cp_group
         )
-    return following[share.place].roll(1, 0).index_fill(0, share.first, 0)
+    return following[share.padded_index].roll(1, 0).index_fill(0, share.first, 0)

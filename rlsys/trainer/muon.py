@@ -60,7 +60,7 @@ def add_muon(optimizer: Any, chunks: Chunks, hf: HFConfig) -> None:
     local, rules = LocalWeights(chunks, hf), {}
     for entry in entries(hf):
         if is_matrix(entry):
-            rules.update({local[name]: entry.rule for name in local.here(entry)})
+            rules.update({local[name]: entry.rule for name in local.local_names(entry)})
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not part.is_stub_optimizer:
             _Muon(part, rules, hf, chunks.config.params_dtype)
@@ -68,7 +68,7 @@ def add_muon(optimizer: Any, chunks: Chunks, hf: HFConfig) -> None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A shard of a matrix; it begins at element `start` of `parameter`. `group`: settings of the optimizer."""
+    """Shard of a matrix, from element `start` of `parameter` on. `group`: settings of the optimizer."""
 
     parameter: Any
     shard: Tensor
@@ -77,26 +77,26 @@ class _Piece:
     group: dict[str, Any]
 
     @property
-    def in_gradient(self) -> Tensor:
-        """Its place in the gradient of the whole parameter."""
+    def gradient_view(self) -> Tensor:
+        """View of the shard's range in the gradient of the whole parameter."""
         flat: Tensor = self.parameter.main_grad.view(-1)
         return flat[self.start : self.start + self.shard.numel()]
 
 
 class _Muon:
-    """Steps before one of megatron's distributed optimizers does, and hides the matrices from its AdamW.
+    """Muon step that runs before one of Megatron's distributed optimizers and hides the matrices from its AdamW.
 
-    The average is kept as `exp_avg` in the optimizer's own state, so that checkpoints hold it as they hold AdamW's.
+    The average is stored as `exp_avg` in the optimizer's own state, so that checkpoints contain it like AdamW's.
     """
 
     def __init__(self, distributed: Any, rules: dict[Tensor, Rule], hf: HFConfig, dtype: torch.dtype) -> None:
         self._distributed, self._rules, self._hf, self._dtype = distributed, rules, hf, dtype
         adam = distributed.optimizer
-        self._begin_states(adam)
+        self._create_states(adam)
         adam.register_step_pre_hook(lambda *_: self._step())
 
-    def _begin_states(self, adam: torch.optim.Optimizer) -> None:
-        """All at once: where some are there, megatron takes all to be."""
+    def _create_states(self, adam: torch.optim.Optimizer) -> None:
+        """Create all states at once: Megatron assumes that either all or none exist."""
         counts = isinstance(adam, torch.optim.AdamW)  # Transformer Engine and Apex count steps by group
         matrices = {id(piece.shard) for piece in self._pieces()}
         for group in adam.param_groups:
@@ -109,12 +109,12 @@ class _Muon:
                 adam.state[p] = state
 
     def _pieces(self) -> Iterator[_Piece]:
-        """In an order that tensor-parallel ranks have in common, as they have the shards."""
+        """Iterate in an order that tensor-parallel ranks have in common, because they hold the same shards."""
         groups = self._distributed.optimizer.param_groups
-        for parameter, (group, place) in self._distributed.model_param_group_index_map.items():
+        for parameter, (group, index) in self._distributed.model_param_group_index_map.items():
             if (rule := self._rules.get(parameter)) is not None:
                 start = self._distributed._get_model_param_range_map(parameter)["param"].start
-                yield _Piece(parameter, groups[group]["params"][place], start, rule, groups[group])
+                yield _Piece(parameter, groups[group]["params"][index], start, rule, groups[group])
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -124,7 +124,7 @@ class _Muon:
             gradient, state = piece.shard.grad, states[piece.shard]
             assert gradient is not None
             average = state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
-            piece.in_gradient.copy_(gradient.lerp(average, MOMENTUM))
+            piece.gradient_view.copy_(gradient.lerp(average, MOMENTUM))
             piece.shard.grad = None
             if "step" in state:
                 state["step"] += 1
@@ -135,22 +135,22 @@ class _Muon:
             piece.shard.mul_(1 - lr * piece.group["weight_decay"]).sub_(update, alpha=lr)
 
     def _gather(self) -> None:
-        """Every data-parallel rank's shards, into all ranks' gradient buffers: those of buckets with matrices."""
+        """Gather the shards of all data-parallel ranks into the gradient buffers of buckets with matrices."""
         ranks = self._distributed.data_parallel_group
         if ranks.size() == 1:
             return
         for buffer in self._distributed.buffers:
             for bucket in buffer.buckets:
                 if not self._rules.keys().isdisjoint(bucket.params):
-                    own = shard_buffer(bucket.grad_data, ranks.size())[ranks.rank()]
-                    dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+                    local_shard = shard_buffer(bucket.grad_data, ranks.size())[ranks.rank()]
+                    dist.all_gather_into_tensor(bucket.grad_data, local_shard, group=ranks)
 
     def _update(self, piece: _Piece) -> Tensor:
-        """Of this rank's part of the parameter, `[r * c]` in float32; tensor-parallel ranks compute it alike."""
+        """Compute the update of this rank's part, `[r * c]` in float32, identically on all tensor-parallel ranks."""
         parameter: Parameter = piece.parameter
-        whole = unshard(parameter.main_grad.view(parameter.shape), piece.rule)  # type: ignore[attr-defined]
-        made = [
+        gradient = unshard(parameter.main_grad.view(parameter.shape), piece.rule)  # type: ignore[attr-defined]
+        updates = [
             orthogonal(matrix, self._dtype).float() * (SCALE * max(matrix.shape) ** 0.5)
-            for matrix in to_hf(piece.rule, whole, self._hf)
+            for matrix in to_hf(piece.rule, gradient, self._hf)
         ]
-        return shard(to_megatron(piece.rule, made, self._hf), piece.rule).reshape(-1)
+        return shard(to_megatron(piece.rule, updates, self._hf), piece.rule).reshape(-1)

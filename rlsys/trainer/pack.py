@@ -1,10 +1,10 @@
-"""Samples -> packed micro-batches of bounded size, balanced over data-parallel ranks. Pure.
+"""Packing of samples into micro-batches of bounded size, balanced over data-parallel ranks. Pure.
 
-A micro-batch has every sequence whole. What several of them begin with is computed once where the model and its
-layout allow it (rlsys/trainer/prefixes.py); the budget is of tokens that are computed.
+A micro-batch contains whole sequences. Their common first tokens are computed once if the model and its layout allow
+it (rlsys/trainer/prefixes.py); the budget limits the computed tokens.
 
-Shapes: T tokens of one micro-batch, S sequences in it. Per-token fields are aligned to their token: `logp[t]` is
-the log-prob of `tokens[t]` given what precedes it in its own sequence; a sequence's first token has none.
+Shapes: T tokens of one micro-batch, S sequences in it. Per-token fields are aligned to their token: `logp[t]` is the
+log-prob of `tokens[t]` given its predecessors in its own sequence; a sequence's first token has none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from rlsys.algo.batch import Batch
 from rlsys.core.errors import RunError
 from rlsys.core.spans import RouteSpan
 from rlsys.core.types import Sample
-from rlsys.segments import support
-from rlsys.segments import teacher_logprobs as opinions
+from rlsys.segments import support, teacher_logprobs
 from rlsys.segments.records import SegmentReader, TokenArrays
 from rlsys.segments.route_records import LayerRoutes, read_routes
 from rlsys.trainer.bins import plan_bins
@@ -34,20 +33,20 @@ from rlsys.trainer.prefixes import Prefixes, in_order
 Values = Sequence[float] | NDArray[Any]
 """One for each response token."""
 ReadRoutes = Callable[[Sequence[RouteSpan]], Sequence[RouteSpan | LayerRoutes]]
-Shared = Literal["no", "yes", "by route"]
-"""Whether a micro-batch computes once what its sequences begin with; by route: where an engine routed it alike."""
+PrefixSharing = Literal["no", "yes", "by route"]
+"""Whether a micro-batch computes common first tokens of its sequences once; by route: only if an engine routed them
+equally."""
 
 
 @dataclass(frozen=True)
 class TrainSample:
     """One sequence; mu, versions, `trained` and `behaviour` have one entry per response token.
 
-    `trained` is all of them where it is not given, `behaviour` unknown where it is empty. `row` is the sample's row
-    in the sample table, `place` the sequence's number within its sample. `turns`: the number of each token's turn
-    within the sample, -1 where no model sampled it; all are of turn 0 where it is not given. `transferred`: mu is of
-    the same response to another prompt. `support`: a row for each response token of the ids that sampling had kept
-    (rlsys/segments/support.py); empty: it kept all. `opinions`: of a teacher that is an engine
-    (rlsys/segments/teacher_logprobs.py).
+    `trained` None: all tokens; `behaviour` empty: unknown. `row` is the sample's row in the sample table,
+    `sequence_index` the sequence's index within its sample. `turns`: the index of each token's turn within the
+    sample, -1 if no model sampled it; empty: all tokens are of turn 0. `transferred`: mu is of the same response to
+    another prompt. `support`: for each response token the ids of the sampling mask (rlsys/segments/support.py);
+    empty: sampling kept all ids. `teacher_logprobs`: from a teacher engine (rlsys/segments/teacher_logprobs.py).
     """
 
     prompt_ids: Sequence[int]
@@ -60,8 +59,8 @@ class TrainSample:
     routes: Sequence[RouteSpan | LayerRoutes] = ()
     transferred: bool = False
     support: bytes | bytearray = b""
-    opinions: bytes = b""
-    place: int = 0
+    teacher_logprobs: bytes = b""
+    sequence_index: int = 0
     turns: Values = ()
 
     def __post_init__(self) -> None:
@@ -69,10 +68,10 @@ class TrainSample:
         trained = n if self.trained is None else len(self.trained)
         per_token = {"mu": len(self.mu), "versions": len(self.versions), "trained": trained}
         if not self.prompt_ids or not n or set(per_token.values()) != {n}:
-            found = ", ".join(f"{count} {name}" for name, count in per_token.items())
+            counts_text = ", ".join(f"{count} {name}" for name, count in per_token.items())
             raise ValueError(
-                f"{len(self.prompt_ids)} prompt ids, {n} response ids, {found}: prompt and response must not be "
-                "empty, the last four equal"
+                f"{len(self.prompt_ids)} prompt ids, {n} response ids, {counts_text}: prompt and response must not "
+                "be empty, the last four equal"
             )
 
     @classmethod
@@ -80,27 +79,34 @@ class TrainSample:
         cls,
         sample: Sample,
         row: int = -1,
-        held: TokenArrays | Sample | None = None,
-        read: ReadRoutes = list,
+        arrays: TokenArrays | Sample | None = None,
+        load_routes: ReadRoutes = list,
         first_turn: int = 0,
     ) -> TrainSample:
-        """`held`: has the tokens, where the sample has not. `read`: reads routes that lie elsewhere. `first_turn`:
-        number of the sequence's first turn within its sample."""
-        held = sample if held is None else held
+        """Build from a sample.
+
+        Args:
+            sample: The sequence.
+            row: Its row in the sample table.
+            arrays: Its tokens, if the sample does not hold them.
+            load_routes: Loads routes that are stored elsewhere.
+            first_turn: Index of the sequence's first turn within its sample.
+        """
+        arrays = sample if arrays is None else arrays
         behaviour = np.full(sample.tokens, np.nan, np.float32)
-        behaviour[: len(held.behaviour)] = held.behaviour
+        behaviour[: len(arrays.behaviour)] = arrays.behaviour
         lengths = [span.end - span.start for span in sample.spans]
-        transferred = sample.trained_prompt is not None  # then the engine's routes are of other positions
+        transferred = sample.trained_prompt is not None  # then the engine's routes belong to other positions
         turns = np.full(sample.tokens, -1 if sample.observed else first_turn, np.int64)
         if sample.observed:
             for number, turn in enumerate(sample.turns(), first_turn):
                 turns[turn.start : turn.end] = number
         return cls(
-            sample.trained_prompt or sample.prompt_ids, held.response_ids, held.mu,
+            sample.trained_prompt or sample.prompt_ids, arrays.response_ids, arrays.mu,
             np.repeat([span.version for span in sample.spans], lengths), row,
             sample.trained() if sample.observed or sample.masked else None,
-            behaviour, () if transferred else read(held.routes), transferred, held.support,
-            held.teacher_logprobs, sample.sequence, turns,
+            behaviour, () if transferred else load_routes(arrays.routes), transferred, arrays.support,
+            arrays.teacher_logprobs, sample.sequence, turns,
         )  # fmt: skip
 
     def read(self) -> TrainSample:
@@ -119,18 +125,18 @@ class TrainSample:
 
 
 @dataclass(frozen=True)
-class Unread:
-    """A TrainSample to be: a sequence whose tokens only the rank reads that trains it."""
+class LazySample:
+    """A sequence whose tokens only the rank that trains it reads."""
 
     sample: Sample
     row: int
     segments: SegmentReader
     layers: Sequence[int] | None = None
-    """Of the model, those whose routes the rank replays; None: all."""
+    """Layers of the model whose routes the rank replays; None: all."""
     first_turn: int = 0
 
     def read(self) -> TrainSample:
-        """Raises RunError: a segment is not there, or damaged."""
+        """Read the tokens. Raises RunError if a segment is missing or damaged."""
         return TrainSample.of(
             self.sample, self.row, self.segments.arrays(self.sample), self._routes, self.first_turn
         )
@@ -155,23 +161,23 @@ class Unread:
 
 @dataclass(kw_only=True)
 class MicroBatch(Batch):
-    """`mask` is 1 on response tokens that are trained.
+    """Packed sequences of one micro-batch. `mask` is 1 on response tokens that are trained.
 
-    `support_at`, `support_ids`: of each token that was drawn from a part of the vocabulary, the ids of that part,
-    itself among them, and where the token stands. None: all tokens were drawn from all of it.
+    `support_at`, `support_ids`: for each token that was drawn from a part of the vocabulary, its index and the ids of
+    that part, including its own. None: all tokens were drawn from the whole vocabulary.
 
-    `prefixes`: of each sequence, the number of its first tokens that are computed for the one before it; empty: each
-    sequence computes all of its own.
+    `prefixes`: for each sequence, the number of its first tokens that are computed for the sequence before it; empty:
+    each sequence computes all of its own.
 
-    `routes`: the engine's experts at packed positions. `own_routes`: the trainer's own, kept by the first scoring
-    pass where replay asks for it; by virtual pipeline stage, in the places of this rank's routers.
+    `routes`: the engine's experts at packed positions. `own_routes`: the trainer's own, recorded by the first scoring
+    pass if replay requires it; by virtual pipeline stage, for the tokens of this rank's routers.
     """
 
     copy: bool = (
-        False  # of a sequence that is trained elsewhere, so that ranks have as many micro-batches; all masked
+        False  # of a sequence that another rank trains, so that all ranks have equally many; all masked
     )
-    asked: Tensor | None = (
-        None  # [T] whose log-probs are wanted in the places of the tokens; None: the tokens'
+    targets: Tensor | None = (
+        None  # [T] ids whose log-probs are computed instead of the tokens'; None: the tokens
     )
     prefixes: list[int] = field(default_factory=list)  # [S]
     support_at: Tensor | None = None  # [N] in 0 .. T-1
@@ -179,24 +185,24 @@ class MicroBatch(Batch):
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
     own_routes: dict[int, Tensor] = field(default_factory=dict)
     teachers: Tensor | None = None  # [rows of the step] which of several teachers each sample has
-    teacher_ids: Tensor | None = None  # [T, K] what a teacher finds most probable at each token's place
+    teacher_ids: Tensor | None = None  # [T, K] a teacher's most probable ids in place of each token
     teacher_logp: Tensor | None = None  # [T, K]
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> MicroBatch:
-        """One sequence `[T]` to be scored, all of it prompt."""
+        """Build a batch of one sequence `[T]` to be scored, all of it prompt."""
         return cls.of_sequences([tokens])
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[Tensor]) -> MicroBatch:
-        """Sequences `[T_i]` to be scored side by side, all of them prompt."""
+        """Build a batch of sequences `[T_i]` to be scored side by side, all of them prompt."""
         tokens = torch.cat(list(sequences))
         n, zeros = len(tokens), torch.zeros(len(tokens))
         return cls(
             tokens=tokens,
             cu_seqlens=torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32),
             rows=torch.full((len(sequences),), -1),
-            places=[0] * len(sequences),
+            sequence_index=[0] * len(sequences),
             mu=zeros,
             mask=zeros,
             versions=torch.full((n,), -1),
@@ -210,13 +216,13 @@ class MicroBatch(Batch):
 
     @property
     def computed_lengths(self) -> list[int]:
-        """Tokens of each sequence that are computed for it."""
+        """Computed tokens of each sequence."""
         lengths = self.sequence_lengths
         return [n - k for n, k in zip(lengths, self.prefixes, strict=True)] if self.prefixes else lengths
 
     @property
     def real_tokens(self) -> int:
-        """All tokens, prompts too; none of a copy."""
+        """Number of tokens including prompts; 0 for a copy."""
         return 0 if self.copy else len(self.tokens)
 
     @property
@@ -226,30 +232,33 @@ class MicroBatch(Batch):
 
 
 def pack(
-    samples: Sequence[TrainSample | Unread],
+    samples: Sequence[TrainSample | LazySample],
     token_budget: int,
     dp_rank: int = 0,
     dp_size: int = 1,
     multiple: int = 1,
     crossover: float = math.inf,
-    shared: Shared = "no",
+    shared: PrefixSharing = "no",
 ) -> list[MicroBatch]:
-    """The micro-batches of one rank. Every rank gets the same number: expert all-to-alls run in lockstep.
+    """Pack samples into the micro-batches of one rank.
 
-    Longest first into the bin that costs least and has room; a sequence of n tokens costs n + n^2 / `crossover`
+    Every rank gets the same number: expert all-to-alls run in lockstep.
+
+    The longest first, into the bin of least cost with room; a sequence of n tokens costs n + n^2 / `crossover`
     (rlsys.convert.flops). The number of bins is the smallest that fits and gives each of `dp_size` ranks a multiple
-    of `multiple` (interleaved pipelines need one). The ranks' bins of one place cost about the same. A sample longer
-    than `token_budget` has a bin for itself. A bin left without samples is a masked copy of the shortest one.
-    Depends on lengths, prompts and on numbers alike on all ranks, so ranks agree; a rank reads its own samples only.
+    of `multiple` (interleaved pipelines need one). The ranks' bins of one index cost about the same. A sample longer
+    than `token_budget` gets a bin of its own. A bin without samples is a masked copy of the shortest one. The result
+    depends on lengths, prompts and numbers that are equal on all ranks, so that ranks agree; a rank reads only its
+    own samples.
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
     lengths = [len(s) for s in samples]
     prefixes = None if shared == "no" else Prefixes.of(samples, shared == "by route")
-    mine = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover, prefixes)
+    bins = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover, prefixes)
     shortest = samples[max(range(len(samples)), key=lambda i: (-lengths[i], i))]
-    batches = [build([samples[i].read() for i in b] or [shortest.read()], shared) for b in mine]
-    for members, batch in zip(mine, batches, strict=True):
+    batches = [build([samples[i].read() for i in b] or [shortest.read()], shared) for b in bins]
+    for members, batch in zip(bins, batches, strict=True):
         if not members:
             batch.mask, batch.copy = torch.zeros_like(batch.mask), True
     return batches
@@ -257,17 +266,17 @@ def pack(
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs samples for one rank of a layout, see `pack`. Every rank gives the same samples."""
+    """Callable that packs samples for one rank of a layout, see `pack`. Every rank passes the same samples."""
 
     token_budget: int
     dp_rank: int
     dp_size: int
     multiple: int
     crossover: float
-    shared: Shared = "no"
+    shared: PrefixSharing = "no"
 
-    def __call__(self, samples: Sequence[TrainSample | Unread]) -> list[MicroBatch]:
-        """This rank's micro-batches."""
+    def __call__(self, samples: Sequence[TrainSample | LazySample]) -> list[MicroBatch]:
+        """Return this rank's micro-batches."""
         return pack(
             samples,
             self.token_budget,
@@ -279,11 +288,11 @@ class Packer:
         )
 
 
-def build(samples: Sequence[TrainSample], shared: Shared = "no") -> MicroBatch:
-    """One micro-batch of all these samples."""
+def build(samples: Sequence[TrainSample], shared: PrefixSharing = "no") -> MicroBatch:
+    """Build one micro-batch of all these samples."""
     prefixes: list[int] = []
     if shared != "no":
-        samples, prefixes = _in_order(samples, shared == "by route")
+        samples, prefixes = _order_by_prefix(samples, shared == "by route")
     lengths = [len(s) for s in samples]
     starts = [0, *accumulate(lengths)]
 
@@ -296,18 +305,22 @@ def build(samples: Sequence[TrainSample], shared: Shared = "no") -> MicroBatch:
     tokens = per_token(0, [s.response_ids for s in samples], np.int64)
     for s, start in zip(samples, starts, strict=False):
         tokens[start : start + len(s.prompt_ids)] = torch.tensor(s.prompt_ids)
-    at, ids = _supports(samples, starts) if any(s.support for s in samples) else (None, None)
-    most, most_logp = _opinions(samples, starts) if all(s.opinions for s in samples) else (None, None)
+    support_at, support_ids = (
+        _support_columns(samples, starts) if any(s.support for s in samples) else (None, None)
+    )
+    teacher_ids, teacher_logp = (
+        _teacher_columns(samples, starts) if all(s.teacher_logprobs for s in samples) else (None, None)
+    )
     return MicroBatch(
         tokens=tokens,
-        support_at=at,
-        support_ids=ids,
-        teacher_ids=most,
-        teacher_logp=most_logp,
+        support_at=support_at,
+        support_ids=support_ids,
+        teacher_ids=teacher_ids,
+        teacher_logp=teacher_logp,
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         prefixes=prefixes,
         rows=torch.tensor([s.row for s in samples]),
-        places=[s.place for s in samples],
+        sequence_index=[s.sequence_index for s in samples],
         mu=per_token(0.0, [s.mu for s in samples], np.float32),
         mask=per_token(0.0, [1.0 if s.trained is None else s.trained for s in samples], np.float32),
         versions=per_token(-1, [s.versions for s in samples], np.int64),
@@ -326,42 +339,43 @@ def build(samples: Sequence[TrainSample], shared: Shared = "no") -> MicroBatch:
     )
 
 
-def _in_order(samples: Sequence[TrainSample], by_route: bool) -> tuple[list[TrainSample], list[int]]:
-    """Samples so that each shares most with the one before it, and how much that is.
+def _order_by_prefix(samples: Sequence[TrainSample], by_route: bool) -> tuple[list[TrainSample], list[int]]:
+    """Order samples so that each shares most with the one before it. Returns them and the shared lengths.
 
-    Of a response nothing is shared whose tokens have more to be equal than themselves: experts, kept ids, opinions.
+    Response tokens with further data (experts, sampling masks, teacher log-probs) are not shared, because equal
+    tokens can differ in it.
     """
     tokens = [np.concatenate([s.prompt_ids, np.asarray(s.response_ids)]).astype(np.int64) for s in samples]
     keys = [(s.routed_by, bool(s.routes)) if by_route else () for s in samples]
-    limits = [len(s.prompt_ids) if by_route or s.support or s.opinions else None for s in samples]
+    limits = [len(s.prompt_ids) if by_route or s.support or s.teacher_logprobs else None for s in samples]
     order, shared = in_order(tokens, keys, limits)
     return [samples[i] for i in order], shared if any(shared) else []
 
 
-def _supports(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    found = [
+def _support_columns(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    parts = [
         (start + len(s.prompt_ids) + rows, ids)
         for s, start in zip(samples, starts, strict=False)
         if s.support
         for rows, ids in [support.decode(s.support, s.response_ids)]
     ]
-    at, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*found, strict=True))
+    at, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
     return at, ids
 
 
-def _opinions(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """ids and log-probs `[T, K]`; 0 at prompts. Raises RunError where samples have another K."""
-    found = [opinions.decode(s.opinions, len(s.response_ids)) for s in samples]
-    widths = sorted({ids.shape[1] for ids, _ in found})
+def _teacher_columns(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return ids and log-probs `[T, K]`; 0 at prompts. Raises RunError if samples have different K."""
+    columns = [teacher_logprobs.decode(s.teacher_logprobs, len(s.response_ids)) for s in samples]
+    widths = sorted({ids.shape[1] for ids, _ in columns})
     if len(widths) > 1:
         raise RunError(
             f"a teacher's {widths[0]} most probable ids at each token of some samples, {widths[-1]} of others"
         )
     all_ids = torch.zeros((starts[-1], widths[0]), dtype=torch.int64)
     all_logp = torch.zeros((starts[-1], widths[0]))
-    for s, start, (ids, logp) in zip(samples, starts, found, strict=False):
-        place = slice(start + len(s.prompt_ids), start + len(s))
-        all_ids[place], all_logp[place] = (
+    for s, start, (ids, logp) in zip(samples, starts, columns, strict=False):
+        response = slice(start + len(s.prompt_ids), start + len(s))
+        all_ids[response], all_logp[response] = (
             torch.from_numpy(ids.astype(np.int64)),
             torch.from_numpy(logp.copy()),
         )

@@ -21,10 +21,10 @@ from rlsys.config import Config
 from rlsys.config.precision import token_multiple
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model.attention import PackedSequences
+from rlsys.trainer.model.context_parallel import Share, padded_lengths
 from rlsys.trainer.model.mtp import Prediction
 from rlsys.trainer.model.routing import Routing
-from rlsys.trainer.model.share import Share, padded_lengths
-from rlsys.trainer.pack import MicroBatch, Packer, Shared
+from rlsys.trainer.pack import MicroBatch, Packer, PrefixSharing
 
 T = TypeVar("T")
 
@@ -36,11 +36,11 @@ ScoresOf = Callable[[Tensor, Share, float], Scores]
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What went backward since the last update. `padding_share`: of the tokens computed, those that are padding.
-    `shared_share`: of the tokens of all sequences, those that were computed for another one.
+    """Metrics of the backward passes since the last update.
 
-    `sums`: of the loss function, over micro-batches and data-parallel ranks, alike on every rank; `loss_sum` is the
-    loss itself.
+    `sums`: of the loss function, over micro-batches and data-parallel ranks, equal on every rank; `loss_sum` is the
+    loss itself. `padding_share`: padding among the computed tokens. `shared_share`: share of all sequences' tokens
+    that were computed for another sequence.
     """
 
     sums: dict[str, Tensor]
@@ -49,8 +49,8 @@ class Accumulated:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What went backward since the last update, beside its gradient: nothing where no token was computed."""
+class AccumulationState:
+    """Counters of the backward passes since the last update, without the gradient; empty if no token was computed."""
 
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     packed_tokens: int = 0
@@ -59,7 +59,7 @@ class Begun:
 
 
 class Passes:
-    """Owns megatron's schedule and what was accumulated since the last update."""
+    """Owner of Megatron's schedule and of the state accumulated since the last update."""
 
     def __init__(
         self,
@@ -73,12 +73,23 @@ class Passes:
         prediction: Prediction | None = None,
         *,
         by_position: bool = False,
-        shared: Shared = "no",
+        shared: PrefixSharing = "no",
     ) -> None:
-        """`crossover`: the length of a sequence whose attention costs as much as all else (rlsys.convert.flops).
-        `prediction`: trains a layer for multi-token prediction.
-        `zero_grad`: the optimizer's, where there is one. `by_position`: the models' rotary embeddings take positions
-        of tokens (rlsys.trainer.model.attention). `shared`: what sequences begin with is computed once."""
+        """Initialise.
+
+        Args:
+            config: The run's config.
+            models: This rank's model chunks.
+            routing: Replay of their routers.
+            scores_of: Computes the scores of a model output.
+            crossover: Length of a sequence whose attention costs as much as everything else (rlsys.convert.flops).
+            device: Device of the model.
+            zero_grad: The optimizer's method, if there is one.
+            prediction: Loss of an MTP layer.
+            by_position: Whether the models' rotary embeddings take positions of tokens
+                (rlsys.trainer.model.attention).
+            shared: Whether common first tokens of sequences are computed once.
+        """
         self._config, self._models, self._routing = config, list(models), routing
         self._scores_of, self._zero_grad = scores_of, zero_grad
         self._device, self._prediction = device, prediction
@@ -88,18 +99,20 @@ class Passes:
         dp_rank, budget = parallel_state.get_data_parallel_rank(), config.trainer.token_budget
         self.pack = Packer(budget, dp_rank, self._dp_size, self._round, crossover, shared)
         self._by_position = by_position
-        self._sums: list[dict[str, Tensor]] = []  # on the last stage: one of each micro-batch
+        self._sums: list[dict[str, Tensor]] = []  # on the last stage: one per micro-batch
         self._packed_tokens = self._real_tokens = self._computed_tokens = 0
 
     def logprobs(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
-        """Log-prob of each token given its predecessors, `[T]` per micro-batch; 0 at a sequence's first token.
+        """Return the log-prob of each token given its predecessors, `[T]` per micro-batch.
 
-        At the rollout's temperature when none is given: what the engine calls mu.
+        0 at a sequence's first token.
+
+        The default is the rollout's temperature, at which the engine's log-prob is mu.
         """
         return [scores.logp for scores in self.score(batch, temperature)]
 
     def score(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Scores]:
-        """What a forward pass says about each micro-batch, on its own device, without gradient."""
+        """Score each micro-batch in a forward pass without gradient. The scores are on the micro-batch's device."""
         t = self._config.rollout.temperature if temperature is None else temperature
 
         def score_micro(output: Tensor, share: Share, micro: MicroBatch) -> Scores:
@@ -107,22 +120,22 @@ class Passes:
 
         for model in self._models:
             model.eval()
-        # An interleaved pipeline takes rounds of micro-batches; what fills the last one is not looked at.
-        filled = [*batch, *[batch[-1]] * (-len(batch) % self._round)]
+        # An interleaved pipeline takes rounds of micro-batches; results of the padding in the last one are dropped.
+        padded = [*batch, *[batch[-1]] * (-len(batch) % self._round)]
         with torch.no_grad():
-            stored = self._schedule(score_micro, filled, forward_only=True)[: len(batch)]
+            results = self._schedule(score_micro, padded, forward_only=True)[: len(batch)]
         for model in self._models:
             model.train()
-        out = from_last_stage([scores.to(torch.device("cpu")) for scores in stored])
+        out = from_last_stage([scores.to(torch.device("cpu")) for scores in results])
         return [scores.to(micro.tokens.device) for scores, micro in zip(out, batch, strict=True)]
 
     def accumulate(
         self, batch: list[MicroBatch], loss_fn: LossFn, weight: float = 1.0, prediction_weight: float = 1.0
     ) -> None:
-        """Forward and backward passes of this rank's micro-batches; their number must be the same on all ranks.
+        """Run forward and backward passes of this rank's micro-batches; their number must be equal on all ranks.
 
-        The gradient of `weight` * loss is added to what the next update applies, and where multi-token prediction is
-        trained, that of `prediction_weight` times its loss. Weights stay as they are.
+        The gradient of `weight` * loss is added to the gradient of the next update, and with multi-token prediction
+        that of `prediction_weight` times its loss. Weights are not changed.
         """
         t = self._config.rollout.temperature
         if not self._computed_tokens:  # the first since the last update
@@ -135,8 +148,8 @@ class Passes:
             unused = torch.zeros((), dtype=torch.int, device=self._device)
             weighed, sums = total * weight if weight != 1.0 else total, {**sums, "loss_sum": total.detach()}
             if self._prediction is not None:
-                of_layer, counts = self._prediction.loss(share, micro)
-                weighed, sums = weighed + of_layer * prediction_weight, sums | counts
+                mtp_loss, counts = self._prediction.loss(share, micro)
+                weighed, sums = weighed + mtp_loss * prediction_weight, sums | counts
             return weighed, unused, sums
 
         self._sums += self._schedule(loss, batch, forward_only=False)
@@ -145,31 +158,33 @@ class Passes:
         self._real_tokens += sum(sum(m.computed_lengths) for m in real)
 
     @property
-    def accumulated(self) -> bool:
-        """Whether something went backward since the last update."""
+    def has_gradient(self) -> bool:
+        """Whether a backward pass has run since the last update."""
         return self._computed_tokens > 0
 
     def take_accumulated(self) -> Accumulated:
-        """What was accumulated, summed over all ranks in float64; the next accumulate begins anew."""
-        begun = self.exchange(Begun())
-        stored = begun.sums
-        counts = torch.tensor([begun.packed_tokens, begun.real_tokens, begun.computed_tokens])
+        """Return the accumulated metrics, summed over all ranks in float64, and reset them."""
+        state = self.exchange(AccumulationState())
+        micro_sums = state.sums
+        counts = torch.tensor([state.packed_tokens, state.real_tokens, state.computed_tokens])
         sums = {
-            name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in stored]).sum(0)).cpu()
-            for name in (stored[0] if stored else ())
+            name: self.sum_over_dp(torch.stack([s[name].detach().double() for s in micro_sums]).sum(0)).cpu()
+            for name in (micro_sums[0] if micro_sums else ())
         }
         packed, real, computed = self.sum_over_dp(counts).tolist()
         return Accumulated(from_last_stage(sums), 1 - real / computed, 1 - real / max(1, packed))
 
-    def exchange(self, begun: Begun) -> Begun:
-        """Go on from `begun` instead of from what is given back. The gradients are the caller's to exchange."""
-        before = Begun(self._sums, self._packed_tokens, self._real_tokens, self._computed_tokens)
-        self._sums, self._packed_tokens = begun.sums, begun.packed_tokens
-        self._real_tokens, self._computed_tokens = begun.real_tokens, begun.computed_tokens
-        return before
+    def exchange(self, state: AccumulationState) -> AccumulationState:
+        """Continue from `state` and return the previous state. The caller exchanges the gradients."""
+        previous = AccumulationState(
+            self._sums, self._packed_tokens, self._real_tokens, self._computed_tokens
+        )
+        self._sums, self._packed_tokens = state.sums, state.packed_tokens
+        self._real_tokens, self._computed_tokens = state.real_tokens, state.computed_tokens
+        return previous
 
     def sum_over_dp(self, value: Tensor) -> Tensor:
-        """The sum over the ranks that hold other sequences, on the device of `value`."""
+        """Return the sum over the ranks that hold other sequences, on the device of `value`."""
         if self._dp_size == 1:
             return value
         total = value.to(self._device, copy=True)
@@ -183,9 +198,9 @@ class Passes:
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Megatron's pipeline schedule over the micro-batches.
+        """Run Megatron's pipeline schedule over the micro-batches.
 
-        What `finish(logits, share, micro)` gave for each of them; empty on all stages but the last.
+        Returns the results of `finish(logits, share, micro)`; empty on all stages but the last.
         """
         length = self._common_length(batch)
         cp_group = parallel_state.get_context_parallel_group()
@@ -202,13 +217,13 @@ class Passes:
             output = model(
                 share.tokens[None], share.position_ids[None], None,
                 padding_mask=self._routing.padding_mask(chunk, micro, share),
-                packed_seq_params=self._packed(share),
+                packed_seq_params=self._packed_sequences(share),
             )  # fmt: skip
             self._routing.end(chunk, micro)
             return output, lambda out, non_loss_data=False: finish(out, share, micro)
 
         iterators = [iter(batch) for _ in self._models]
-        stored: list[Any] = get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._models,
@@ -218,24 +233,26 @@ class Passes:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return stored
+        return results
 
-    def _packed(self, share: Share) -> PackedSequences:
+    def _packed_sequences(self, share: Share) -> PackedSequences:
         positions = share.position_ids if self._by_position else None
-        return PackedSequences.of(share.lengths, self._device, share.gathered, share.prefixes, positions)
+        return PackedSequences.of(
+            share.lengths, self._device, share.gathered_index, share.prefixes, positions
+        )
 
     def _common_length(self, batch: list[MicroBatch]) -> int:
-        """With trainer.equal_lengths, what the longest of all ranks' micro-batches has once it can be cut; else 0."""
+        """Return the longest padded length over all ranks' micro-batches with trainer.equal_lengths; else 0."""
         if not self._config.trainer.equal_lengths:
             return 0
-        mine = max(sum(padded_lengths(m.computed_lengths, self._multiple, self._cp)) for m in batch)
-        longest = torch.tensor(mine, device=self._device)
+        local_length = max(sum(padded_lengths(m.computed_lengths, self._multiple, self._cp)) for m in batch)
+        longest = torch.tensor(local_length, device=self._device)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return int(longest)
 
 
 def from_last_stage(value: T) -> T:
-    """`value` of the last pipeline stage, on all of them. Tensors in it must be on the CPU."""
+    """Broadcast `value` of the last pipeline stage to all stages. Tensors in it must be on the CPU."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return value

@@ -27,8 +27,10 @@ class Prompted(Protocol):
 
     @property
     def routed_by(self) -> tuple[int, bool]:
-        """The first weight version, and whether the engine read another prompt: both decide which experts an
-        engine chose for the prompt."""
+        """First weight version, and whether the engine read another prompt.
+
+        Both decide which experts an engine chose for the prompt.
+        """
 
     def __len__(self) -> int: ...
 
@@ -59,7 +61,7 @@ def in_order(
     shared = [0]
     for a, b in pairwise(order):
         common = shared_tokens(sequences[a], sequences[b]) if keys[a] == keys[b] else 0
-        # As many as the limit may be common; the last of them is not shared.
+        # Up to `limit` tokens may be common; the last of them is not shared.
         shared.append(min([common, *(limit - 1 for limit in (limits[a], limits[b]) if limit is not None)]))
     return order, shared
 
@@ -82,7 +84,7 @@ class Prefixes:
     def of(cls, sequences: Sequence[Prompted], by_route: bool) -> Prefixes:
         """`by_route`: experts are replayed, and only prompts that an engine routed alike are shared."""
         tokens: dict[int, NDArray[Any]] = {}
-        prompts = [s.prompt for s in sequences]  # while they are held, their ids are theirs
+        prompts = [s.prompt for s in sequences]  # keeps the objects alive, so that their ids stay unique
         for prompt in prompts:
             if id(prompt) not in tokens:
                 tokens[id(prompt)] = np.asarray(prompt)
@@ -133,8 +135,10 @@ class Prefixes:
         return out
 
     def candidates(self, token_budget: int, round_size: int) -> list[list[list[int]]]:
-        """Ways to keep sequences together, from the largest parts to none at all: large ones share most, small ones
-        are spread over `round_size` ranks most evenly."""
+        """Return ways to keep sequences together, from the largest parts to none at all.
+
+        Large parts share most; small ones are spread over `round_size` ranks most evenly.
+        """
         computed = sum(self.lengths) - sum(self.shared)
         rounds = max(1, -(-computed // (token_budget * round_size)))
         even = -(-computed // (rounds * round_size))

@@ -1,4 +1,4 @@
-"""What trainer rank 0 writes down of a run: metrics.jsonl, with a `warning` line where its figures show a symptom."""
+"""Metrics of a run on trainer rank 0: metrics.jsonl, with a `warning` line for each detected symptom."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rlsys.obs.symptoms import SymptomMonitor
 from rlsys.segments.records import SegmentReader
 
 SAMPLES = 3
-"""Shown with a warning, each of another group."""
+"""Number of samples in a warning, each of another group."""
 _CHARACTERS = 1200
-"""Of a text; what is longer loses its middle."""
+"""Maximum length of a text; the middle of a longer text is removed."""
 
 
 class Recorder:
-    """The only writer of a run's metrics while it trains; `steps_done` of an earlier session are known to it."""
+    """The only writer of a run's metrics while it trains; `steps_done` are the steps of earlier sessions."""
 
     def __init__(self, config: Config, steps_done: int) -> None:
         self._config = config
         self._metrics = MetricsWriter(config.run.dir, resume_step=steps_done)
         self._watch = SymptomMonitor()
-        if steps_done:  # what an earlier session wrote, up to the checkpoint that this one begins with
-            before = read_metrics(config.run.dir)
+        if steps_done:  # lines of earlier sessions, up to the checkpoint of this one
+            earlier = read_metrics(config.run.dir)
             steps, evals = (
-                [e for e in kind if e["step"] <= steps_done] for kind in (before.steps, before.evals)
+                [e for e in kind if e["step"] <= steps_done] for kind in (earlier.steps, earlier.evals)
             )
             self._watch = SymptomMonitor(steps, evals)
         self._groups: Sequence[SampleGroup] = ()
@@ -48,37 +48,39 @@ class Recorder:
         for symptom in self._watch.add(entry):
             decode = Tokenizer.of(self._config).decode
             with SegmentReader(self._config.run.dir) as segments:
-                samples = told_samples(symptom.name, self._groups, decode, segments.load)
+                samples = samples_for_warning(symptom.name, self._groups, decode, segments.load)
             self._metrics.write("warning", step, **symptom.entry(), samples=samples)
 
     def show(self, groups: Sequence[SampleGroup]) -> None:
-        """Samples for the warnings from now on: those of the step that is trained."""
+        """Set the groups whose samples the next warnings show: those of the current step."""
         self._groups = groups
 
 
-def told_samples(
+def samples_for_warning(
     symptom: str,
     groups: Sequence[SampleGroup],
     decode: Callable[[Sequence[int]], str],
-    loaded: Callable[[Sample], Sample],
+    load: Callable[[Sample], Sample],
 ) -> list[dict[str, Any]]:
-    """Of a few groups, the sample that shows most: of lengths one that was cut off, of a reward the best one.
+    """Select the most relevant sample of a few groups: a truncated one for lengths, the best one for rewards.
 
-    `loaded` gives a sample its tokens.
+    `load` gives a sample its tokens.
     """
 
-    def tells(sample: Sample) -> float:
+    def relevance(sample: Sample) -> float:
         if symptom == "at_the_cap":
             return float(sample.status is Status.TRUNCATED)
         return sample.reward or 0.0 if symptom == "held_out_falls" else 0.0
 
-    each = sorted((max(g.samples, key=tells) for g in groups if g.samples), key=tells, reverse=True)
+    samples = sorted(
+        (max(g.samples, key=relevance) for g in groups if g.samples), key=relevance, reverse=True
+    )
     return [
         {
             "prompt": _short(decode(s.prompt_ids)), "response": _short(decode(s.response_ids)),
             "tokens": s.tokens, "reward": s.reward,
         }
-        for s in map(loaded, each[:SAMPLES])
+        for s in map(load, samples[:SAMPLES])
     ]  # fmt: skip
 
 

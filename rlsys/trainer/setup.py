@@ -25,7 +25,7 @@ log = logging.getLogger("rlsys.trainer")
 
 
 def local_device() -> torch.device:
-    """This rank's."""
+    """Return the device of this rank."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -45,7 +45,7 @@ def init_distributed(config: Config) -> torch.device:
         torch.set_num_threads(1)  # results must not depend on the number of cores
     if not dist.is_initialized():
         rank, world = (
-            int(os.environ.get(name, alone)) for name, alone in (("RANK", "0"), ("WORLD_SIZE", "1"))
+            int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
         )
         store = store_of_ranks(rank, world)
         dist.init_process_group(backends(cuda), store=store, rank=rank, world_size=world)
@@ -65,33 +65,34 @@ def init_distributed(config: Config) -> torch.device:
             expert_tensor_parallel_size=p.expert_tp,
         )
         model_parallel_cuda_manual_seed(config.run.seed)
-        torch.manual_seed(config.run.seed)  # last: on a CPU the line above leaves each rank its own seed
+        torch.manual_seed(config.run.seed)  # last: on a CPU the line above gives each rank a different seed
         undo.pop_all()
     return device
 
 
 def backends(cuda: bool) -> str:
-    """Tensors on a GPU travel by NCCL. What is in host memory, every pickled object too, goes by gloo: torch would
-    copy it into GPU memory for NCCL, on every rank.
+    """Return the backends: tensors on a GPU use NCCL, host memory and pickled objects use gloo.
+
+    With NCCL, torch would copy them into GPU memory on every rank.
     """
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
 
-def say_what_is_missing() -> None:
-    """On a GPU, what would make it faster and is not installed; on a CPU none of it could run."""
-    for module, name, instead in (
+def log_missing_libraries() -> None:
+    """Warn about GPU libraries that are not installed; on a CPU none of them could run."""
+    for module, name, fallback in (
         ("transformer_engine", "Transformer Engine", "megatron-core's local layers"),
         ("amp_C", "Apex", "torch's AdamW and gradient norm"),
     ):
         if torch.cuda.is_available() and importlib.util.find_spec(module) is None:
-            log.warning("%s is not installed: %s take its place", name, instead)
+            log.warning("%s is not installed: %s take its place", name, fallback)
 
 
 def leave_layout() -> None:
-    """Forget the parallel groups, so that the same processes can take another layout.
+    """Destroy the parallel groups, so that the same processes can create another layout.
 
-    The default group stays: gloo hangs when the same ranks make it a second time. The others are taken down here,
-    because Megatron-Core only forgets them, and every gloo group has a thread that polls as long as it lives.
+    The default group stays: gloo hangs if the same ranks create it a second time. The others are destroyed here,
+    because Megatron-Core only drops its references, and every gloo group has a polling thread.
     """
     for group in parallel_state._global_process_group_list or []:
         if group is not None:  # None stands for the default one
@@ -100,21 +101,26 @@ def leave_layout() -> None:
 
 
 def leave_job() -> None:
-    """At the end of a rank's work: leave the default group too. gloo's threads may abort a process that ends before
-    (once in 12 ends of a test with two ranks)."""
+    """Leave the default group at the end of a rank's work.
+
+    gloo's threads may otherwise abort a process that exits (once in 12 exits of a test with two ranks).
+    """
     dist.destroy_process_group()
 
 
 def data_parallel(chunks: Chunks, overlap: bool) -> list[DistributedDataParallel]:
-    """The chunks with their gradient buffers. Parameters are gathered at once, not layer by layer in the next forward
-    pass: the engines get them right after the step."""
+    """Wrap the chunks with their gradient buffers.
+
+    Parameters are gathered at once, not layer by layer in the next forward pass: the engines get them right after the
+    step.
+    """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
     )
     models = [DistributedDataParallel(chunks.config, ddp, module) for module in chunks.modules]
     if overlap:  # only the last micro-batch's backward pass may reduce
-        without = [model.no_sync for model in models]
-        chunks.config.no_sync_func = without if len(without) > 1 else without[0]
+        no_syncs = [model.no_sync for model in models]
+        chunks.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
     return models
 
 
@@ -149,8 +155,8 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         params_dtype=getattr(torch, config.model.dtype),
         use_distributed_optimizer=True,
         optimizer_cpu_offload=offload,
-        # The float32 weights then live with the state, in host memory. Without it they stay on the GPU, and a
-        # checkpoint's state has no place for them: it cannot be loaded.
+        # The float32 weights are then in host memory with the state. Without it they stay on the GPU, are missing in
+        # a checkpoint's state, and the checkpoint cannot be loaded.
         use_precision_aware_optimizer=offload,
         optimizer_offload_fraction=t.offload_optimizer if offload else 0.0,
         overlap_cpu_optimizer_d2h_h2d=offload,

@@ -1,15 +1,15 @@
-"""One train step, in the order in which it is read:
+"""One train step, in the order in which it runs:
 
-    plan        a table with a row per sample; which rows are trained, and in which optimizer update
+    plan        a table with a row per sample; the trained rows, and the optimizer update of each
     pack        this rank's micro-batches of each update
-    score       what the objective asks for: log-probs (old, reference, averages), values of a critic, a teacher's
+    score       signals of the objective: log-probs (old, reference, averages), values of a critic, a teacher's
     advantages  and the weight of every token
     loss        of each micro-batch, and its gradient
     update      the optimizer's, once for each list of micro-batches
 
-`take` comes before it and the push after it, in rlsys.train. What each stage computes is the objective's business
-(rlsys.algo.objective); where it is computed is the trainer's. Every rank calls every function together, with the same
-groups, and gets the same table. Shapes: T tokens of a micro-batch.
+`take` precedes it and the push follows it, in rlsys.train. The objective defines the computation of each stage
+(rlsys.algo.objective); the trainer runs it. Every rank calls every function together, with the same groups, and gets
+the same table. Shapes: T tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -34,80 +34,86 @@ from rlsys.obs.metrics import MISMATCH_EDGES
 from rlsys.segments.route_records import load_with_routes
 from rlsys.trainer.critic import Critic
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.pack import MicroBatch, Unread
+from rlsys.trainer.pack import LazySample, MicroBatch
 from rlsys.trainer.teacher import Teachers
-from rlsys.trainer.token_log import Noted
+from rlsys.trainer.token_log import MicroBatchRecord
 from rlsys.trainer.trainer import Trainer, learning_rate
 
 
 def train_step(
     trainer: Trainer,
     objective: Objective,
-    taken: TrainBatch,
-    early: Early | None = None,
-    notes: list[Noted] | None = None,
+    train_batch: TrainBatch,
+    early: EarlyPasses | None = None,
+    records: list[MicroBatchRecord] | None = None,
 ) -> dict[str, object]:
-    """Train on the groups taken, of which some may have gone backward early. Returns the step's metrics; adds to
-    `notes`."""
-    step, config = taken.train_step, trainer.config
-    sums: dict[str, Tensor] = {}
-    notes = [] if notes is None else notes
+    """Train on the groups of a batch, some of which may already have had early backward passes.
 
-    table = sample_table(taken.groups, step, objective.asks.needs)
+    Returns the step's metrics; adds to `records`.
+    """
+    step, config = train_batch.train_step, trainer.config
+    sums: dict[str, Tensor] = {}
+    records = [] if records is None else records
+
+    table = sample_table(train_batch.groups, step, objective.requirements.needs)
     objective.start(trainer.named_parameters)
     plan = objective.plan(table)
     metrics: dict[str, object] = {}
-    gone = set[int]() if early is None else early.group_ids
+    early_groups = set[int]() if early is None else early.group_ids
     if early is not None:
-        metrics |= early.metrics(taken)
-    if plan.rows:  # else every group's rewards are equal: nothing to learn
-        rest = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in gone]
-        updates = shuffled(rest, config.algo.minibatches, (config.run.seed, step))
-        metrics |= learn(trainer, objective, plan, taken, updates, sums, config.algo.epochs, notes=notes)
+        metrics |= early.metrics(train_batch)
+    if plan.rows:  # otherwise every group's rewards are equal: nothing to learn
+        rows = [r for r in plan.rows if int(plan.samples.group_ids[r]) not in early_groups]
+        updates = shuffled(rows, config.algo.minibatches, (config.run.seed, step))
+        metrics |= learn(
+            trainer, objective, plan, train_batch, updates, sums, config.algo.epochs, records=records
+        )
     metrics["effective_groups"] = len({int(plan.samples.group_ids[r]) for r in plan.trained})
 
-    # What a selector put off in earlier steps and is due now gets an update of its own.
-    if due := objective.put_off(plan, taken.groups, step, partial(load_with_routes, trainer.segments)):
-        again = replace(taken, groups=[group for group, _ in due])
-        table = sample_table(again.groups, step, objective.asks.needs)
-        plan = objective.plan_again(table, torch.tensor([advantage for _, advantage in due]))
+    # Deferred samples of earlier steps that are due now get a separate update.
+    if due := objective.defer(plan, train_batch.groups, step, partial(load_with_routes, trainer.segments)):
+        due_batch = replace(train_batch, groups=[group for group, _ in due])
+        table = sample_table(due_batch.groups, step, objective.requirements.needs)
+        plan = objective.plan_deferred(table, torch.tensor([advantage for _, advantage in due]))
         metrics |= {
             "replayed": len(due),
-            **learn(trainer, objective, plan, again, [plan.rows], sums),
+            **learn(trainer, objective, plan, due_batch, [plan.rows], sums),
         }
 
-    of_loss = loss_metrics(sums, objective.asks.needs) if sums else {}
-    objective.after_version(trainer.named_parameters, of_loss.get("active_share", 1.0))
+    loss_figures = loss_metrics(sums, objective.requirements.needs) if sums else {}
+    objective.after_version(trainer.named_parameters, loss_figures.get("active_share", 1.0))
     for name in ("mismatch", "mismatch_kept") if "mismatch" in sums else ():
         if compared := int(sums[f"{name}_counts"].sum()):
             hist = [int(n) for n in sums[f"{name}_counts"]]
             metrics |= {f"{name}_mean": float(sums[name]) / compared, f"{name}_hist": hist}
-    return metrics | of_loss
+    return metrics | loss_figures
 
 
 def learn(
     trainer: Trainer,
     objective: Objective,
     plan: StepPlan,
-    taken: TrainBatch,
+    train_batch: TrainBatch,
     updates: Sequence[list[int]],
     sums: dict[str, Tensor],
     epochs: int = 1,
     *,
-    notes: list[Noted] | None = None,
+    records: list[MicroBatchRecord] | None = None,
 ) -> dict[str, object]:
-    """An optimizer update for each list of rows; none: all have gone backward early, and one update applies that.
-    A list without a token that has a gradient gets none.
+    """Run one optimizer update for each list of rows.
 
-    Further `epochs` go over the same lists in the same order, with the advantages and the scores of the first: of the
-    passes, only `now` is made again. A critic of its own learns first; in its warm-up it alone does, and nothing is
-    added. Adds to `sums` and to `notes`; returns the last update's figures. `notes`: None when an update of this step
-    came before.
+    Without lists, all rows have had early backward passes, and one update applies them. A list without a token that
+    has a gradient gets no update. Further `epochs` repeat the same lists in the same order, with the advantages and
+    the scores of the first; only the signal `current` is recomputed. A separate critic is updated first; during its
+    warm-up it alone is updated, and nothing is added.
+
+    Adds to `sums` and to `records`; returns the last update's metrics. `records` None: an earlier call has updated in
+    this step.
     """
     figures: dict[str, object] = {}
-    samples = [s for group in taken.groups for s in group.samples]
-    several = parts_of_samples(objective, samples, plan.rows)
-    batches = ready(trainer, objective, plan, taken, updates)
+    samples = [s for group in train_batch.groups for s in group.samples]
+    split = splits_samples(objective, samples, plan.rows)
+    batches = prepare_batches(trainer, objective, plan, train_batch, updates)
     trained = [objective.trains(batch, trainer.passes.sum_over_dp) for batch in batches]
 
     t, skipped = trainer.config.trainer, 0
@@ -118,73 +124,80 @@ def learn(
     one_pass = one_pass if batches else [([], [])]
     for i, (rows, batch) in enumerate(one_pass * epochs):
         if i and (
-            "now" in objective.asks.passes or several
-        ):  # the weights have moved since the scores were made
+            "current" in objective.requirements.passes or split
+        ):  # the weights have changed since the scores
             for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
-                micro.now = logp
-        if objective.asks.prepares or several:
-            objective.prepare(batch, trainer.passes.sum_over_dp, several=several)
+                micro.current = logp
+        if objective.requirements.prepares or split:
+            objective.prepare(batch, trainer.passes.sum_over_dp, split_samples=split)
         factor = objective.lr_factor(plan, rows) if objective.hooks else 1.0
-        rate = learning_rate(t, taken.train_step, t.schedule, t.lr_end)
-        first, noted = notes is not None and i == 0, notes if i < len(one_pass) else None
-        loss = partial(micro_loss, objective, compare=first, notes=noted, samples=samples)
-        of_critic: dict[str, object] = {}
+        rate = learning_rate(t, train_batch.train_step, t.schedule, t.lr_end)
+        first, pass_records = records is not None and i == 0, records if i < len(one_pass) else None
+        loss = partial(micro_loss, objective, compare=first, records=pass_records, samples=samples)
+        critic_figures: dict[str, object] = {}
         if critic is not None:
-            of_critic = critic.improve(objective, batch, rate, share)
-            if taken.train_step <= critic.warmup_steps:
-                figures = of_critic
+            critic_figures = critic.improve(objective, batch, rate, share)
+            if train_batch.train_step <= critic.warmup_steps:
+                figures = critic_figures
                 continue
 
         lr = rate * factor
-        done = trainer.update(batch, loss, lr, denominator=share)
-        objective.after_step(trainer.named_parameters, loss_metrics(done.sums, objective.asks.needs))
+        result = trainer.update(batch, loss, lr, denominator=share)
+        objective.after_step(
+            trainer.named_parameters, loss_metrics(result.sums, objective.requirements.needs)
+        )
 
-        skipped += done.skipped
+        skipped += result.skipped
         figures = {
-            **of_critic, "loss": done.loss, "grad_norm": done.grad_norm, "lr": lr, "skipped_updates": skipped,
-            "padding_share": done.padding_share, "shared_share": done.shared_share, **done.routing, **done.prediction,
+            **critic_figures, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr,
+            "skipped_updates": skipped, "padding_share": result.padding_share,
+            "shared_share": result.shared_share, **result.routing, **result.prediction,
         }  # fmt: skip
-        for name, value in done.sums.items():
+        for name, value in result.sums.items():
             sums[name] = sums[name] + value if name in sums else value
     return figures
 
 
-def parts_of_samples(objective: Objective, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
-    """Whether a plug-in takes something over whole samples, and one of them may be in several micro-batches."""
-    return objective.asks.whole_samples and any(len(samples[r].trained_sequences) > 1 for r in rows)
+def splits_samples(objective: Objective, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
+    """Whether a plug-in aggregates over whole samples, and a sample may be in several micro-batches."""
+    return objective.requirements.whole_samples and any(len(samples[r].trained_sequences) > 1 for r in rows)
 
 
-def ready(
-    trainer: Trainer, objective: Objective, plan: StepPlan, taken: TrainBatch, updates: Sequence[list[int]]
+def prepare_batches(
+    trainer: Trainer,
+    objective: Objective,
+    plan: StepPlan,
+    train_batch: TrainBatch,
+    updates: Sequence[list[int]],
 ) -> list[list[MicroBatch]]:
-    """pack, score, advantages: this rank's micro-batches of each update, with all that their loss needs."""
-    asks, passes, config = objective.asks, trainer.passes, trainer.config
-    batches = [pack_rows(taken, rows, trainer) for rows in updates]
+    """Pack, score, and compute advantages: this rank's micro-batches of each update, complete for their loss."""
+    asks, passes, config = objective.requirements, trainer.passes, trainer.config
+    batches = [pack_rows(train_batch, rows, trainer) for rows in updates]
     if not batches:
         return batches
 
-    # All passes come before the first update, or later ones would score their own past. The first update begins with
-    # the weights that score, so that its own log-probs are `old`, unless somebody wants them earlier. The experts
-    # that a scoring pass chooses (trainer.replay = trainer) are wanted earlier; and with further epochs these samples
-    # come again, when the weights have moved.
+    # All passes precede the first update, because later weights would give other scores. The first update starts
+    # with the scoring weights, so that its own log-probs are `old`, unless a plug-in needs them earlier. The experts
+    # of a scoring pass (trainer.replay = trainer) are needed earlier, too, and with further epochs the samples are
+    # trained again after the weights have changed.
     own_experts = config.trainer.replay == "trainer"
-    several = parts_of_samples(objective, [s for group in taken.groups for s in group.samples], plan.rows)
-    reuse = not (asks.looks_ahead or own_experts or config.algo.epochs > 1 or several)
-    for i, batch in enumerate(batches if asks.scored & asks.current or own_experts or several else ()):
+    split = splits_samples(objective, [s for group in train_batch.groups for s in group.samples], plan.rows)
+    reuse = not (asks.looks_ahead or own_experts or config.algo.epochs > 1 or split)
+    for i, batch in enumerate(batches if asks.scored & asks.current or own_experts or split else ()):
         scores = [None] * len(batch) if reuse and i == 0 else passes.score(batch)
-        for micro, found in zip(batch, scores, strict=True):
-            before = torch.full_like(micro.mu, torch.nan) if micro.behaviour is None else micro.behaviour
-            if found is None:
+        for micro, score in zip(batch, scores, strict=True):
+            behaviour = torch.full_like(micro.mu, torch.nan) if micro.behaviour is None else micro.behaviour
+            if score is None:
                 micro.old_is_current = True
             else:
-                micro.old = micro.now = found.logp
-                micro.entropy, micro.values = found.entropy, found.values
-                micro.sum_pi_squared = found.sum_pi_squared
-                before = torch.where(micro.versions == micro.version, found.logp, before)
+                micro.old = micro.current = score.logp
+                micro.entropy, micro.values = score.entropy, score.values
+                micro.sum_pi_squared = score.sum_pi_squared
+                behaviour = torch.where(micro.versions == micro.version, score.logp, behaviour)
             if "behaviour" in asks.passes:
-                micro.behaviour = before
-    if asks.passes & OTHERS:
-        score_with_others(batches, objective, trainer)
+                micro.behaviour = behaviour
+    if asks.passes & EXTRA_SIGNALS:
+        score_extra_signals(batches, objective, trainer)
 
     objective.finish(plan, [micro for batch in batches for micro in batch], passes.sum_over_dp)
     return batches
@@ -194,7 +207,7 @@ def ready(
 
 
 def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collection[str]) -> Samples:
-    """One row per sample of the step, in the order of its groups; of the optional columns, those in `needs`."""
+    """Build one row per sample of the step, in the order of its groups; of the optional columns, those in `needs`."""
     samples = [s for group in groups for s in group.samples]
     columns: dict[str, Any] = {}
     if "answers" in needs:
@@ -211,7 +224,7 @@ def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collecti
 
 
 def turn_columns(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Rewards of turns, and what goes with them. Raises UserError where nobody has said them."""
+    """Build the columns of turn rewards. Raises UserError for a sample without them."""
     marks = [s.turn_rewards for s in samples]
     if missing := [s.sample_id for s in samples if s.turn_rewards is None]:
         raise UserError(
@@ -221,19 +234,19 @@ def turn_columns(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     counts = torch.tensor([len(m or ()) for m in marks])
     shape = len(samples), max(1, int(counts.max()))
     rewards, matches = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-    for row, found in enumerate(marks):
-        for turn, mark in enumerate(found or ()):
+    for row, turns in enumerate(marks):
+        for turn, mark in enumerate(turns or ()):
             rewards[row, turn], matches[row, turn] = mark.reward, mark.matched
     return {"turn_rewards": rewards, "turn_matches": matches, "turn_counts": counts}
 
 
 def answer_id(answer: str | None) -> int:
-    """The same number for the same answer in every process, of 24 bits, which float32 holds; -1 for none."""
+    """Return a 24-bit number that is equal for equal answers in every process and exact in float32; -1 for None."""
     return -1 if answer is None else zlib.crc32(answer.encode()) & 0xFFFFFF
 
 
 def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[list[int]]:
-    """Rows in random order, dealt to at most `parts` lists that are not empty. `seed`: (run.seed, train step)."""
+    """Deal rows in random order to at most `parts` non-empty lists. `seed`: (run.seed, train step)."""
     generator = torch.Generator().manual_seed(seed[0] * 1_000_003 + seed[1])
     order = torch.randperm(len(rows), generator=generator).tolist()
     return [dealt for k in range(parts) if (dealt := [rows[i] for i in order[k::parts]])]
@@ -242,41 +255,44 @@ def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[lis
 # -- pack ---------------------------------------------------------------------------------------------------
 
 
-def pack_rows(taken: TrainBatch, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
-    """This rank's micro-batches of these rows of the sample table."""
-    samples, layers = [s for group in taken.groups for s in group.samples], trainer.replayed_layers
+def pack_rows(train_batch: TrainBatch, rows: Sequence[int], trainer: Trainer) -> list[MicroBatch]:
+    """Return this rank's micro-batches of these rows of the sample table."""
+    samples, layers = [s for group in train_batch.groups for s in group.samples], trainer.replayed_layers
     unread = []
     for row in rows:
         sequences = samples[row].trained_sequences
         first_turns = accumulate((len(q.turns()) for q in sequences[:-1]), initial=0)
         unread += [
-            Unread(q, row, trainer.segments, layers, n) for q, n in zip(sequences, first_turns, strict=False)
+            LazySample(q, row, trainer.segments, layers, n)
+            for q, n in zip(sequences, first_turns, strict=False)
         ]
     batch = trainer.passes.pack(unread)
     teachers = None
-    if taken.sources and isinstance(trainer.teacher, Teachers):
-        places = [trainer.teacher.place(source) for source in taken.sources]
-        each = [place for place, g in zip(places, taken.groups, strict=True) for _ in g.samples]
-        teachers = torch.tensor(each, dtype=torch.float32)
+    if train_batch.sources and isinstance(trainer.teacher, Teachers):
+        teacher_of_group = [trainer.teacher.index_of(source) for source in train_batch.sources]
+        teacher_of_sample = [
+            number for number, g in zip(teacher_of_group, train_batch.groups, strict=True) for _ in g.samples
+        ]
+        teachers = torch.tensor(teacher_of_sample, dtype=torch.float32)
     for micro in batch:
-        micro.version, micro.teachers = taken.weight_version, teachers
+        micro.version, micro.teachers = train_batch.weight_version, teachers
     return batch
 
 
 # -- score --------------------------------------------------------------------------------------------------
 
 
-OTHERS = frozenset({"values", "divergence", "ref", "ewma"})
-"""Signals that other models give, or this one with other weights."""
+EXTRA_SIGNALS = frozenset({"values", "divergence", "ref", "ewma"})
+"""Signals of other models, or of this one with other weights."""
 
 
-def score_with_others(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Trainer) -> None:
-    """The passes of other models, and of other weights in this one: critic, teacher, reference, averages."""
-    passes = objective.asks.passes
+def score_extra_signals(batches: Sequence[list[MicroBatch]], objective: Objective, trainer: Trainer) -> None:
+    """Run the passes of other models and of other weights: critic, teacher, reference, averages."""
+    passes = objective.requirements.passes
     if "values" in passes and objective.critic is not None:
         assert isinstance(trainer.critic, Critic), "add_critic comes before the first step"
         trainer.critic.score_values(batches)
-    if "divergence" in passes and trainer.teacher is None:  # an engine was asked, and the samples have it
+    if "divergence" in passes and trainer.teacher is None:  # an engine has scored the samples
         if any(micro.teacher_ids is None for batch in batches for micro in batch):
             raise RunError("a sample of the step has no log-probs of algo.teacher.engine")
     elif "divergence" in passes:
@@ -305,19 +321,23 @@ def micro_loss(
     micro: MicroBatch,
     *,
     compare: bool,
-    notes: list[Noted] | None = None,
+    records: list[MicroBatchRecord] | None = None,
     samples: Sequence[Sample] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss sum of one packed micro-batch, and sums for the metrics.
+    """Compute the loss sum of one packed micro-batch, and sums for the metrics.
 
-    `compare`: the weights are still those that start the step, so that log-probs must be those of the engine. After
-    an update the same difference says how far the weights have moved. `notes`: gets what people may read of the
-    tokens; `samples`: the rows of the sample table.
+    `compare`: the weights are still those at the start of the step, so that log-probs must equal those of the engine.
+    After an update the same difference measures how far the weights have moved. `records`: gets the token records for
+    the viewer; `samples`: the rows of the sample table.
     """
-    if notes is not None and micro.mask.any():  # else it fills a bin, and is trained elsewhere
+    if records is not None and micro.mask.any():  # otherwise it fills a bin, and another rank trains it
         logp = scores.logp if compare else micro.old
         figures = [None if v is None else v.detach().cpu() for v in (logp, micro.advantages)]
-        notes.append(Noted(samples, micro.rows.tolist(), micro.places, micro.cu_seqlens.tolist(), *figures))
+        records.append(
+            MicroBatchRecord(
+                samples, micro.rows.tolist(), micro.sequence_index, micro.cu_seqlens.tolist(), *figures
+            )
+        )
     loss, sums = objective(scores.logp, micro, scores.entropy, scores.values, scores.divergence)
     if compare:
         sums |= engine_gaps(scores.logp, micro, len(MISMATCH_EDGES) - 1)
@@ -328,30 +348,30 @@ def micro_loss(
 
 
 @dataclass
-class Early:
-    """What has gone backward of a step whose groups are not all there yet."""
+class EarlyPasses:
+    """Backward passes of a step before all its groups are complete."""
 
     group_ids: set[int] = field(default_factory=set)
     samples: int = 0
     seconds: float = 0.0
-    notes: list[Noted] = field(default_factory=list)
+    records: list[MicroBatchRecord] = field(default_factory=list)
 
-    def metrics(self, taken: TrainBatch) -> dict[str, float]:
-        """early_share: of the step's samples. time_early: seconds, all of them while the rollout went on."""
-        share = self.samples / sum(len(g.samples) for g in taken.groups)
+    def metrics(self, train_batch: TrainBatch) -> dict[str, float]:
+        """early_share: of the step's samples. time_early: seconds, all of them while the rollout continued."""
+        share = self.samples / sum(len(g.samples) for g in train_batch.groups)
         return {"early_share": share, "time_early": self.seconds}
 
 
-def go_backward(trainer: Trainer, objective: Objective, part: TrainBatch, early: Early) -> None:
-    """Passes of a step's first groups; the weights stay, and the step divides by the whole step's denominator."""
+def backward_early(trainer: Trainer, objective: Objective, part: TrainBatch, early: EarlyPasses) -> None:
+    """Run the passes of a step's first groups. Weights stay; the step divides by its whole denominator."""
     start = time.monotonic()
-    plan = objective.plan(sample_table(part.groups, part.train_step, objective.asks.needs))
+    plan = objective.plan(sample_table(part.groups, part.train_step, objective.requirements.needs))
     samples = [s for group in part.groups for s in group.samples]
-    several = parts_of_samples(objective, samples, plan.rows)
-    for batch in ready(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
-        if several:
-            objective.prepare(batch, trainer.passes.sum_over_dp, several=True)
-        loss = partial(micro_loss, objective, compare=True, notes=early.notes, samples=samples)
+    split = splits_samples(objective, samples, plan.rows)
+    for batch in prepare_batches(trainer, objective, plan, part, [plan.rows] if plan.rows else []):
+        if split:
+            objective.prepare(batch, trainer.passes.sum_over_dp, split_samples=True)
+        loss = partial(micro_loss, objective, compare=True, records=early.records, samples=samples)
         trainer.passes.accumulate(batch, loss)
     early.group_ids |= {g.group_id for g in part.groups}
     early.samples += sum(len(g.samples) for g in part.groups)
@@ -359,25 +379,25 @@ def go_backward(trainer: Trainer, objective: Objective, part: TrainBatch, early:
 
 
 def score_parked(unscored: Sequence[LogProbRequest], trainer: Trainer) -> list[LogProbResult]:
-    """Log-probs of tokens that the resident weights sampled, before these change: exact `old` for later steps.
+    """Score tokens that the current weights sampled, before an update: exact `old` for later steps.
 
-    With trainer.replay = engine it takes the engine's experts, as the step will that trains these tokens.
-    Costs a forward pass over the whole sequences, since a token's log-prob needs all that is before it.
+    With trainer.replay = engine it uses the engine's experts, as the step that trains these tokens does. Costs a
+    forward pass over the whole sequences, since a token's log-prob depends on all its predecessors.
     """
     if not unscored:
         return []
     layers = trainer.replayed_layers
     batch = trainer.passes.pack(
-        [Unread(u.sample, row, trainer.segments, layers) for row, u in enumerate(unscored)]
+        [LazySample(u.sample, row, trainer.segments, layers) for row, u in enumerate(unscored)]
     )
-    mine: dict[int, list[float]] = {}
+    local_logprobs: dict[int, list[float]] = {}
     for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
         ends = micro.cu_seqlens[1:].tolist()
         for row, end in zip(micro.rows.tolist(), ends, strict=True):
             tokens = unscored[row].sample.tokens - unscored[row].start
-            mine[row] = logp[end - tokens : end].tolist()
-    found = {row: logp for part in trainer.from_all(mine) for row, logp in part.items()}
+            local_logprobs[row] = logp[end - tokens : end].tolist()
+    logprobs = {row: logp for part in trainer.gather_dp(local_logprobs) for row, logp in part.items()}
     return [
-        LogProbResult(u.sample.sample_id, u.start, found[row], u.sample.sequence)
+        LogProbResult(u.sample.sample_id, u.start, logprobs[row], u.sample.sequence)
         for row, u in enumerate(unscored)
     ]

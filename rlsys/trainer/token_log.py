@@ -1,4 +1,4 @@
-"""What a train step computed of single tokens, gathered for people to read (rlsys/obs/token_records.py)."""
+"""Token log of a train step: per-token results, gathered for the viewer (rlsys/obs/token_records.py)."""
 
 from __future__ import annotations
 
@@ -14,49 +14,56 @@ from rlsys.trainer.passes import from_last_stage
 from rlsys.trainer.trainer import Trainer
 
 
-class Noted(NamedTuple):
-    """Of one micro-batch of T tokens and S sequences, on the CPU. Ranks that have no logits note nothing."""
+class MicroBatchRecord(NamedTuple):
+    """Results of one micro-batch of T tokens and S sequences, on the CPU. Ranks without logits record nothing."""
 
     samples: Sequence[Sample]
-    """Of the whole sample table."""
+    """The whole sample table."""
     rows: list[int]
-    """Of the table, that of each sequence."""
-    places: list[int]
-    """The number of each sequence within its sample."""
+    """Row of each sequence in the table."""
+    sequence_index: list[int]
+    """Index of each sequence within its sample."""
     cu_seqlens: list[int]
     """[S + 1]."""
     logp: Tensor | None
-    """[T] under the weights that start the step; None: those are not known, because the weights have moved."""
+    """[T] under the weights at the start of the step; None: unknown, because the weights have moved."""
     advantages: Tensor | None
-    """[T], as the loss saw them."""
+    """[T], as used by the loss."""
 
 
-def write_notes(trainer: Trainer, taken: TrainBatch, noted: Sequence[Noted]) -> None:
-    """Every rank calls it; rank 0 writes the step's kept groups."""
-    most = trainer.config.rollout.keep_groups
-    if not most:
+def write_token_log(trainer: Trainer, train_batch: TrainBatch, records: Sequence[MicroBatchRecord]) -> None:
+    """Write the records of the step's logged groups on rank 0. Collective."""
+    max_groups = trainer.config.rollout.keep_groups
+    if not max_groups:
         return
-    kept = readable_groups((g.group_id for g in taken.groups), most)
-    mine: dict[int, tuple[bytes, bytes]] = {}
-    for note in noted:
-        for row, place, end in zip(note.rows, note.places, note.cu_seqlens[1:], strict=True):
-            if (sample := note.samples[row]).group_id in kept and not place:
+    group_ids = readable_groups((g.group_id for g in train_batch.groups), max_groups)
+    local_records: dict[int, tuple[bytes, bytes]] = {}
+    for record in records:
+        for row, index, end in zip(record.rows, record.sequence_index, record.cu_seqlens[1:], strict=True):
+            if (sample := record.samples[row]).group_id in group_ids and not index:
                 tokens = slice(end - sample.tokens, end)
-                mine[sample.sample_id] = _floats(note.logp, tokens), _floats(note.advantages, tokens)
-    of_stage = {i: found for part in trainer.from_all(mine) for i, found in part.items()}
-    found = from_last_stage(of_stage)
+                local_records[sample.sample_id] = (
+                    _floats(record.logp, tokens),
+                    _floats(record.advantages, tokens),
+                )
+    stage_records = {
+        i: token_records for part in trainer.gather_dp(local_records) for i, token_records in part.items()
+    }
+    token_records = from_last_stage(stage_records)
     if trainer.is_main:
-        samples = [s for g in taken.groups if g.group_id in kept for s in g.samples]
+        samples = [s for g in train_batch.groups if g.group_id in group_ids for s in g.samples]
         figures = {
             s.sample_id: TokenRecord(
-                np.array(s.response_ids, dtype="<i4").tobytes(), to_floats(s.mu), *found.get(s.sample_id, ())
+                np.array(s.response_ids, dtype="<i4").tobytes(),
+                to_floats(s.mu),
+                *token_records.get(s.sample_id, ()),
             )
             for s in map(trainer.segments.load, samples)
         }
-        write_records(trainer.config.run.dir, taken.train_step, figures)
+        write_records(trainer.config.run.dir, train_batch.train_step, figures)
 
 
 def _floats(values: Tensor | None, tokens: slice) -> bytes:
-    """NaN where nothing is known."""
-    known = [np.nan] * (tokens.stop - tokens.start) if values is None else values[tokens].float().tolist()
-    return to_floats(known)
+    """Return the values of these tokens; NaN without values."""
+    row = [np.nan] * (tokens.stop - tokens.start) if values is None else values[tokens].float().tolist()
+    return to_floats(row)

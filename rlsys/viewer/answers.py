@@ -1,6 +1,6 @@
-"""What the samples of a run teach another model: rows for `rlsys sft` (a reward model's pairs, a judge's labels).
+"""Rows for training other models from the samples of a run: `rlsys sft`, reward model pairs, judge labels.
 
-A row has ids as they were sampled, and their text for people and other tools. Encoded again, the text could give
+A row has ids as they were sampled, and their text for people and other tools. Encoding the text again could give
 other ids.
 """
 
@@ -18,57 +18,59 @@ KINDS: tuple[RowKind, ...] = get_args(RowKind)
 
 
 class AnswerRows:
-    """chats    each group's best response, where it counts as right and ended by itself: to be imitated
-    pairs    each group's best and worst response, where their rewards differ; the margin is by how much
-    labels   every response, and whether it counts as right: its first reward is 1 or more
+    """Converts samples to rows of one of these kinds.
 
-    Left out, and counted: samples of several sequences or with tokens that the model has not written, and those whose
-    tokens are no longer kept (rollout.keep_groups).
+        chats    each group's best response, if it counts as correct and ended by itself: to be imitated
+        pairs    each group's best and worst response, if their rewards differ, and the difference as the margin
+        labels   every response, and whether it counts as correct: its first reward is 1 or more
+
+    Excluded, and counted: samples of several sequences or with tokens that the model has not written, and samples
+    whose tokens are not stored any more (rollout.keep_groups).
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self.left_out = 0
+        self.excluded = 0
 
-    def of(self, kind: RowKind, seen: Iterable[SampleView]) -> Iterator[dict[str, Any]]:
-        """`seen`: samples with their tokens."""
+    def of(self, kind: RowKind, views: Iterable[SampleView]) -> Iterator[dict[str, Any]]:
+        """Yield the rows. `views`: samples with their tokens."""
         groups: defaultdict[int, list[Sample]] = defaultdict(list)
-        for one in seen:
-            sample = one.sample
+        for view in views:
+            sample = view.sample
             if sample.reward is None or sample.status not in (Status.FINISHED, Status.TRUNCATED):
                 continue
-            if sample.extra_sequences or sample.observed or not one.has_tokens:
-                self.left_out += 1
+            if sample.extra_sequences or sample.observed or not view.has_tokens:
+                self.excluded += 1
             else:
                 groups[sample.group_id].append(sample)
         for group_id in sorted(groups):
             group = sorted(groups[group_id], key=lambda s: s.index)
             if kind == "labels":
                 for sample in group:
-                    yield self._row(sample, completion=sample) | {"label": _right(sample)}
+                    yield self._row(sample, completion=sample) | {"label": _is_correct(sample)}
                 continue
             best, worst = max(group, key=_reward), min(group, key=_reward)
             if kind == "pairs" and _reward(best) > _reward(worst):
                 margin = _reward(best) - _reward(worst)
                 yield self._row(best, chosen=best, rejected=worst) | {"margin": margin}
-            if kind == "chats" and _right(best) and best.status is Status.FINISHED:
+            if kind == "chats" and _is_correct(best) and best.status is Status.FINISHED:
                 yield self._row(best, completion=best)
 
-    def _row(self, asked: Sample, **answers: Sample) -> dict[str, Any]:
-        ids = {"prompt": list(asked.trained_prompt or asked.prompt_ids)}
+    def _row(self, source: Sample, **answers: Sample) -> dict[str, Any]:
+        ids = {"prompt": list(source.trained_prompt or source.prompt_ids)}
         ids |= {key: list(map(int, sample.response_ids)) for key, sample in answers.items()}
-        texts = {key: self._decode(of_key) for key, of_key in ids.items()}
-        return texts | {f"{key}_ids": of_key for key, of_key in ids.items()}
+        texts = {key: self._decode(ids_of_key) for key, ids_of_key in ids.items()}
+        return texts | {f"{key}_ids": ids_of_key for key, ids_of_key in ids.items()}
 
 
 def _reward(sample: Sample) -> float:
-    """The reward function's own: a group reward in its place compares nothing with other groups."""
+    """Return the reward function's own reward: a group reward is not comparable across groups."""
     reward = sample.reward if sample.plain_reward is None else sample.plain_reward
     assert reward is not None
     return reward
 
 
-def _right(sample: Sample) -> bool:
-    """As an evaluation counts it."""
+def _is_correct(sample: Sample) -> bool:
+    """Whether the response counts as correct, as in an evaluation."""
     first = next(iter(sample.named_rewards.values())) if sample.named_rewards else _reward(sample)
     return first >= 1

@@ -1,4 +1,7 @@
-"""Curves of a run for a page: metrics.jsonl followed line by line, and never more points than a screen shows."""
+"""Curves of a run for a page.
+
+Metrics.jsonl is read incrementally, and curves are reduced to the resolution of a screen.
+"""
 
 from __future__ import annotations
 
@@ -16,63 +19,63 @@ _PARTS = ("rollout", "train", "sync")
 
 
 class Column:
-    """One metric: its values at rising steps."""
+    """One metric: its values at ascending steps."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("q"), array("d")
 
-    def put(self, step: int, value: float) -> None:
+    def append(self, step: int, value: float) -> None:
         if self.steps and self.steps[-1] >= step:
-            self.forget_from(step)
+            self.truncate(step)
         self.steps.append(step)
         self.values.append(value)
 
-    def forget_from(self, step: int) -> None:
-        """Of this step and later ones."""
+    def truncate(self, step: int) -> None:
+        """Remove the values of this step and later ones."""
         at = bisect.bisect_left(self.steps, step)
         del self.steps[at:], self.values[at:]
 
     def at(self, step: int) -> float | None:
-        found = bisect.bisect_left(self.steps, step)
-        return self.values[found] if found < len(self.steps) and self.steps[found] == step else None
+        index = bisect.bisect_left(self.steps, step)
+        return self.values[index] if index < len(self.steps) and self.steps[index] == step else None
 
 
 class RunCurves:
-    """Of one run: the numbers of its step and eval lines. What a resume makes void is forgotten."""
+    """Curves of one run: the numbers of its step and eval lines. A resume removes the lines that it invalidates."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = MetricsTail(run_dir)
         self._columns: dict[str, Column] = {}
-        """By name; those of evaluations begin with `eval.`."""
+        """Columns by name; names of evaluations start with `eval.`."""
         self.warnings: list[dict[str, Any]] = []
-        """Of signs that the run does not learn (rlsys/obs/symptoms.py): step, seen, cause, knob, samples."""
-        self._began_anew: set[int] = set()
-        """Steps that are the first of a session which went on after a stop."""
-        self.ended = False
+        """Warnings of symptoms (rlsys/obs/symptoms.py): step, seen, cause, knob, samples."""
+        self._session_starts: set[int] = set()
+        """First steps of sessions that continued after a stop."""
+        self.is_finished = False
         self.last_time: float | None = None
 
     def follow(self) -> None:
-        """Take in what was written since the last call. Raises UserError for a line that is not ours."""
+        """Read the lines written since the last call. Raises UserError for a line of an unknown format."""
         for entry in self._tail.read():
             kind, step = entry["kind"], int(entry["step"])
             self.last_time = entry["time"]
             if kind == "run":
-                self.ended = entry["event"] == "end"
+                self.is_finished = entry["event"] == "end"
                 if entry["event"] in ("start", "resume"):
-                    self._begin_anew(step + 1)
+                    self._start_session(step + 1)
             elif kind == "warning":
                 self.warnings.append(entry)
             elif kind in ("step", "eval"):
-                before = "eval." if kind == "eval" else ""
+                prefix = "eval." if kind == "eval" else ""
                 for name, value in entry.items():
                     if isinstance(value, int | float) and name != "step":
-                        self._columns.setdefault(before + name, Column()).put(step, value)
+                        self._columns.setdefault(prefix + name, Column()).append(step, value)
 
-    def _begin_anew(self, step: int) -> None:
+    def _start_session(self, step: int) -> None:
         for column in self._columns.values():
-            column.forget_from(step)
+            column.truncate(step)
         self.warnings = [w for w in self.warnings if w["step"] < step]
-        self._began_anew.add(step)
+        self._session_starts.add(step)
 
     @property
     def last_step(self) -> int:
@@ -81,11 +84,11 @@ class RunCurves:
 
     @property
     def names(self) -> list[str]:
-        """Of all metrics."""
+        """Names of all metrics."""
         return sorted(self._columns.keys() - {"time", "eval.time"})
 
     def curve(self, name: str, points: int) -> dict[str, list[float]]:
-        """`x`: steps, `y`: values; where there are more than `points`, means over as many steps each."""
+        """Return `x`: steps, `y`: values; with more than `points` values, means over equal numbers of steps."""
         column = self._columns.get(name, Column())
         count = len(column.steps)
         if not count:
@@ -94,32 +97,39 @@ class RunCurves:
         sizes = np.diff(starts, append=count)
 
         def means(values: array[int] | array[float]) -> list[float]:
-            found: list[float] = (np.add.reduceat(np.array(values, dtype=float), starts) / sizes).tolist()
-            return found
+            values_of_bins: list[float] = (
+                np.add.reduceat(np.array(values, dtype=float), starts) / sizes
+            ).tolist()
+            return values_of_bins
 
         return {"x": means(column.steps), "y": means(column.values)}
 
     def timeline(self, last: int) -> list[dict[str, float]]:
-        """Seconds of the last steps: in their parts, in what the parts leave over, and between two steps
-        (evaluation, checkpoint), or, where the run was stopped in between, in that stop."""
+        """Return the seconds of the last steps, by part.
+
+        The others are time in a step outside its parts, and time between two steps (evaluation, checkpoint) or in a
+        stop of the run.
+        """
         return list(self._timeline(last))[-last:]
 
     def _timeline(self, last: int) -> Iterator[dict[str, float]]:
-        ended: float | None = None
+        previous_end: float | None = None
         for step in self._columns.get("time_step", Column()).steps[-last - 1 :]:
-            told = {name: self._columns[name].at(step) if name in self._columns else None for name in _TIMES}
-            seconds, end = told["time_step"] or 0.0, told["time"] or 0.0
-            parts = {part: told[f"time_{part}"] or 0.0 for part in _PARTS}
-            between = max(0.0, end - seconds - ended) if ended is not None else 0.0
-            stopped = step in self._began_anew
+            values = {
+                name: self._columns[name].at(step) if name in self._columns else None for name in _TIMES
+            }
+            seconds, end = values["time_step"] or 0.0, values["time"] or 0.0
+            parts = {part: values[f"time_{part}"] or 0.0 for part in _PARTS}
+            between = max(0.0, end - seconds - previous_end) if previous_end is not None else 0.0
+            after_stop = step in self._session_starts
             yield {
                 "step": step,
                 **parts,
                 "other": max(0.0, seconds - sum(parts.values())),
-                "between": 0.0 if stopped else between,
-                "stopped": between if stopped else 0.0,
+                "between": 0.0 if after_stop else between,
+                "stopped": between if after_stop else 0.0,
             }
-            ended = end
+            previous_end = end
 
 
 _TIMES = ("time", "time_step", *(f"time_{part}" for part in _PARTS))

@@ -1,13 +1,10 @@
-"""`rlsys dash`: one page about runs, on loopback, for whoever has the link's token. It only reads.
+"""`rlsys dash`: read-only dashboard of runs, on loopback, protected by the token of its link.
 
-GET /?token=T              sets a cookie and leads to the page
-GET /static/...            the page's modules and its style
-GET /api/runs              name, state, steps and metrics of each run
-GET /api/curves            ?names=a,b   of all runs: those curves
-GET /api/timeline          ?run=        where the time of the last steps went
-GET /api/status            ?run=        what the coordinator says; {} of a run that has ended
-GET /api/samples           ?run=&step=&group=&order=&status=&resumed=&grep=&skip=   a page of them
-GET /api/sample            ?run=&sample=&from=   one, token by token, so many tokens from `from` on
+GET /?token=T sets a cookie and redirects to the page GET /static/... the page's modules and its style GET /api/runs
+name, state, steps and metrics of each run GET /api/curves ?names=a,b of all runs: those curves GET /api/timeline
+?run= durations of the parts of the last steps GET /api/status ?run= status of the coordinator; {} of a finished run
+GET /api/samples ?run=&step=&group=&order=&status=&resumed=&grep=&skip= a page of them GET /api/sample
+?run=&sample=&from= one, token by token, a page of tokens from `from` on
 """
 
 from __future__ import annotations
@@ -35,19 +32,19 @@ HOST = "127.0.0.1"
 LIMITS = ServerLimits(connections=256, body_bytes=0)
 STATIC = Path(__file__).parent / "static"
 POINTS = 400
-"""Of one curve."""
+"""Points of one curve."""
 STEPS = 60
-"""Of a timeline."""
+"""Steps of a timeline."""
 WARNINGS = 5
-"""Of one run: the newest."""
+"""Warnings of one run: the newest."""
 SAMPLES = 24
-"""Of a page."""
+"""Samples of a page."""
 TOKENS = 2000
-"""Of one look at a sample."""
-SHOWN = 600
+"""Tokens of one sample request."""
+PREVIEW_CHARACTERS = 600
 """Characters of a prompt or a response in a list."""
 DIGITS = 18
-"""Of a number in a query: no count of ours has more, and SQLite's integers have one more."""
+"""Digits of a number in a query: no count has more, and SQLite's integers have one more."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -57,19 +54,19 @@ HEADERS = {
 
 
 class Dashboard:
-    """Owns what was read of the runs' metrics. `token`: who has it may read."""
+    """Owner of the metrics that were read. Clients with `token` may read."""
 
     def __init__(self, runs: list[Path], token: str) -> None:
-        """Raises UserError for a folder that is no run."""
+        """Initialise. Raises UserError for a folder that is not a run."""
         self._folders = runs
         self._texts = [RunTexts(run) for run in runs]
         self._curves = [RunCurves(run) for run in runs]
         self._names = _names(runs)
         self._token = token
         self._cookie = f"rlsys-dash-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
-        """Cookies know no ports: two dashboards of one machine must not take each other's."""
+        """Cookies do not depend on the port: two dashboards of one machine need different names."""
         self._reading = asyncio.Lock()
-        """Of `_curves`: a thread that takes lines in holds it, and whoever looks at them."""
+        """Lock of `_curves`: held by a thread that reads lines, and by readers of the curves."""
 
     def app(self) -> web.Application:
         routes = [
@@ -92,7 +89,7 @@ class Dashboard:
         return app
 
     def _admit(self, request: web.Request) -> None:
-        """Any user of this machine reaches a loopback port; the token is for whoever was given the link."""
+        """Require the token: any user of this machine can connect to a loopback port."""
         if request.path == "/" and same_secret(request.query.get("token", ""), self._token):
             page = web.HTTPFound("/")
             page.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict")
@@ -107,13 +104,13 @@ class Dashboard:
         async with self._reading:
             for curves in self._curves:
                 await asyncio.to_thread(curves.follow)
-            told = [
+            rows = [
                 {
                     "name": name,
                     "folder": str(folder),
                     "steps": curves.last_step,
                     "of": texts.config.trainer.steps,
-                    "ended": curves.ended,
+                    "ended": curves.is_finished,
                     "last": curves.last_time,
                     "metrics": curves.names,
                     "warnings": curves.warnings[-WARNINGS:],
@@ -123,7 +120,7 @@ class Dashboard:
                     self._names, self._folders, self._curves, self._texts, strict=True
                 )
             ]
-        return web.json_response(told)
+        return web.json_response(rows)
 
     async def _some_curves(self, request: web.Request) -> web.Response:
         names = [name for name in request.query.get("names", "").split(",") if name]
@@ -148,35 +145,35 @@ class Dashboard:
         query = sample_query(request.query)
         pattern = _pattern(request.query.get("grep", ""))
 
-        def look() -> dict[str, Any]:
+        def read_page() -> dict[str, Any]:
             page = texts.page(query, pattern)
             rows = []
-            for seen in page.samples:
-                row = texts.described(seen)
-                row["advantage"] = next((a for a in arrays_of(seen)["advantages"] if a is not None), None)
+            for view in page.samples:
+                row = texts.describe(view)
+                row["advantage"] = next((a for a in arrays_of(view)["advantages"] if a is not None), None)
                 for name in ("prompt", "response"):
                     row[name] = _shortened(row[name])
                 rows.append(row)
             return {
                 "samples": rows,
                 "next": page.next_skip,
-                "looked": page.looked,
+                "looked": page.searched,
                 "last": texts.reader.last_step(),
             }
 
-        return web.json_response(await asyncio.to_thread(look))
+        return web.json_response(await asyncio.to_thread(read_page))
 
     async def _sample(self, request: web.Request) -> web.Response:
         texts = self._texts[self._run(request)]
         start = _number(request.query, "from") or 0
 
-        def look() -> dict[str, Any]:
-            (seen,) = texts.reader.samples(SampleQuery(sample=_number(request.query, "sample") or 0))
-            pieces = texts.tokenizer.pieces(seen.sample.response_ids[: start + TOKENS])
-            arrays = {name: values[start : start + TOKENS] for name, values in arrays_of(seen).items()}
-            return {**texts.described(seen), **arrays, "from": start, "pieces": pieces[start:]}
+        def read_sample() -> dict[str, Any]:
+            (view,) = texts.reader.samples(SampleQuery(sample=_number(request.query, "sample") or 0))
+            pieces = texts.tokenizer.pieces(view.sample.response_ids[: start + TOKENS])
+            arrays = {name: values[start : start + TOKENS] for name, values in arrays_of(view).items()}
+            return {**texts.describe(view), **arrays, "from": start, "pieces": pieces[start:]}
 
-        return web.json_response(await asyncio.to_thread(look))
+        return web.json_response(await asyncio.to_thread(read_sample))
 
     def _run(self, request: web.Request) -> int:
         run = _number(request.query, "run") or 0
@@ -185,23 +182,23 @@ class Dashboard:
         return run
 
 
-def sample_query(told: Any) -> SampleQuery:
-    """Of a URL's query. Raises UserError."""
+def sample_query(params: Any) -> SampleQuery:
+    """Build the sample query of a URL's query. Raises UserError."""
     query = SampleQuery(
-        step=_number(told, "step"),
-        group=_number(told, "group"),
-        status=told.get("status") or None,
-        resumed=told.get("resumed") == "1",
-        order=told.get("order") or "newest",
-        skip=_number(told, "skip") or 0,
+        step=_number(params, "step"),
+        group=_number(params, "group"),
+        status=params.get("status") or None,
+        resumed=params.get("resumed") == "1",
+        order=params.get("order") or "newest",
+        skip=_number(params, "skip") or 0,
         limit=SAMPLES,
     )
     check_query(query)
     return query
 
 
-def _number(told: Any, name: str) -> int | None:
-    text = told.get(name, "")
+def _number(params: Any, name: str) -> int | None:
+    text = params.get(name, "")
     if not text:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS:
@@ -217,13 +214,13 @@ def _pattern(text: str) -> re.Pattern[str] | None:
 
 
 def _shortened(text: str | None) -> str | None:
-    if text is None or len(text) <= SHOWN:
+    if text is None or len(text) <= PREVIEW_CHARACTERS:
         return text
-    return f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+    return f"{text[: PREVIEW_CHARACTERS // 2]} … {text[-PREVIEW_CHARACTERS // 2 :]}"
 
 
 def _names(runs: list[Path]) -> list[str]:
-    """Short, and different from one another."""
+    """Return short, unique names."""
     short = [run.resolve().name for run in runs]
     return [name if short.count(name) == 1 else str(run) for name, run in zip(short, runs, strict=True)]
 
@@ -232,9 +229,9 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-async def serve(runs: list[Path], port: int, say: Callable[[str], None], stop: asyncio.Event) -> None:
-    """Until `stop`. `say` is told the link. Raises UserError: no run, or a port in use."""
+async def serve(runs: list[Path], port: int, report: Callable[[str], None], stop: asyncio.Event) -> None:
+    """Serve until `stop` is set. `report` gets the link. Raises UserError: no run, or a port in use."""
     token = new_token()
     async with serving(Dashboard(runs, token).app(), HOST, port, shutdown_seconds=1) as url:
-        say(f"{url}/?token={token}")
+        report(f"{url}/?token={token}")
         await stop.wait()

@@ -57,9 +57,9 @@ class WeightPush:
         self._sharded: ShardedPush | None = None
         if self._config.weights.method == "sharded":
             senders = plan_senders(
-                self._config, trainer.served, experts_together=not torch.cuda.is_available()
+                self._config, trainer.served_config, experts_together=not torch.cuda.is_available()
             )
-            shards = Shards(trainer.local_weights(), trainer.served)
+            shards = Shards(trainer.local_weights(), trainer.served_config)
             self._sharded = ShardedPush(self._config, senders, shards, trainer.control, trainer.rank)
         self._adapters: AdapterPush | None = None
         self._base: list[dict[str, str]] | None = None
@@ -112,7 +112,7 @@ class WeightPush:
     def _checksums(self, ranks: int = 1) -> EngineChecksums:
         """Create the checksums. `ranks`: number of trainer ranks that gather the same tensors."""
         rank = self._trainer.rank if ranks > 1 else 0
-        model = replace(self._trainer.served, mtp=False)
+        model = replace(self._trainer.served_config, mtp=False)
         return EngineChecksums(model, *self._config.engine.tps, rank=rank, ranks=ranks)
 
     def _merge_checksums(self, checksums: EngineChecksums) -> tuple[list[dict[str, str]], float]:

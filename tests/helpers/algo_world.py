@@ -13,12 +13,12 @@ from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.figures import loss_metrics
 from rlsys.algo.losses import Sums
 from rlsys.algo.objective import Objective, StepPlan
-from rlsys.algo.reduction import Reduce, alone
+from rlsys.algo.reduction import Reduce, single_rank
 from rlsys.config.algo import AlgoSection
 from rlsys.core.types import Sample, SampleGroup
 
 DOUBLE = torch.float64
-PASSED = ("old", "now", "ewma", "ref", "entropy", "values", "sum_pi_squared")
+PASSED = ("old", "current", "ewma", "ref", "entropy", "values", "sum_pi_squared")
 """Fields of a part that come out of forward passes."""
 LEAVES = ("logp", "entropy", "values", "divergence")
 """What has gradients."""
@@ -99,7 +99,7 @@ class World:
             turn_rewards=torch.rand((count, 3), generator=g, dtype=DOUBLE)
             * (torch.arange(3)[None] < lengths[:, None]),
             turn_matches=torch.rand((count, 3), generator=g) > 0.3,
-            place=torch.arange(count) % self.size,
+            index_in_group=torch.arange(count) % self.size,
             stem=torch.arange(count) % self.size - torch.randint(1, 3, (count,), generator=g),
             fork_at=torch.randint(1, 3, (count,), generator=g),
         )
@@ -114,7 +114,7 @@ class World:
         return {
             "mask": torch.cat([torch.zeros(2, dtype=DOUBLE), torch.ones(n, dtype=DOUBLE)]),
             "turns": torch.tensor([-1, -1, *(min(i, 2) for i in range(n))]),
-            "mu": mu, "old": old, "now": now, "ewma": now - 0.1, "ref": old + 0.2 * randn(n + 2),
+            "mu": mu, "old": old, "current": now, "ewma": now - 0.1, "ref": old + 0.2 * randn(n + 2),
             "behaviour": behaviour, "versions": versions,
             "entropy": randn(n + 2).abs(), "values": randn(n + 2),
             "sum_pi_squared": old.exp().clamp(max=1) ** 2 + 0.1, "logp": now + 0.02 * randn(n + 2),
@@ -167,7 +167,7 @@ def run(
     world: World,
     algo: AlgoSection,
     cut: Callable[[list[int]], list[list[int]]],
-    reduce: Reduce = alone,
+    reduce: Reduce = single_rank,
     share: Share = all_of_it,
 ) -> Outcome:
     """One train step: its updates, and the extra one on what was put off, if that is due.
@@ -182,14 +182,14 @@ def run(
     every = list(range(len(world.sequences)))
     if plan.rows:
         step.optimise(plan, updates, [cut(rows) for rows in updates], every, algo.epochs)
-    if later := objective.put_off(plan, world.records(), world.samples.step):
+    if later := objective.defer(plan, world.records(), world.samples.step):
         rows = [group.samples[0].sample_id for group, _ in later]
         advantages = torch.tensor([a for _, a in later], dtype=DOUBLE)
-        again = objective.plan_again(world.samples.take(torch.tensor(rows)), advantages)
+        again = objective.plan_deferred(world.samples.take(torch.tensor(rows)), advantages)
         step.optimise(again, [again.rows], [cut(again.rows)], rows)
         outcome.rows = outcome.rows + rows
     outcome.denominator = plan.denominator if plan.rows else 1.0
-    outcome.metrics = loss_metrics(outcome.sums, objective.asks.needs) if outcome.sums else {}
+    outcome.metrics = loss_metrics(outcome.sums, objective.requirements.needs) if outcome.sums else {}
     return outcome
 
 
@@ -219,7 +219,7 @@ class _Step:
                 self.rescore(batch, known)
             if not self.objective.trains(batch, self.reduce):
                 continue
-            if self.objective.asks.prepares:
+            if self.objective.requirements.prepares:
                 self.objective.prepare(batch, self.reduce)
             sums: Sums = {}
             for part in batch:
@@ -227,7 +227,7 @@ class _Step:
                 sums = {k: v + sums.get(k, 0) for k, v in more.items()}
             summed = {name: self.reduce(sums[name].double()) for name in sorted(sums)}
             self.outcome.loss += float(summed.pop("loss"))
-            self.objective.after_step(list, loss_metrics(summed, self.objective.asks.needs))
+            self.objective.after_step(list, loss_metrics(summed, self.objective.requirements.needs))
             self.outcome.sums = {k: v + self.outcome.sums.get(k, 0) for k, v in summed.items()}
             self.outcome.lr_factor *= self.objective.lr_factor(plan, rows)
 
@@ -242,7 +242,7 @@ class _Step:
         """Other weights than at the start of the step."""
         for part in batch:
             moved = [self.world.sequences[known[r]]["logp"] + 0.1 for r in _once(part)]
-            part.now = self.share(part, torch.cat(moved))
+            part.current = self.share(part, torch.cat(moved))
 
     def backward(self, part: Batch, denominator: float, known: list[int]) -> Sums:
         device = torch.device(self.world.device)

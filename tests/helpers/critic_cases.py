@@ -24,7 +24,7 @@ def start(run: Path, *overrides: str) -> tuple[Trainer, Critic, Objective]:
         "gae_critic", run, "trainer.lr=1e-3", "trainer.warmup_steps=0", *overrides
     )
     objective = Objective(config.algo)
-    trainer = Trainer(config, objective.asks.passes)
+    trainer = Trainer(config, objective.requirements.passes)
     assert objective.critic is not None
     add_critic(trainer, objective.critic)
     assert isinstance(trainer.critic, Critic)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlsys.algo.objective import Objective
 from rlsys.trainer.step import train_step
-from rlsys.trainer.token_log import Noted, write_notes
+from rlsys.trainer.token_log import MicroBatchRecord, write_token_log
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import signal_cases as cases
 
@@ -20,10 +20,10 @@ KEPT = 3
 def train_recorded(run: Path, *overrides: str) -> None:
     config = cases.config_of(None, run, *overrides, f"rollout.keep_groups={KEPT}")
     objective = Objective(config.algo)
-    trainer = Trainer(config, objective.asks.passes)
-    taken, notes = cases.single_rewards(cases.recorded()), list[Noted]()
-    train_step(trainer, objective, taken, notes=notes)
-    write_notes(trainer, taken, notes)
+    trainer = Trainer(config, objective.requirements.passes)
+    taken, notes = cases.single_rewards(cases.recorded()), list[MicroBatchRecord]()
+    train_step(trainer, objective, taken, records=notes)
+    write_token_log(trainer, taken, notes)
     trainer.close()
 
 

@@ -48,7 +48,7 @@ def _sample(
     prompt: list[int], response: list[int], row: int, rng: random.Random, place: int = 0
 ) -> TrainSample:
     mu = [-abs(rng.gauss(4.5, 0.5)) for _ in response]
-    return TrainSample(prompt, response, mu, [0] * len(response), row, place=place)
+    return TrainSample(prompt, response, mu, [0] * len(response), row, sequence_index=place)
 
 
 def with_routes(plain: list[TrainSample]) -> list[TrainSample]:
@@ -89,10 +89,10 @@ def by_row(trainer: Trainer, batch: list[MicroBatch], values: list[Tensor]) -> d
     out = {}
     for micro, of_batch in zip(batch, values, strict=True):
         parts = of_batch.split(micro.sequence_lengths)
-        for row, place, part in zip(micro.rows.tolist(), micro.places, parts, strict=True):
+        for row, place, part in zip(micro.rows.tolist(), micro.sequence_index, parts, strict=True):
             if not micro.copy:
                 out[f"{row}.{place}"] = part.tolist()
-    return {row: part for of_rank in trainer.from_all(out) for row, part in of_rank.items()}
+    return {row: part for of_rank in trainer.gather_dp(out) for row, part in of_rank.items()}
 
 
 def seen(trainer: Trainer, shared: bool) -> dict[str, Any]:
@@ -161,7 +161,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def main(workplace: Path, layouts: list[str]) -> None:
     for layout in layouts:
         trainer = trainer_of(workplace, layout)
-        found = trainer.from_all(gaps(trainer))
+        found = trainer.gather_dp(gaps(trainer))
         if trainer.is_main:
             with (workplace / "gaps.jsonl").open("a") as file:
                 file.write(json.dumps([layout, found]) + "\n")

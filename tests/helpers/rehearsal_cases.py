@@ -60,7 +60,7 @@ def main(out: Path, layouts: list[str]) -> None:
             one.build()
             one.step(MICRO_BATCHES)
         seen = {
-            "held": one.meter.memory.held,
+            "held": one.meter.memory.nonzero,
             "phases": [dataclasses.asdict(phase) for phase in one.meter.phases],
             "collectives": [dataclasses.asdict(call) for call in one.meter.collectives.calls],
         }

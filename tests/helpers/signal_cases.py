@@ -23,7 +23,7 @@ from rlsys.core.messages import decode
 from rlsys.core.spans import Fork, TokenSpan, TurnReward
 from rlsys.core.types import Sample, SampleGroup, Status, TrainBatch
 from rlsys.trainer.critic import add_critic
-from rlsys.trainer.step import Early, go_backward, train_step
+from rlsys.trainer.step import EarlyPasses, backward_early, train_step
 from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer
 
@@ -172,9 +172,9 @@ def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) ->
         hook.start((name, weight.to(devices[name])) for name, weight in trainer.first_weights.items())
         hook.after_version(trainer.named_parameters(), 1.0)
     if config.trainer.early_backward:
-        early = Early()
+        early = EarlyPasses()
         for groups in (taken.groups[:2], taken.groups[2:3]):
-            go_backward(trainer, objective, replace(taken, groups=groups), early)
+            backward_early(trainer, objective, replace(taken, groups=groups), early)
     metrics = train_step(trainer, objective, taken, early)
     return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k != "time_early"}
 

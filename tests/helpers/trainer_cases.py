@@ -210,7 +210,7 @@ def model_of(layout: str) -> str:
 def stir(trainer: Trainer) -> None:
     """Random adapters: B begins with zeros, which leave A without a gradient."""
     lora = trainer._chunks.lora
-    for each in lora.of_chunks if lora is not None else ():
+    for each in lora.chunk_factors if lora is not None else ():
         for name, entry in each.entries.items():
             (key, shape), *_ = entry.hf.items()
             value = torch.randn(shape, generator=torch.Generator().manual_seed(len(key) + sum(map(ord, key))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from rlsys.algo.planners import Accept, Decision, More, Planner, Prefix
+from rlsys.algo.planners import Accept, AddSamples, Decision, Planner, Prefix
 from rlsys.config import Config
 from rlsys.core.forks import Forced
 from rlsys.core.types import SampleGroup
@@ -43,7 +43,7 @@ class Repairing(Planner):
         if len(group.samples) > 4:
             return Accept()
         at = min(3, group.samples[0].tokens - 1)
-        return More(2, prefixes=(Prefix(0, at, (98, 99)),) * 2)
+        return AddSamples(2, prefixes=(Prefix(0, at, (98, 99)),) * 2)
 
 
 def token_names(stems: Sequence[int], forks: Sequence[int], lengths: Sequence[int]) -> list[list[str]]:

@@ -88,9 +88,9 @@ def push(trainer: Any) -> None:
     from rlsys.weights.buckets import StagingBuffers, send_in_buckets
     from rlsys.weights.checksums import EngineChecksums
 
-    sums = EngineChecksums(trainer.served, 1)
+    sums = EngineChecksums(trainer.served_config, 1)
     send_in_buckets(
-        sums.watch(trainer.served_tensors()), 2**16, StagingBuffers(shared=True), lambda flat: None
+        sums.watch(trainer.served_config_tensors()), 2**16, StagingBuffers(shared=True), lambda flat: None
     )
     assert sums.digests()[0]
 

@@ -160,12 +160,12 @@ def test_each_sample_has_the_teacher_of_its_prompts_source(
     teachers = trainer.teacher
     assert isinstance(teachers, Teachers) and len(teachers.models) == 2
     sources = ["maths", "code", "sums", "chess", "", "code", "maths", "maths", "chess", "sums"]
-    places = [teachers.place(source) for source in sources]
+    places = [teachers.index_of(source) for source in sources]
     assert places == [0, 1, 0, 1, 0, 1, 0, 0, 1, 0]
     batch = trainer.passes.pack(cases.samples())
     for micro in batch:
         micro.teachers = torch.tensor(places, dtype=torch.float32)
-    alone = [list(model.opinions(batch)) for model in teachers.models]
+    alone = [list(model.score(batch)) for model in teachers.models]
     teachers.score([batch])
     seen = set()
     for i, micro in enumerate(batch):
@@ -174,8 +174,8 @@ def test_each_sample_has_the_teacher_of_its_prompts_source(
         for t, place in enumerate(of_token):
             own = alone[place][i]
             assert micro.teacher_logp is not None and micro.teacher_ids is not None
-            assert own.most is not None and own.ids is not None
-            assert torch.equal(micro.teacher_logp[t], own.most[t]) and torch.equal(
+            assert own.logprobs is not None and own.ids is not None
+            assert torch.equal(micro.teacher_logp[t], own.logprobs[t]) and torch.equal(
                 micro.teacher_ids[t], own.ids[t]
             )
     assert seen == {0, 1}

@@ -20,8 +20,8 @@ from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.table import entries
 from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.model.choices import best_biased, best_in_groups
 from rlsys.trainer.model.chunks import EXPERT_BIAS
+from rlsys.trainer.model.topk_routing import topk_biased, topk_in_groups
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny
@@ -160,8 +160,8 @@ def test_layers_for_multi_token_prediction_go_along(tmp_path: Path, start: Calla
 def test_a_group_is_worth_its_best_experts() -> None:
     """Two groups of three: 5 + 4 beat 6 + 0, 6 alone beats 5 alone; the rest of the chosen group may be poor."""
     scores = torch.tensor([[6.0, 0.0, -1.0, 5.0, 4.0, -2.0]])
-    of_two = best_in_groups(scores, 3, groups=2, top_groups=1, worth=2)
-    of_one = best_in_groups(scores, 3, groups=2, top_groups=1, worth=1)
+    of_two = topk_in_groups(scores, 3, groups=2, top_groups=1, worth=2)
+    of_one = topk_in_groups(scores, 3, groups=2, top_groups=1, worth=1)
     assert (sorted(of_two[0].tolist()), sorted(of_one[0].tolist())) == ([3, 4, 5], [0, 1, 2])
 
 
@@ -169,4 +169,4 @@ def test_a_bias_decides_between_softmax_scores() -> None:
     """Scores 1/6, 2/6, 3/6; the bias lifts the first one over the others."""
     router = SimpleNamespace(expert_bias=torch.tensor([[0.4, 0.0, 0.0]]))
     logits = torch.tensor([[1.0, 2.0, 3.0]]).log()
-    assert best_biased(router, logits, 2)[0].tolist() == [0, 2]
+    assert topk_biased(router, logits, 2)[0].tolist() == [0, 2]

@@ -21,7 +21,7 @@ from rlsys.trainer import setup
 from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch, Packer, TrainSample
-from rlsys.trainer.trainer import Trainer, Updated
+from rlsys.trainer.trainer import Trainer, UpdateResult
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 
@@ -166,7 +166,7 @@ def test_trainer_inputs_s6_a_row_that_no_router_chooses_counts_as_missing(
     """As if these positions had no routes: the tokens choose for themselves, and replay_missing counts them."""
     plain = cases.with_routes(cases.samples())
 
-    def step(samples: list[TrainSample]) -> Updated:
+    def step(samples: list[TrainSample]) -> UpdateResult:
         trainer = start(model, trainer={"replay": "engine"}, engine={"return_routes": True})
         return trainer.update(trainer.passes.pack(samples), cases.policy_loss, cases.LR)
 
@@ -183,7 +183,7 @@ def test_trainer_inputs_s6_a_row_that_no_router_chooses_counts_as_missing(
 # -- S7: copies that fill a round ----------------------------------------------------------------------------
 
 
-def update_of_three(trainer: Trainer, bins: int) -> Updated:
+def update_of_three(trainer: Trainer, bins: int) -> UpdateResult:
     """Three samples in as many bins as a round has; those left are masked copies of the shortest."""
     packer = Packer(cases.BUDGET, 0, 1, bins, trainer.passes.pack.crossover)
     return trainer.update(packer(cases.samples()[:3]), cases.policy_loss, cases.LR)

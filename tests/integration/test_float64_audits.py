@@ -129,7 +129,9 @@ def test_the_rest_behind_an_engine_teachers_most_probable_tokens(
         logp, ids = logits.log_softmax(-1).topk(TEACHER_TOP_K)
         made = teacher_logprobs.encode(ids.numpy().astype(np.int32), logp.numpy().astype(np.float32))
         taught.append(
-            TrainSample(sample.prompt_ids, sample.response_ids, sample.mu, [0] * n, sample.row, opinions=made)
+            TrainSample(
+                sample.prompt_ids, sample.response_ids, sample.mu, [0] * n, sample.row, teacher_logprobs=made
+            )
         )
         said.append((ids.tolist(), logp.float().tolist()))
     teacher = {

@@ -17,8 +17,8 @@ from rlsys.convert.table import entries
 from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model.chunks import EXPERT_BIAS
-from rlsys.trainer.model.mtp import PredictingModel, predicted
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
+from rlsys.trainer.model.mtp import MTPModel, predicted_tokens
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny
@@ -58,15 +58,15 @@ def no_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor
 def logps_of(trainer: Trainer, batch: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
     """Of each sequence's tokens 2.., by its row; the gradient of their negative sum stays in the buffers."""
     kept: list[tuple[Share, Tensor]] = []
-    upstream = PredictingModel.predictions
+    upstream = MTPModel.predictions
 
-    def keep(model: PredictingModel, share: Share, *, trunk: bool) -> Tensor:
+    def keep(model: MTPModel, share: Share, *, trunk: bool) -> Tensor:
         found = upstream(model, share, trunk=trunk)
         kept.append((share, found.detach().float().log_softmax(-1)))
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(PredictingModel, "predictions", keep)
+        patch.setattr(MTPModel, "predictions", keep)
         for model in trainer.models:
             model.zero_grad_buffer()
         trainer.passes.accumulate(batch, no_loss)
@@ -222,4 +222,4 @@ def test_which_tokens_are_predicted() -> None:
     micro = MicroBatch.of_tokens(torch.arange(9))
     micro.cu_seqlens = torch.tensor([0, 5, 9], dtype=torch.int32)
     micro.mask = torch.tensor([0.0, 1, 1, 0, 1, 1, 1, 1, 1])
-    assert predicted(micro).nonzero().flatten().tolist() == [2, 4, 7, 8]
+    assert predicted_tokens(micro).nonzero().flatten().tolist() == [2, 4, 7, 8]

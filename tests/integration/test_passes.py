@@ -21,7 +21,7 @@ from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.step import (
     micro_loss,
     pack_rows,
-    ready,
+    prepare_batches,
     sample_table,
     score_parked,
     shuffled,
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
             open_ones.pop().close()
         config = cases.config_of(None, tmp_path / "run", *overrides)
         objective = Objective(config.algo)
-        open_ones.append(Trainer(config, objective.asks.passes))
+        open_ones.append(Trainer(config, objective.requirements.passes))
         return open_ones[0], objective
 
     yield make
@@ -137,8 +137,8 @@ def test_the_reference_takes_its_own_experts(replay: str, start: Callable[..., A
     with torch.no_grad():
         for parameter in dict(trainer.named_parameters()).values():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
-    (batch,) = ready(trainer, objective, plan, taken, [list(rows)])
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
+    (batch,) = prepare_batches(trainer, objective, plan, taken, [list(rows)])
     found = by_row(batch, [micro.signal("ref") for micro in batch])
     assert gap(found, expected) <= 1e-6
     current = by_row(batch, trainer.passes.logprobs(batch))
@@ -152,17 +152,19 @@ class Scored(Objective):
 
     def __init__(self, section: AlgoSection) -> None:
         super().__init__(section)
-        self.asks = replace(self.asks, scored=self.asks.passes, looks_ahead=("the test",))
+        self.requirements = replace(
+            self.requirements, scored=self.requirements.passes, looks_ahead=("the test",)
+        )
 
 
 def gradients(trainer: Trainer, objective: Objective, taken: TrainBatch) -> tuple[float, Tensor, int]:
     """Loss and gradient of a step's first update, and how many micro-batches were scored for all updates."""
     scored: list[int] = []
     plain, trainer.passes.score = trainer.passes.score, lambda b, *a: (scored.append(len(b)), plain(b, *a))[1]  # type: ignore
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
     rows = shuffled(plan.rows, objective._minibatches, (0, taken.train_step))
-    first = ready(trainer, objective, plan, taken, rows)[0]
-    if objective.asks.prepares:
+    first = prepare_batches(trainer, objective, plan, taken, rows)[0]
+    if objective.requirements.prepares:
         objective.prepare(first, trainer.passes.sum_over_dp)
     sums: list[Tensor] = []
 
@@ -218,8 +220,8 @@ def test_no_scoring_pass_where_old_is_what_training_computes(name: str, start: C
 def test_who_looks_ahead_has_the_pass(overrides: tuple[str, ...], start: Callable[..., Any]) -> None:
     trainer, objective = start(*overrides)
     taken = recorded()
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
-    (batch,) = ready(trainer, objective, plan, taken, [list(range(4))])
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
+    (batch,) = prepare_batches(trainer, objective, plan, taken, [list(range(4))])
     assert all(micro.old is not None and not micro.old_is_current for micro in batch)
 
 

@@ -97,7 +97,7 @@ def test_a_reward_model_loads_in_transformers_with_the_same_values(workplace: Pa
     told = [preference.preference_step(trainer, loss, cases.traces(), 1e-3) for _ in range(4)]
     trainer.export_hf(tmp_path / "model")
     batch = trainer.passes.pack(
-        [preference._sample(t, i, of_values=True) for i, t in enumerate(cases.traces())]
+        [preference._sample(t, i, uses_values=True) for i, t in enumerate(cases.traces())]
     )
     mine = torch.zeros(len(cases.traces()))
     for micro, scores in zip(batch, trainer.passes.score(batch), strict=True):

@@ -21,8 +21,15 @@ from rlsys.core.types import LogProbRequest
 from rlsys.obs.token_records import read_floats, read_records
 from rlsys.trainer.model.entropy import ROWS, logprob_and_entropy
 from rlsys.trainer.pack import MicroBatch
-from rlsys.trainer.step import Early, go_backward, ready, sample_table, score_parked, train_step
-from rlsys.trainer.token_log import Noted, write_notes
+from rlsys.trainer.step import (
+    EarlyPasses,
+    backward_early,
+    prepare_batches,
+    sample_table,
+    score_parked,
+    train_step,
+)
+from rlsys.trainer.token_log import MicroBatchRecord, write_token_log
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import notes_cases as notes
 from tests.helpers import signal_cases as cases
@@ -40,7 +47,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
             open_ones.pop().close()
         config: Config = cases.config_of(None, tmp_path / "run", *overrides, f"trainer.lr={lr}")
         objective = Objective(config.algo)
-        open_ones.append(Trainer(config, objective.asks.passes))
+        open_ones.append(Trainer(config, objective.requirements.passes))
         return open_ones[0], objective
 
     yield make
@@ -54,9 +61,9 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def scored(trainer: Trainer, objective: Objective) -> list[MicroBatch]:
     taken = cases.single_rewards(cases.recorded())
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.asks.needs))
+    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
     rows = list(range(sum(len(g.samples) for g in taken.groups)))
-    return ready(trainer, objective, plan, taken, [rows])[0]
+    return prepare_batches(trainer, objective, plan, taken, [rows])[0]
 
 
 def test_entropy_and_its_gradient_equal_the_plain_formula(start: Callable[..., Any]) -> None:
@@ -94,9 +101,9 @@ def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callab
     for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
         for row, end in zip(micro.rows.tolist(), micro.cu_seqlens[1:].tolist(), strict=True):
             expected[rows[row].sample_id] = logp[end - len(rows[row].response_ids) : end].tolist()
-    noted: list[Noted] = []
-    train_step(trainer, objective, taken, notes=noted)
-    write_notes(trainer, taken, noted)
+    noted: list[MicroBatchRecord] = []
+    train_step(trainer, objective, taken, records=noted)
+    write_token_log(trainer, taken, noted)
     found = read_records(trainer.config.run.dir, taken.train_step)
     assert set(found) == {s.sample_id for g in kept for s in g.samples}
     for group, sample in ((g, s) for g in kept for s in g.samples):
@@ -370,8 +377,8 @@ def test_every_step_that_went_backward_early_is_one_update(start: Callable[..., 
     expected = train_step(trainer, objective, taken)
     again, objective = start(lr=1e-3)
     for _ in range(2):
-        early = Early()
-        go_backward(again, objective, taken, early)
+        early = EarlyPasses()
+        backward_early(again, objective, taken, early)
         found = train_step(again, objective, taken, early)
     for name in ("loss", "grad_norm", "clip_share", "mismatch_mean"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name

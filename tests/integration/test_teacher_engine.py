@@ -20,7 +20,7 @@ from rlsys.engine.cpu.platform import declare_torchvision_ops
 from rlsys.engine.wire import make_session
 from rlsys.ledger.reader import RunReader
 from rlsys.obs.metrics import read_metrics
-from rlsys.planning.teacher import AWAY
+from rlsys.planning.teacher import UNAVAILABLE
 from rlsys.trainer.pack import TrainSample
 from rlsys.trainer.teacher import Teachers, add_teacher
 from rlsys.trainer.trainer import Trainer
@@ -144,7 +144,7 @@ def test_a_policy_comes_ten_times_nearer_in_a_run_that_outlives_its_teacher(tmp_
     try:
         session.wait_for_steps(2)
         kill(session.find("rlsys.engine.server", str(teacher)))
-        session.wait_for(lambda: AWAY in (run / "logs" / "rollout.log").read_text())
+        session.wait_for(lambda: UNAVAILABLE in (run / "logs" / "rollout.log").read_text())
         session.wait_for_steps(9)
         before = kept(run, 8)
         kill(session.find("rlsys.rollout.service"))

@@ -130,7 +130,7 @@ def test_a_set_that_was_written_goes_on_bit_for_bit(trainer: Trainer) -> None:
         return [done.loss, done.grad_norm, *_sums(resident.copy())]
 
     step()
-    written = resident.copy().saved()
+    written = resident.copy().to_bytes()
     expected = [step(), step()]
     resident.enter(AdapterState.read(written))
     assert [step(), step()] == expected

@@ -98,8 +98,8 @@ def test_a_disk_that_takes_no_more_is_said(trainer: Trainer) -> None:
     trainer.save_checkpoint(2)
     pending = trainer._checkpoints._pending
     assert pending is not None
-    pending.writing.done(wait=True)
-    pending.writing.error = "OSError: No space left on device"
+    pending.write.is_done(wait=True)
+    pending.write.error = "OSError: No space left on device"
     with pytest.raises(
         RunError, match=r"step-000002: .* could not be written: rank 0: OSError: No space left"
     ):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlsys.algo import build
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.config import Config
 from rlsys.core.types import Prompt, Sample, SampleGroup, Status
 from rlsys.data import Tokenizer
@@ -64,10 +64,10 @@ async def test_advantages_of_branches_are_those_of_a_count_of_tokens(
         sample.reward = float(sum(sample.response_ids) % 3) / 2
     method = build("advantage", "branch_grpo")
     everybody = torch.ones(len(samples), dtype=torch.bool)
-    table = replace(sample_table(groups, 1, method.needs()), counted=everybody)
+    table = replace(sample_table(groups, 1, method.needs()), eligible=everybody)
     parts = pack([TrainSample.of(s, row) for row, s in enumerate(samples)], 256)
     assert len(parts) > 1
-    found = method.per_token(method(table), table, parts, alone)
+    found = method.per_token(method(table), table, parts, single_rank)
     expected = []
     for group in groups:
         stems = [-1 if s.fork is None else s.fork.source for s in group.samples]

@@ -151,7 +151,7 @@ def test_what_is_not_installed_is_said_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
-        setup.say_what_is_missing()
+        setup.log_missing_libraries()
     assert "Transformer Engine" in caplog.text and "Apex" in caplog.text
 
 
@@ -208,7 +208,7 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(weight_update_cost, "plan_senders", plan_senders)
     config = SimpleNamespace(weights=SimpleNamespace(method="sharded"))
     with pytest.raises(Stop):
-        weight_push.WeightPush(SimpleNamespace(config=config, served=None), SimpleNamespace())
+        weight_push.WeightPush(SimpleNamespace(config=config, served_config=None), SimpleNamespace())
     with pytest.raises(Stop):
         weight_update_cost.sender_plan(config, None)
     assert asked == [not cuda, not cuda]

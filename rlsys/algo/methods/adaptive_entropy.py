@@ -56,13 +56,13 @@ class AdaptiveEntropy(EntropyBonus):
         """Everywhere, also with a weight of 0: only an update measures the entropy that makes it rise."""
         return torch.full_like(advantages, self.highest > 0, dtype=torch.bool)
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        loss, _ = super().__call__(view, prepared)
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        loss, _ = super().__call__(view, update_stats)
         return loss, {"entropy_coefficient": loss.detach().new_full(loss.shape, self.weight())}
 
     def observe(self, metrics: dict[str, float]) -> None:
         entropy = metrics["entropy"]
-        if math.isfinite(entropy):  # else the trainer skips that update as well
+        if math.isfinite(entropy):  # otherwise the trainer skips that update as well
             change = self.delta if entropy <= self.target else -self.delta
             self._coefficient = min(max(self._steered + change, self.lowest), self.highest)
             self._entropy = entropy

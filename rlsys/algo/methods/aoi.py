@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from rlsys.algo.planners import Accept, Decision, GroupLimit, More, Planner, PositiveInt, success_rate
+from rlsys.algo.planners import Accept, AddSamples, Decision, GroupLimit, Planner, PositiveInt, success_rate
 from rlsys.core.types import SampleGroup
 
 
@@ -43,22 +43,22 @@ class Aoi(Planner):
         self._guided.pop(group_id, None)
         self._mined.discard(group_id)
 
-    def wants_guidance(self, group: SampleGroup) -> Sequence[int]:
+    def needs_guidance(self, group: SampleGroup) -> Sequence[int]:
         if group.group_id in self._mined or success_rate(group, self.correct) > self.below:
             return ()
         failed = [s.index for s in group.samples if s.reward is not None and s.reward <= self.correct]
         return failed[: self.shown]
 
-    def hear_guidance(self, group_id: int, prompt_ids: Sequence[int]) -> None:
+    def receive_guidance(self, group_id: int, prompt_ids: Sequence[int]) -> None:
         self._guided[group_id] = tuple(prompt_ids)
 
     def decide(self, group: SampleGroup) -> Decision:
-        found = self._guided.pop(group.group_id, None)
-        if group.group_id in self._mined or found is None:
+        prompt_ids = self._guided.pop(group.group_id, None)
+        if group.group_id in self._mined or prompt_ids is None:
             self._mined.discard(group.group_id)
             return Accept()
         self._mined.add(group.group_id)
-        return More(self.samples, found)
+        return AddSamples(self.samples, prompt_ids)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mined": sorted(self._mined)}

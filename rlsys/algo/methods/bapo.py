@@ -1,8 +1,8 @@
 """BAPO: balanced policy optimisation with adaptive clipping.
 
-Needs `now`, the log-probs just before the update, for a pass over all tokens before the backward. The decision is a
-function of sums over all ranks, and does not depend on the signs of log-ratios that are only rounding: another CPU or
-another layout rounds otherwise.
+Needs `current`, the log-probs just before the update, for a pass over all tokens before the backward pass. The
+decision is a function of sums over all ranks, and does not depend on the signs of log-ratios that are only rounding:
+another CPU or another layout rounds differently.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
-from rlsys.algo.losses import Figures, Loss, View, clipped_surrogate, log_ratios, lost_gradient
+from rlsys.algo.losses import Figures, Loss, View, clipped_surrogate, gradient_is_clipped, log_ratios
 from rlsys.algo.reduction import Reduce
 
-MOST_TRIES = 10_000
+MAX_BOUNDS = 10_000
 """Bounds that BAPO compares in one update: each is a column of a small table on every rank."""
 
 
@@ -62,15 +62,15 @@ class Bapo(Loss):
             if start > end:
                 raise ValueError(f"{side}_min = {start} must not be above {side}_max = {end}")
         tries = (self.low_max - self.low_min + self.high_max - self.high_min) / self.step
-        if tries > MOST_TRIES:
-            raise ValueError(f"step = {self.step} makes {tries:.3g} bounds to try; at most {MOST_TRIES}")
+        if tries > MAX_BOUNDS:
+            raise ValueError(f"step = {self.step} makes {tries:.3g} bounds to try; at most {MAX_BOUNDS}")
         return self
 
     def needs(self) -> frozenset[str]:
-        return frozenset({"now"})
+        return frozenset({"current"})
 
     def path(self) -> list[tuple[float, float]]:
-        """The bounds tried, in order."""
+        """Return the compared bounds, in order."""
         lows = _ladder(self.low_min, self.low_max, self.step)
         highs = _ladder(self.high_min, self.high_max, self.step)
         return [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]
@@ -80,8 +80,11 @@ class Bapo(Loss):
         lows, highs = (torch.tensor(side, dtype=torch.float64) for side in zip(*path, strict=True))
         sums = torch.zeros(2, len(path), dtype=torch.float64, device=parts[0].mu.device)
         for part, delta in zip(parts, log_ratios(parts, anchors), strict=True):
-            counted = part.counted_tokens
-            ratio, advantages = delta.double().exp()[counted], part.signal("advantages").double()[counted]
+            is_counted = part.counted_tokens
+            ratio, advantages = (
+                delta.double().exp()[is_counted],
+                part.signal("advantages").double()[is_counted],
+            )
             good, bad = advantages >= 0, advantages < 0
             under, over, weight = split_sums(ratio[good], advantages[good], highs)
             sums[0] += under + highs.to(weight) * (weight.sum() - over)
@@ -91,21 +94,24 @@ class Bapo(Loss):
         enough = (positive >= self.target * negative * (1 - TIE)).tolist()
         return path[enough.index(True)] if True in enough else path[-1]
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        bounds = (*prepared, self.dual)
-        lost = lost_gradient(view.ratio.detach(), view.advantages, *bounds)
-        return clipped_surrogate(view.ratio, view.advantages, *bounds), {"clipped": lost}
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        bounds = (*update_stats, self.dual)
+        clipped = gradient_is_clipped(view.ratio.detach(), view.advantages, *bounds)
+        return clipped_surrogate(view.ratio, view.advantages, *bounds), {"clipped": clipped}
 
 
 def split_sums(values: Tensor, weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For ascending edges `[E]`: sums over values <= edge of value * weight and of weight, `[E]`; and the weights."""
-    place = torch.bucketize(values, edges.to(values.device))
-    sums = [torch.bincount(place, weights=w, minlength=len(edges) + 1) for w in (values * weights, weights)]
+    """Return, for ascending edges `[E]`, sums over values <= edge of value * weight and of weight, `[E]`.
+
+    And the weights.
+    """
+    bucket = torch.bucketize(values, edges.to(values.device))
+    sums = [torch.bincount(bucket, weights=w, minlength=len(edges) + 1) for w in (values * weights, weights)]
     under, over = (s.cumsum(0)[: len(edges)] for s in sums)
     return under, over, weights
 
 
 def _ladder(start: float, end: float, step: float) -> list[float]:
-    """start, start + step, ..., end."""
+    """Return start, start + step, ..., end."""
     count = max(0, math.ceil((end - start) / step - 1e-9))
     return [*(start + i * step for i in range(count)), end]

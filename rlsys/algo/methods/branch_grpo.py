@@ -1,7 +1,7 @@
 """Advantages of responses that are branches of a tree: BranchGRPO's, by depth.
 
-Shapes: N samples, T packed tokens. A node is a stretch of tokens between two places where branches fork; all samples
-that have it share it. A node's depth is the number of forks before it on the way from the prompt.
+Shapes: N samples, T packed tokens. A node is a range of tokens between two positions where branches fork; all samples
+that contain it share it. A node's depth is the number of forks before it on the path from the prompt.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from rlsys.algo.segments import groups_of
 
 
 class Node(NamedTuple):
-    """Response tokens from `start` on of the sample at `owner`, which is the first that has them."""
+    """Response tokens from `start` on of the sample `owner`, which is the first sample with these tokens."""
 
     owner: int
     start: int
 
 
 def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
-    """The nodes of each sample of a group, from the prompt to its end.
+    """Return the nodes of each sample of a group, from the prompt to its end.
 
-    `stems`: the place of the sample that each branches off, -1 for none. `forks`: at which of its tokens.
+    `stems`: the index of the sample that each branches off, -1 for none. `forks`: at which of its tokens.
     """
     owners = list(stems)
-    for place, at in enumerate(
+    for index, at in enumerate(
         forks
-    ):  # one that forks within what its stem was given branches off that one's stem
-        while owners[place] >= 0 and stems[owners[place]] >= 0 and at <= forks[owners[place]]:
-            owners[place] = stems[owners[place]]
+    ):  # a fork within the shared tokens of its stem branches off the stem's stem
+        while owners[index] >= 0 and stems[owners[index]] >= 0 and at <= forks[owners[index]]:
+            owners[index] = stems[owners[index]]
     cuts: list[set[int]] = [set() for _ in stems]  # where others branch off it
     for owner, at in zip(owners, forks, strict=True):
         if owner >= 0 and at > 0:
             cuts[owner].add(at)
 
-    def path(place: int, end: float) -> list[Node]:
-        """Of its tokens before `end`."""
-        shared = forks[place] if owners[place] >= 0 else 0
-        before = path(owners[place], min(shared, end)) if shared else []
-        own = [] if shared >= end else [shared, *sorted(c for c in cuts[place] if shared < c < end)]
-        return before + [Node(place, start) for start in own]
+    def path(index: int, end: float) -> list[Node]:
+        """Return the nodes of the sample's tokens before `end`."""
+        shared = forks[index] if owners[index] >= 0 else 0
+        shared_nodes = path(owners[index], min(shared, end)) if shared else []
+        starts = [] if shared >= end else [shared, *sorted(c for c in cuts[index] if shared < c < end)]
+        return shared_nodes + [Node(index, start) for start in starts]
 
-    return [path(place, float("inf")) for place in range(len(stems))]
+    return [path(index, float("inf")) for index in range(len(stems))]
 
 
 def subtree(nodes: Sequence[list[Node]], in_tree: Sequence[bool]) -> list[list[Node]]:
@@ -79,15 +79,15 @@ def sharers(nodes: Sequence[list[Node]], trained: Sequence[bool]) -> list[list[i
 def by_depth(rewards: Tensor, tree: Sequence[list[Node]], eps: float = 1e-8) -> list[list[tuple[int, float]]]:
     """Return (first token, advantage) of each sample's nodes in order, for a group with this tree.
 
-    A node's reward is the mean over the samples `[n]` that have it. Its advantage is (R - mean) / (std + eps) among
-    the nodes of its depth, std with n - 1; 0 where it is alone at its depth, or all rewards there agree.
+    A node's reward is the mean over the samples `[n]` that share it. Its advantage is (R - mean) / (std + eps) among
+    the nodes of its depth, std with n - 1; 0 if it is the only one at its depth, or all rewards there are equal.
     """
     least = max(1e-6, REWARD_TOLERANCE * float(rewards.abs().max()))  # the authors' bound, and rounding
     members: dict[Node, list[int]] = {}
     depth: dict[Node, int] = {}
-    for place, nodes in enumerate(tree):
+    for index, nodes in enumerate(tree):
         for level, node in enumerate(nodes):
-            members.setdefault(node, []).append(place)
+            members.setdefault(node, []).append(index)
             depth[node] = level
     advantages: dict[Node, float] = {}
     for level in set(depth.values()):
@@ -100,13 +100,12 @@ def by_depth(rewards: Tensor, tree: Sequence[list[Node]], eps: float = 1e-8) -> 
 
 
 class BranchGrpo(Advantage):
-    """The responses of a group as the branches of a tree: each stretch of tokens between two forks is compared with
-    the stretches that have as many forks before them.
+    """Compare each range of tokens between two forks with the ranges after as many forks, in a tree of responses.
 
-    A stretch has the mean reward of the samples that share it. BranchGRPO is a method for images, where a depth is a
-    denoising step; that a depth is a number of forks is our reading for text. Without forks it is GRPO.
+    A range has the mean reward of the samples that share it. BranchGRPO is a method for images, where a depth is a
+    denoising step; a depth that is a number of forks is our adaptation to text. Without forks it is GRPO.
 
-    A stretch that k trained samples share is trained once, as by the authors (collect_all_transitions): it is in the
+    A range that k trained samples share is trained once, as by the authors (collect_all_transitions): it is in the
     batch k times, each with 1 / k of its advantage.
     """
 
@@ -128,15 +127,17 @@ class BranchGrpo(Advantage):
     ) -> list[Tensor]:
         nodes: dict[int, list[tuple[int, float]]] = {}
         for rows in groups_of(samples.group_ids):
-            in_tree = samples.column("counted")[rows].tolist()
-            trained = in_tree if samples.kept is None else samples.kept[rows].tolist()
-            place = {int(p): i for i, p in enumerate(samples.column("place")[rows])}
-            stems = [place.get(int(s), -1) for s in samples.column("stem")[rows]]
+            in_tree = samples.column("eligible")[rows].tolist()
+            trained = in_tree if samples.selected is None else samples.selected[rows].tolist()
+            index_of = {int(p): i for i, p in enumerate(samples.column("index_in_group")[rows])}
+            stems = [index_of.get(int(s), -1) for s in samples.column("stem")[rows]]
             forks = [int(f) for f in samples.column("fork_at")[rows]]
             tree = subtree(paths(stems, forks), in_tree)
-            found = by_depth(advantages[rows], tree, self.eps)
-            for row, of_nodes, counts in zip(rows.tolist(), found, sharers(tree, trained), strict=True):
-                nodes[row] = [(at, a / max(k, 1)) for (at, a), k in zip(of_nodes, counts, strict=True)]
+            branch_advantages = by_depth(advantages[rows], tree, self.eps)
+            for row, node_advantages, counts in zip(
+                rows.tolist(), branch_advantages, sharers(tree, trained), strict=True
+            ):
+                nodes[row] = [(at, a / max(k, 1)) for (at, a), k in zip(node_advantages, counts, strict=True)]
         return [part.masked(self._spread(part, nodes)) for part in parts]
 
     def _spread(self, part: Batch, nodes: dict[int, list[tuple[int, float]]]) -> Tensor:

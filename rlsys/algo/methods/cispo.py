@@ -23,7 +23,7 @@ class Cispo(Loss):
     clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The weight is at least 1 - clip_low; 1, the default, is no lower bound."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         ratio = view.ratio.detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return -weight * view.advantages * view.logp, {"capped_share": (weight != ratio).to(weight)}

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Batch, Samples
-from rlsys.algo.draws import ordered, sample_draws
+from rlsys.algo.draws import argsort_with_draws, sample_draws
 from rlsys.algo.reduction import Reduce, table_sum, threshold
 from rlsys.algo.segments import sum_by
 from rlsys.algo.selectors import Selector
@@ -21,17 +21,19 @@ TIE = 2.0**-20
 
 
 def widest_subset(values: Tensor, count: int, draws: Tensor) -> Tensor:
-    """The `count` of N values with the largest variance, `[N]` bool: some of the smallest and some of the largest.
+    """Select the `count` of N values with the largest variance, `[N]` bool.
+
+    Some of the smallest and some of the largest.
 
     Sorted, it is always a prefix and a suffix, so all `count` + 1 candidates are compared in O(N log N). `draws`
-    `[N]` order equal values: with rewards of 0 and 1 most are.
+    `[N]` order equal values: with rewards of 0 and 1 most are equal.
     """
     n = len(values)
     if count >= n:
         return torch.ones(n, dtype=torch.bool, device=values.device)
     values = values.double().cpu()
     scale = values.abs().max().clamp(min=1e-30)
-    order = ordered((values / scale / TIE).round(), draws.cpu())
+    order = argsort_with_draws((values / scale / TIE).round(), draws.cpu())
     sorted_values = values[order]
     zero = sorted_values.new_zeros(1)
     sums, squares = (
@@ -90,20 +92,20 @@ class D3S(Selector):
     def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
         if self.denominator == "all" or not mass.any():
             return 1.0
-        kept = float(mass[(weight != 0).to(mass.device)].sum() / mass.sum())
-        return kept * self._share(self.tokens_start, self.tokens_end, step)
+        share = float(mass[(weight != 0).to(mass.device)].sum() / mass.sum())
+        return share * self._share(self.tokens_start, self.tokens_end, step)
 
     @staticmethod
     def _tokens(parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> float:
-        """Counted tokens of the kept samples, with those that have no gradient and are not packed."""
-        rows, kept = [part.rows for part in parts], samples.column("kept").cpu()
+        """Count the tokens of the selected samples, including those without a gradient, which are not packed."""
+        rows, selected = [part.rows for part in parts], samples.column("selected").cpu()
 
-        def of_rows(tokens: list[Tensor]) -> Tensor:
+        def sum_by_row(tokens: list[Tensor]) -> Tensor:
             sums = [sum_by(t.double(), p.ids, p.sequences) for t, p in zip(tokens, parts, strict=True)]
             return table_sum(sums, rows, len(samples), reduce).cpu()
 
-        packed, counted = of_rows([p.keep for p in parts]), of_rows([p.counted_tokens for p in parts])
-        return float(torch.where(packed > 0, counted, samples.lengths.cpu().double())[kept].sum())
+        packed, counts = sum_by_row([p.keep for p in parts]), sum_by_row([p.counted_tokens for p in parts])
+        return float(torch.where(packed > 0, counts, samples.lengths.cpu().double())[selected].sum())
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
         share = self._share(self.tokens_start, self.tokens_end, samples.step)
@@ -114,20 +116,22 @@ class D3S(Selector):
         ]
         positive = [s[(s > 0) & p.counted_tokens] for s, p in zip(scores, parts, strict=True)]
         device = positive[0].device if positive else torch.device("cpu")
-        found = torch.tensor([float(sum(len(v) for v in positive)), 0.0], dtype=torch.float64, device=device)
-        wanted = share * self._tokens(parts, samples, reduce)
-        dropped = max(0.0, float(reduce(found)[0]) - wanted)
+        candidates = torch.tensor(
+            [float(sum(len(v) for v in positive)), 0.0], dtype=torch.float64, device=device
+        )
+        target = share * self._tokens(parts, samples, reduce)
+        dropped = max(0.0, float(reduce(candidates)[0]) - target)
         largest = _largest(positive, reduce)
 
         def holds(edges: Tensor, counts: Tensor, _sums: Tensor) -> Tensor:
             return counts <= dropped
 
-        cut = threshold(positive, holds, 0.0, largest, reduce)
-        return [(s > cut).to(s) for s in scores]
+        bound = threshold(positive, holds, 0.0, largest, reduce)
+        return [(s > bound).to(s) for s in scores]
 
 
 def _largest(values: Sequence[Tensor], reduce: Reduce) -> float:
-    """A power of two that no value of any rank exceeds, from sums alone."""
+    """Return a power of two that no value of any rank exceeds, from sums alone."""
     powers = torch.arange(-30, 31, dtype=torch.float64)
     over = torch.zeros(len(powers), dtype=torch.float64)
     for value in values:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from rlsys.algo.planners import Accept, Decision, GroupLimit, More, Planner, success_rate
+from rlsys.algo.planners import Accept, AddSamples, Decision, GroupLimit, Planner, success_rate
 from rlsys.core.types import SampleGroup
 
 
@@ -46,18 +46,18 @@ class Dars(Planner):
             signal, peak = 2 * p * (1 - p), n / 2
         else:
             signal, peak = 2 * math.sqrt(p * (1 - p)), float(n)
-        wanted = peak if self.schedule == "equal" else 2 * (1 - p) * peak
-        return max(0, min(math.ceil((wanted - n * signal) / signal - 1e-9), self.largest - n))
+        target = peak if self.schedule == "equal" else 2 * (1 - p) * peak
+        return max(0, min(math.ceil((target - n * signal) / signal - 1e-9), self.largest - n))
 
     def decide(self, group: SampleGroup) -> Decision:
         key = str(group.group_id)
         if self._stage.pop(key, 0):
             return Accept()
-        more = self.extra(success_rate(group, self.correct), len(group.samples))
-        if not more:
+        extra = self.extra(success_rate(group, self.correct), len(group.samples))
+        if not extra:
             return Accept()
         self._stage[key] = 1
-        return More(more)
+        return AddSamples(extra)
 
     def state_dict(self) -> dict[str, Any]:
         return {"stage": self._stage}

@@ -1,4 +1,4 @@
-"""Which turns are trained: those in which the policy was least sure (DART).
+"""DART: selection of the turns in which the policy was least certain.
 
 Shapes: N samples, K turns of the one with most, T packed tokens.
 """
@@ -18,34 +18,36 @@ from rlsys.algo.reduction import Reduce
 from rlsys.algo.segments import groups_of
 from rlsys.algo.selectors import Selector
 
-MOST_TURNS = 256
-"""Turns of a sample that are told apart; the later ones count as one."""
+MAX_TURNS = 256
+"""Number of distinguished turns of a sample; later turns count as one."""
 
 
 def turn_entropies(parts: Sequence[Batch], samples: int, reduce: Reduce) -> Tensor:
-    """Mean entropy of each turn's counted tokens over all ranks, `[N, K]` float64; NaN where there is no turn."""
+    """Compute the mean entropy of each turn's counted tokens over all ranks, `[N, K]` float64; NaN without a turn."""
     device = parts[0].mu.device
-    sums = torch.zeros(2, samples * MOST_TURNS, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, samples * MAX_TURNS, dtype=torch.float64, device=device)
     for part in parts:
-        counted = part.counted_tokens
-        place = part.rows.to(device)[part.ids] * MOST_TURNS + _turn(part)
+        is_counted = part.counted_tokens
+        turn_index = part.rows.to(device)[part.ids] * MAX_TURNS + _turn(part)
         entropy = part.signal("entropy").detach().double()
         for k, values in enumerate((entropy, torch.ones_like(entropy))):
-            sums[k].index_add_(0, place[counted], values[counted])
+            sums[k].index_add_(0, turn_index[is_counted], values[is_counted])
     total, count = reduce(sums)
-    return (total / count).view(samples, MOST_TURNS)
+    return (total / count).view(samples, MAX_TURNS)
 
 
 def least_sure(entropies: Tensor, group_ids: Tensor, share: float) -> Tensor:
-    """The ceil(share * n) of a group's n turns with the largest entropy, and those that equal the last of them;
-    `[N, K]` bool."""
+    """Select the ceil(share * n) of a group's n turns with the largest entropy, and ties of the last of them.
+
+    Returns `[N, K]` bool.
+    """
     out = torch.zeros_like(entropies, dtype=torch.bool)
     for rows in groups_of(group_ids):
-        found = entropies[rows.to(entropies.device)]
-        there = found[~found.isnan()]
-        if len(there):
-            cut = there.sort(descending=True).values[math.ceil(share * len(there) - 1e-9) - 1]
-            out[rows.to(out.device)] = found >= cut
+        group_entropies = entropies[rows.to(entropies.device)]
+        present = group_entropies[~group_entropies.isnan()]
+        if len(present):
+            bound = present.sort(descending=True).values[math.ceil(share * len(present) - 1e-9) - 1]
+            out[rows.to(out.device)] = group_entropies >= bound
     return out
 
 
@@ -67,14 +69,14 @@ class UnsureTurns(Selector):
         return frozenset({"entropy"})
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
-        chosen = least_sure(turn_entropies(parts, len(samples), reduce), samples.group_ids, self.share)
+        selected = least_sure(turn_entropies(parts, len(samples), reduce), samples.group_ids, self.share)
         return [
-            chosen[part.rows.to(chosen.device)[part.ids], _turn(part)].to(part.mu)
+            selected[part.rows.to(selected.device)[part.ids], _turn(part)].to(part.mu)
             * (part.mask > 0).to(part.mu)
             for part in parts
         ]
 
 
 def _turn(part: Batch) -> Tensor:
-    """`[T]`; any number where no model sampled the token."""
-    return part.signal("turns").clamp(min=0, max=MOST_TURNS - 1)
+    """`[T]`: turn of each token; any number if no model sampled the token."""
+    return part.signal("turns").clamp(min=0, max=MAX_TURNS - 1)

@@ -24,7 +24,7 @@ class DecoupledPPO(CorrectionPlugin):
     above: Literal["clamp", "mask"] = "mask"
     """What happens to a token above it."""
 
-    def __call__(self, view: View, prepared: Any) -> Correction:
+    def __call__(self, view: View, update_stats: Any) -> Correction:
         rho = view.log_behaviour_ratio.exp()
         keep = view.keep if self.above == "clamp" else view.keep & (rho <= self.cap)
         return Correction(rho.clamp(max=self.cap), keep)

@@ -1,4 +1,4 @@
-"""Samples that a selector put off for an extra update in a later step, first in, first out. No torch."""
+"""Samples that a selector deferred to an extra update in a later step, first in, first out. No torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 
 
-class PutOff(Generic[Item]):
-    """Owns them. Every rank keeps the same store, because all ranks take the same groups.
+class DeferredSamples(Generic[Item]):
+    """Owner of the deferred samples. Every rank keeps the same store, because all ranks take the same groups.
 
-    `items` hold everything that a later update needs, advantages included: they are those of their own group.
+    `items` contain everything that a later update needs, including advantages, which are those of their own group.
     """
 
     def __init__(self, capacity: int, max_age: int) -> None:
@@ -22,17 +22,17 @@ class PutOff(Generic[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, step: int, items: Iterable[Item]) -> None:
+    def add(self, step: int, items: Iterable[Item]) -> None:
         """Store items of this train step."""
         self._items.extend((step, item) for item in items)
 
     def take(self, step: int) -> list[Item]:
-        """The oldest `capacity` items when there are so many, else none. What is too old is dropped and counted."""
+        """Return the oldest `capacity` items if there are that many, else none. Drops and counts expired items."""
         fresh = [(born, item) for born, item in self._items if step - born <= self._max_age]
         self.expired += len(self._items) - len(fresh)
-        cut = self._capacity if len(fresh) >= self._capacity else 0
-        self._items = fresh[cut:]
-        return [item for _, item in fresh[:cut]]
+        count = self._capacity if len(fresh) >= self._capacity else 0
+        self._items = fresh[count:]
+        return [item for _, item in fresh[:count]]
 
     def state_dict(self, encode: Callable[[Item], Any]) -> dict[str, Any]:
         return {"items": [[born, encode(item)] for born, item in self._items], "expired": self.expired}

@@ -15,14 +15,17 @@ _LEAST = 1e-7
 
 
 def with_rest(logp: Tensor) -> Tensor:
-    """Log-probs `[..., K]` of some tokens, and of all others together: `[..., K + 1]`."""
-    known = logp.logsumexp(-1, keepdim=True).clamp(max=-_LEAST)
-    return torch.cat([logp, torch.log(-torch.expm1(known))], -1)
+    """Return log-probs `[..., K]` of some tokens, and of all others together: `[..., K + 1]`."""
+    total = logp.logsumexp(-1, keepdim=True).clamp(max=-_LEAST)
+    return torch.cat([logp, torch.log(-torch.expm1(total))], -1)
 
 
 def divergence(policy: Tensor, teacher: Tensor, direction: float) -> Tensor:
-    """`[...]`, of log-probs `[..., K]` of the same tokens. 1: KL(policy || teacher). 0: KL(teacher || policy).
-    Between: the generalised Jensen-Shannon divergence with weight `direction` of the teacher (GKD, eq. 1)."""
+    """Compute the divergence `[...]` of log-probs `[..., K]` of the same tokens.
+
+    1: KL(policy || teacher). 0: KL(teacher || policy). Between: the generalised Jensen-Shannon divergence with weight
+    `direction` of the teacher (GKD, eq. 1).
+    """
     if direction in (0.0, 1.0):
         of, to = (policy, teacher) if direction else (teacher, policy)
         return kl_div(to, of, reduction="none", log_target=True).sum(-1)
@@ -45,7 +48,7 @@ class Distill(Loss):
     evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
     ratio: ClassVar[bool] = False
-    alone: ClassVar[bool] = True
+    trains_policy: ClassVar[bool] = True
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight."""
 
@@ -55,7 +58,7 @@ class Distill(Loss):
     def needs_before(self) -> frozenset[str]:
         return frozenset()
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         if view.divergence is None:
             raise ValueError("the loss was called without the divergence, which the term 'distill' needs")
         return self.weight * view.divergence, {"divergence": view.divergence.detach()}

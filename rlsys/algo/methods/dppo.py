@@ -18,9 +18,11 @@ TINY = 1e-8
 
 
 def binary_kl(anchor: Tensor, logp: Tensor) -> Tensor:
-    """KL(anchor || policy) between "this token" and "any other", from both log-probs `[T]`."""
-    others, others_now = -torch.expm1(anchor), -torch.expm1(logp)
-    return anchor.exp() * (anchor - logp) + others * ((others + TINY) / (others_now + TINY)).log()
+    """Compute KL(anchor || policy) between "this token" and "any other", from both log-probs `[T]`."""
+    other_probs, other_probs_now = -torch.expm1(anchor), -torch.expm1(logp)
+    return (
+        anchor.exp() * (anchor - logp) + other_probs * ((other_probs + TINY) / (other_probs_now + TINY)).log()
+    )
 
 
 class Dppo(Loss):
@@ -51,15 +53,17 @@ class Dppo(Loss):
             )
         return self
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         logp, anchor = view.logp.detach(), view.anchor.detach()
         rise = logp.exp() - anchor.exp()
         up = view.advantages > 0
         if self.divergence == "tv":
             outside = torch.where(up, rise > self.high, rise < -self.low)
         else:
-            away = binary_kl(anchor, logp)
-            outside = torch.where(up, (away > self.high) & (rise > 0), (away > self.low) & (rise < 0))
+            divergence = binary_kl(anchor, logp)
+            outside = torch.where(
+                up, (divergence > self.high) & (rise > 0), (divergence > self.low) & (rise < 0)
+            )
         ratio = view.ratio.detach()
         weight = ratio.clamp(max=self.cap) * ~outside
         figures = {"clipped": outside, "capped_share": (~outside & (ratio > self.cap)).to(ratio)}

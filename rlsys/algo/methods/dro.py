@@ -28,5 +28,5 @@ class Dro(Loss):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Weight of the square. verl has no default; this is ROLL's for the same formula (kimi15)."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         return -view.advantages * view.logp + self.beta / 2 * view.log_ratio**2, {}

@@ -19,12 +19,12 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 def tail_means(batch: Batch, values: Tensor, tail: int) -> Tensor:
-    """Mean of `values` `[T]` over the last `tail` trained tokens of each sequence, at each of its tokens, `[T]`."""
+    """Average `values` `[T]` over the last `tail` trained tokens of each sequence, at each of its tokens, `[T]`."""
     keep = batch.keep.to(values.dtype)
     upto = keep.cumsum(0)
-    whole = sum_by(keep, batch.ids, batch.sequences)
-    before = whole.cumsum(0) - whole
-    from_end = whole[batch.ids] - (upto - before[batch.ids])  # trained tokens behind this one
+    lengths = sum_by(keep, batch.ids, batch.sequences)
+    starts = lengths.cumsum(0) - lengths
+    from_end = lengths[batch.ids] - (upto - starts[batch.ids])  # trained tokens after this one
     last = batch.keep & (from_end < tail)
     counts = sum_by(last.to(values.dtype), batch.ids, batch.sequences).clamp(min=1)
     sums = sum_by(torch.where(last, values, torch.zeros_like(values)), batch.ids, batch.sequences)
@@ -32,11 +32,13 @@ def tail_means(batch: Batch, values: Tensor, tail: int) -> Tensor:
 
 
 class EchoClip(Loss):
-    """PPO's clip with a radius for each response, wider the less confident its end: eps = narrow + (wide - narrow)
-    sigmoid(steep (1 - C_tail)). Advantages become A (1 + shape (alpha H + beta (1 - C))).
+    """PPO's clip with a radius for each response, wider the less confident its end.
 
-    H is the entropy at a token, and its confidence C the sum of the squared probabilities there. The paper says
-    neither how it measures confidence nor its coefficients: both, and all defaults, are ours.
+    eps = narrow + (wide - narrow) sigmoid(steep (1 - C_tail)). Advantages become A (1 + shape (alpha H + beta (1 -
+    C))).
+
+    H is the entropy at a token, and its confidence C the sum of the squared probabilities there. The paper states
+    neither its measure of confidence nor its coefficients: both, and all defaults, are ours.
     """
 
     paper: ClassVar[str] = "ECHO: entropy-confidence hybrid optimisation for test-time RL, clip and shaping"
@@ -57,7 +59,7 @@ class EchoClip(Loss):
     """Weight of the lack of confidence in it."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_widths(self) -> Self:
         if self.narrow > self.wide:
             raise ValueError(f"narrow = {self.narrow} must not be above wide = {self.wide}")
         return self
@@ -65,7 +67,7 @@ class EchoClip(Loss):
     def needs(self) -> frozenset[str]:
         return frozenset({"entropy", "old", "sum_pi_squared"})
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         batch = view.batch
         confidence = batch.masked(batch.signal("sum_pi_squared"))
         radius = torch.sigmoid(self.steep * (1 - tail_means(batch, confidence, self.tail)))
@@ -74,6 +76,6 @@ class EchoClip(Loss):
         advantages = view.advantages * (1 + self.shape * unsure)
         ratio, low, high = view.ratio, 1 - radius, 1 + radius
         loss = -torch.minimum(ratio * advantages, torch.clamp(ratio, low, high) * advantages)
-        now = ratio.detach()
-        clipped = ((advantages > 0) & (now > high)) | ((advantages < 0) & (now < low))
+        current = ratio.detach()
+        clipped = ((advantages > 0) & (current > high)) | ((advantages < 0) & (current < low))
         return loss, {"clipped": clipped, "clip_radius": radius}

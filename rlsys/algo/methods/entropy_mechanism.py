@@ -1,4 +1,7 @@
-"""Losses that treat apart the few tokens that lower the entropy most: where advantage and log-prob covary."""
+"""Losses with special treatment of the few tokens that lower the entropy most.
+
+Advantage and log-prob covary there.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,18 @@ from torch import Tensor
 
 from rlsys.algo.batch import Batch
 from rlsys.algo.draws import token_draws
-from rlsys.algo.losses import LOG_RATIO_LIMIT, Clip, Figures, Loss, View, lost_gradient
+from rlsys.algo.losses import LOG_RATIO_LIMIT, Clip, Figures, Loss, View, gradient_is_clipped
 from rlsys.algo.reduction import Reduce, threshold
 from rlsys.config.section import Fraction
 
 ROUNDING = 1e-3
-"""What two layouts or kernels may differ by in a log-ratio, and more: no sign is taken of less."""
+"""Upper bound of the difference between two layouts or kernels in a log-ratio: no sign is taken of less."""
 GRID = 2.0**-13
-"""Covariances, squeezed, are told apart to this; a draw decides between those that are equal."""
+"""Resolution of squeezed covariances; a draw orders those that are equal."""
 
 
 class Means(NamedTuple):
-    """Of the counted tokens of an update, over all ranks."""
+    """Means over the counted tokens of an update, over all ranks."""
 
     tokens: float
     advantage: float
@@ -30,19 +33,19 @@ class Means(NamedTuple):
 
 
 def means(parts: Sequence[Batch], reduce: Reduce) -> Means:
-    """logp: at the start of the update."""
+    """Compute the means. logp: at the start of the update."""
     sums = torch.zeros(3, dtype=torch.float64, device=parts[0].mu.device)
     for part in parts:
-        columns = (torch.ones_like(part.mu), part.signal("advantages"), part.signal("now"))
+        columns = (torch.ones_like(part.mu), part.signal("advantages"), part.signal("current"))
         sums += torch.stack([c[part.counted_tokens].double().sum() for c in columns])
     tokens, advantage, logp = reduce(sums).tolist()
     return Means(tokens, advantage / max(tokens, 1.0), logp / max(tokens, 1.0))
 
 
 def covariance(batch: Batch, of: Means) -> Tensor:
-    """(A - mean A)(logp - mean logp) of each token, `[T]` float64; 0 where masked."""
-    advantages, now = batch.signal("advantages").double(), batch.signal("now").double()
-    return batch.masked((advantages - of.advantage) * (now - of.logp))
+    """Compute (A - mean A)(logp - mean logp) of each token, `[T]` float64; 0 where masked."""
+    advantages, logp = batch.signal("advantages").double(), batch.signal("current").double()
+    return batch.masked((advantages - of.advantage) * (logp - of.logp))
 
 
 class ClipCov(Clip):
@@ -69,29 +72,33 @@ class ClipCov(Clip):
         return self
 
     def needs(self) -> frozenset[str]:
-        return frozenset({"now"})
+        return frozenset({"current"})
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return advantages != 0
 
-    def _drawn_from(self, batch: Batch, anchor: Tensor, of: Means) -> Tensor:
-        """Tokens that may be dropped, `[T]` bool."""
-        gap = batch.masked(batch.signal("now") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    def _candidates(self, batch: Batch, anchor: Tensor, of: Means) -> Tensor:
+        """Return the tokens that may be dropped, `[T]` bool."""
+        gap = batch.masked(batch.signal("current") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         bounds = (1 - self.clip_low, 1 + self.clip_high, self.dual)
         covary = covariance(batch, of)
         inside = (covary > self.cov_low) & (covary < self.cov_high)
-        return batch.counted_tokens & inside & ~lost_gradient(gap.exp(), batch.signal("advantages"), *bounds)
+        return (
+            batch.counted_tokens
+            & inside
+            & ~gradient_is_clipped(gap.exp(), batch.signal("advantages"), *bounds)
+        )
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """The means, and up to which draw a token is dropped."""
+        """Return the means, and the largest draw of a dropped token."""
         of = means(parts, reduce)
-        wanted = max(1, int(self.share * of.tokens))
-        drawn = [token_draws(p)[self._drawn_from(p, a, of)] for p, a in zip(parts, anchors, strict=True)]
-        return of, threshold(drawn, lambda edges, counts, sums: counts <= wanted, -1.0, 1.0, reduce)
+        max_dropped = max(1, int(self.share * of.tokens))
+        draws = [token_draws(p)[self._candidates(p, a, of)] for p, a in zip(parts, anchors, strict=True)]
+        return of, threshold(draws, lambda edges, counts, sums: counts <= max_dropped, -1.0, 1.0, reduce)
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        of, cut = prepared
-        dropped = self._drawn_from(view.batch, view.anchor, of) & (token_draws(view.batch) <= cut)
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        of, bound = update_stats
+        dropped = self._candidates(view.batch, view.anchor, of) & (token_draws(view.batch) <= bound)
         loss, figures = super().__call__(view, None)
         return loss * ~dropped, {"clipped": figures["clipped"] | dropped}
 
@@ -113,29 +120,33 @@ class KlCov(Loss):
     """Weight of the penalty: verl's configuration; its code falls back to 1."""
 
     def needs(self) -> frozenset[str]:
-        return frozenset({"now"})
+        return frozenset({"current"})
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return (advantages != 0) | (self.coefficient != 0)
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """The means, and above which rank a token is held."""
+        """Return the means, and the rank above which a token is penalised."""
         of = means(parts, reduce)
-        others = of.tokens - max(1, int(self.share * of.tokens))
-        found = [_rank(part, of)[part.counted_tokens] for part in parts]
-        return of, threshold(found, lambda edges, counts, sums: counts <= others, -1.0, 1.0 + GRID, reduce)
+        unpenalised = of.tokens - max(1, int(self.share * of.tokens))
+        ranks = [_rank(part, of)[part.counted_tokens] for part in parts]
+        return of, threshold(
+            ranks, lambda edges, counts, sums: counts <= unpenalised, -1.0, 1.0 + GRID, reduce
+        )
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        of, cut = prepared
-        held = view.batch.counted_tokens & (_rank(view.batch, of) > cut)
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        of, bound = update_stats
+        penalised = view.batch.counted_tokens & (_rank(view.batch, of) > bound)
         gap = view.log_ratio
-        slope = (gap / gap.abs().clamp(min=ROUNDING)).detach()  # its sign, but for what may be rounding
-        penalty = self.coefficient * gap * slope * held
-        return penalty - view.ratio * view.advantages, {"held_share": held.to(penalty)}
+        slope = (gap / gap.abs().clamp(min=ROUNDING)).detach()  # its sign, except for possible rounding
+        penalty = self.coefficient * gap * slope * penalised
+        return penalty - view.ratio * view.advantages, {"held_share": penalised.to(penalty)}
 
 
 def _rank(batch: Batch, of: Means) -> Tensor:
-    """Within (-1, 1 + GRID), in the order of the covariance c, `[T]`: c / (1 + |c|) on a grid, and a draw between its
-    lines. Tokens that differ by rounding are equal on the grid, and the draw is the same in every layout."""
+    """Rank in the order of the covariance c, within (-1, 1 + GRID), `[T]`: c / (1 + |c|) on a grid, plus a draw.
+
+    Tokens that differ by rounding are equal on the grid, and the draw is the same in every layout.
+    """
     values = covariance(batch, of)
     return ((values / (1 + values.abs()) / GRID).round() + token_draws(batch)) * GRID

@@ -1,4 +1,4 @@
-"""A group's size from what engines that explore make of its prompt (Sol-RL's pattern). No torch."""
+"""Group size from the results of exploration engines for its prompt (Sol-RL's pattern). No torch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from rlsys.algo.planners import GroupLimit, Planner, PositiveInt, rewards_of
 from rlsys.core.types import SampleGroup
 
 WINDOW = 256
-"""Groups that the correlation is of: the last ones that were kept for training."""
+"""Number of groups for the correlation: the last ones that were accepted for training."""
 FEWEST = 3
-"""Groups of which it says anything."""
+"""Smallest number of groups for the correlation."""
 
 
 class Explore(Planner):
-    """Most samples for prompts that engines of a pool with role explore answer rightly half of the time.
+    """Assign more samples to prompts that exploration engines answer correctly about half of the time.
 
-    Sol-RL explores with cheap numerics and trains what exact ones make. Of a language model a seed does not give the
-    same response with other numerics, so what is taken over here is a number alone. These engines answer each new
-    prompt `probes` times, as training samples it; nothing of that is trained. With p the share of answers above
-    `correct`, the group gets
+    Sol-RL explores with cheap numerics and trains on exact ones. With a language model a seed does not give the same
+    response under other numerics, so only a number is taken from the exploration. Engines of a pool with role explore
+    answer each new prompt `probes` times, with the sampling of training; none of these answers is trained. With p the
+    share of answers above `correct`, the group gets
 
         first + round((largest - first) 4 p (1 - p))
 
-    samples: `first` where all answers are alike, `largest` at p = 1/2, where p (1 - p), the variance that a group's
-    rewards have, is largest. Groups begin with `first` at once, and get the others when the answers are known. One
-    whose prompt nobody could try out gets rollout.group_size. The size formula is ours.
+    samples: `first` if all answers are equal, `largest` at p = 1/2, where p (1 - p), the variance of a group's
+    rewards, is largest. Groups start with `first` samples, and get the others when the answers are known. A group
+    whose prompt could not be explored gets rollout.group_size. The size formula is ours.
 
-    Metrics, since the process began: `explored` groups and `explored_not`; `explore_correlation`, Spearman's rank
-    correlation of the mean rewards that probes and training samples had, over the last 256 groups kept for training.
+    Metrics, since the process started: `explored` groups and `explored_not`; `explore_correlation`, Spearman's rank
+    correlation between the mean rewards of probes and training samples, over the last 256 groups accepted for
+    training.
     """
 
     paper: ClassVar[str] = "Sol-RL: explore in low precision, train in high (the pattern)"
@@ -47,9 +48,9 @@ class Explore(Planner):
     correct: float = 0.5
     """An answer is a success when its reward is above this."""
     _usual: int = PrivateAttr(default=0)
-    """rollout.group_size, as far as other planners leave it."""
+    """rollout.group_size, after other planners."""
     _means: dict[int, float | None] = PrivateAttr(default_factory=dict)
-    """Of groups that have their size: the mean reward of their probes, None without any."""
+    """For groups that have their size: the mean reward of their probes, None without any."""
     _pairs: deque[tuple[float, float]] = PrivateAttr(default_factory=lambda: deque(maxlen=WINDOW))
     """Mean rewards of probes and of samples."""
     _explored: int = PrivateAttr(default=0)
@@ -66,13 +67,13 @@ class Explore(Planner):
         return max(size, self.largest, self._usual)
 
     def size_for(self, p: float) -> int:
-        """Samples of a group, for a share `p` of successes."""
+        """Return the number of samples of a group for a share `p` of successes."""
         return self.first + round((self.largest - self.first) * 4 * p * (1 - p))
 
-    def wants_probes(self, group_id: int) -> int:
+    def needs_probes(self, group_id: int) -> int:
         return 0 if group_id in self._means else self.probes
 
-    def hear_probes(self, group_id: int, rewards: Sequence[float]) -> int:
+    def receive_probes(self, group_id: int, rewards: Sequence[float]) -> int:
         if not rewards:
             self._not += 1
             self._means[group_id] = None
@@ -81,9 +82,9 @@ class Explore(Planner):
         self._means[group_id] = fmean(rewards)
         return self.size_for(sum(r > self.correct for r in rewards) / len(rewards)) - self.first
 
-    def closed(self, group: SampleGroup, *, kept: bool) -> None:
+    def on_decided(self, group: SampleGroup, *, accepted: bool) -> None:
         mean = self._means.pop(group.group_id, None)
-        if kept and mean is not None:
+        if accepted and mean is not None:
             self._pairs.append((mean, fmean(rewards_of(group))))
 
     def forget(self, group_id: int) -> None:
@@ -91,9 +92,9 @@ class Explore(Planner):
 
     @property
     def counts(self) -> dict[str, float]:
-        found = {"explored": float(self._explored), "explored_not": float(self._not)}
+        counts = {"explored": float(self._explored), "explored_not": float(self._not)}
         rho = rank_correlation(list(self._pairs))
-        return found if rho is None else {**found, "explore_correlation": rho}
+        return counts if rho is None else {**counts, "explore_correlation": rho}
 
     def state_dict(self) -> dict[str, Any]:
         return {"means": {str(group_id): mean for group_id, mean in self._means.items()}}
@@ -103,8 +104,10 @@ class Explore(Planner):
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Spearman's: Pearson's correlation of the ranks, equal values sharing the mean of theirs. None for fewer than
-    three pairs, and where either side is the same everywhere."""
+    """Compute Spearman's correlation: Pearson's correlation of the ranks, ties with their mean rank.
+
+    None for fewer than three pairs, and if either side is constant.
+    """
     if len(pairs) < FEWEST:
         return None
     xs, ys = (ranks([pair[side] for pair in pairs]) for side in (0, 1))
@@ -115,15 +118,15 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """From 0; equal values share the mean of theirs."""
+    """Rank the values from 0; ties get their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
+    out = [0.0] * len(values)
     start = 0
     while start < len(order):
         end = start
         while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
             end += 1
-        for place in order[start : end + 1]:
-            found[place] = (start + end) / 2
+        for position in order[start : end + 1]:
+            out[position] = (start + end) / 2
         start = end + 1
-    return found
+    return out

@@ -44,29 +44,29 @@ class Fapo(GroupReward):
     ) -> list[float | None]:
         if judge is None:
             raise ValueError("fapo needs a judge")
-        return list(await asyncio.gather(*(self._one(prompt, r, judge) for r in responses)))
+        return list(await asyncio.gather(*(self._score(prompt, r, judge) for r in responses)))
 
-    async def _one(self, prompt: str, response: Response, judge: Judge) -> float | None:
+    async def _score(self, prompt: str, response: Response, judge: Judge) -> float | None:
         if response.reward is None:
             return None
         if response.reward <= self.correct:
             return -1.0
-        step = flaw(await judge(self._asked(prompt, response)) or "")
+        step = flaw(await judge(self._question(prompt, response)) or "")
         if step is None:
             return None if self.no_verdict == "censor" else 1.0
         return 1.0 if step == -1 else 1.0 - self.penalty
 
-    def _asked(self, prompt: str, response: Response) -> str:
-        asked = self.question
-        if "{key}" in asked and response.key is None:
+    def _question(self, prompt: str, response: Response) -> str:
+        question = self.question
+        if "{key}" in question and response.key is None:
             raise ValueError(
                 "the judge is shown the key, but the problem's entry has no `answer`; leave out {key}"
             )
         values = {"{prompt}": prompt, "{key}": response.key or "", "{response}": response.text}
-        return re.sub(r"\{(?:prompt|key|response)\}", lambda found: values[found[0]], asked)
+        return re.sub(r"\{(?:prompt|key|response)\}", lambda match: values[match[0]], question)
 
 
 def flaw(verdict: str) -> int | None:
-    """The last boxed step of a judge's response; -1: sound; None: no verdict."""
-    found = VERDICT.findall(verdict)
-    return int(found[-1]) if found else None
+    """Return the last boxed step of a judge's response; -1: sound; None: no verdict."""
+    steps = VERDICT.findall(verdict)
+    return int(steps[-1]) if steps else None

@@ -20,7 +20,9 @@ from rlsys.algo.token_advantages import Unit, last_token, turn_ends, whiten_toke
 
 
 def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    """A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, within each sequence; `[T]`.
+    """Compute A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, within each sequence.
+
+    `[T]`.
 
     Generalised advantage estimation (Schulman et al. 2016, eq. 16). V after the last token is 0. `lam`: one number,
     or `[T]`, the same for all tokens of a sequence.
@@ -31,18 +33,21 @@ def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float |
 
 
 class Timesteps(NamedTuple):
-    """What GAE steps over. `of` `[trained tokens]`: the timestep of each; `first` likewise, bool: it begins one."""
+    """Timesteps of GAE. `of` `[trained tokens]`: the timestep of each; `first` likewise, bool: it starts one."""
 
     of: Tensor
     first: Tensor
 
 
 def timesteps(part: Batch, unit: Literal["token", "turn"]) -> Timesteps:
-    """Each trained token by itself, or each run of them: what others wrote, a tool's answer say, ends a turn."""
-    place, ids = part.keep.nonzero().flatten(), part.ids[part.keep]
-    first = torch.ones_like(place, dtype=torch.bool)
+    """Make each trained token a timestep, or each run of them.
+
+    Other authors' tokens, such as a tool's answer, end a turn.
+    """
+    index, ids = part.keep.nonzero().flatten(), part.ids[part.keep]
+    first = torch.ones_like(index, dtype=torch.bool)
     if unit == "turn":
-        first[1:] = (place[1:] != place[:-1] + 1) | (ids[1:] != ids[:-1])
+        first[1:] = (index[1:] != index[:-1] + 1) | (ids[1:] != ids[:-1])
     return Timesteps(first.long().cumsum(0) - 1, first)
 
 
@@ -104,7 +109,7 @@ class Gae(Advantage):
         return whiten_tokens(out, parts, reduce) if self.whiten else out
 
     def _rewards(self, part: Batch, advantages: Tensor, samples: Samples) -> Tensor:
-        """On the tokens that have them, `[T]`."""
+        """Return the rewards on the tokens that have them, `[T]`."""
         if self.rewards == "response":
             return torch.where(last_token(part), part.expand(advantages), torch.zeros_like(part.mu))
         table = samples.column("turn_rewards").to(part.mu)
@@ -113,15 +118,20 @@ class Gae(Advantage):
         return torch.where(turn_ends(part), of_turn, torch.zeros_like(part.mu))
 
     def _estimate(self, part: Batch, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages and the critic's targets, `[T]`; 0 where masked."""
+        """Return advantages and the critic's targets, `[T]`; 0 where masked."""
         steps, keep = timesteps(part, self.timestep), part.keep
         values = part.signal("values").detach()[keep][steps.first]
         ids = part.ids[keep][steps.first]
         summed = sum_by(rewards[keep], steps.of, len(ids))
         lam = self._lambda(ids, part.sequences).to(values)
-        found = gae(summed, values, ids, self.gamma, lam)
-        aims = found if self.critic_lam is None else gae(summed, values, ids, self.gamma, self.critic_lam)
-        spread = [torch.zeros_like(part.mu).masked_scatter(keep, x[steps.of]) for x in (found, aims + values)]
+        estimates = gae(summed, values, ids, self.gamma, lam)
+        target_estimates = (
+            estimates if self.critic_lam is None else gae(summed, values, ids, self.gamma, self.critic_lam)
+        )
+        spread = [
+            torch.zeros_like(part.mu).masked_scatter(keep, x[steps.of])
+            for x in (estimates, target_estimates + values)
+        ]
         return spread[0], spread[1]
 
     def _lambda(self, ids: Tensor, sequences: int) -> Tensor:

@@ -14,13 +14,15 @@ from rlsys.algo.plugin import REWARD_TOLERANCE
 
 
 def dense_centre(rewards: Tensor, share: float) -> Tensor:
-    """Median of the ceil(share n) sorted neighbours with the smallest range (the lower ones when ranges tie, but for
-    rounding)."""
+    """Return the median of the ceil(share n) sorted neighbours with the smallest range.
+
+    The lower ones win if ranges are equal except for rounding.
+    """
     k = max(1, math.ceil(share * len(rewards)))
-    ordered = rewards.sort().values
-    ranges = ordered[k - 1 :] - ordered[: len(ordered) - k + 1]
+    sorted_rewards = rewards.sort().values
+    ranges = sorted_rewards[k - 1 :] - sorted_rewards[: len(sorted_rewards) - k + 1]
     start = int((ranges <= ranges.min() + REWARD_TOLERANCE * rewards.abs().max()).int().argmax())
-    return middle(ordered[start : start + k])
+    return middle(sorted_rewards[start : start + k])
 
 
 class Gapo(Advantage):

@@ -18,10 +18,10 @@ from rlsys.core.errors import UserError
 def gdpo(
     rewards: Tensor, group_ids: Tensor, weights: Sequence[float] | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """Rewards `[N, R]` normalised one by one within groups, added, then scaled over all samples; `[N]`.
+    """Normalise rewards `[N, R]` one by one within groups, add them, then scale over all samples; `[N]`.
 
     a = sum_k w_k (r_k - mean_g) / (std_g + eps); a / (std + eps). The mean of a over all samples is 0 already, and
-    taking its rounding off would give groups of equal rewards an advantage. One reward: GRPO, without the scale.
+    subtracting its rounding would give groups of equal rewards an advantage. One reward: GRPO, without the scale.
     """
     if rewards.dim() == 1:
         rewards = rewards[:, None]
@@ -30,7 +30,7 @@ def gdpo(
     if len(weights) != kinds:
         raise ValueError(f"gdpo got {len(weights)} weights for {kinds} rewards")
     parts = torch.stack([w * grpo(rewards[:, k], group_ids, eps) for k, w in enumerate(weights)])
-    total = parts.sum(0)  # of parts that cancel, rounding is left
+    total = parts.sum(0)  # parts that cancel leave rounding errors
     total = torch.where(total.abs() > REWARD_TOLERANCE * parts.abs().sum(0), total, 0.0)
     return total if kinds == 1 else total / (deviation(total) + eps)
 
@@ -51,9 +51,10 @@ class Gdpo(Advantage):
     """One weight per named reward, in the alphabetical order of the names; 1 when not given."""
 
     def __call__(self, samples: Samples) -> Tensor:
-        found = 1 if samples.rewards.dim() == 1 else samples.rewards.shape[1]
-        if self.weights is not None and len(self.weights) != found:
+        reward_count = 1 if samples.rewards.dim() == 1 else samples.rewards.shape[1]
+        if self.weights is not None and len(self.weights) != reward_count:
             raise UserError(
-                f"algo.advantage.weights = {self.weights}: {len(self.weights)} weights, but data.reward gives {found}"
+                f"algo.advantage.weights = {self.weights}: {len(self.weights)} weights, but data.reward "
+                f"gives {reward_count}"
             )
         return gdpo(samples.rewards, samples.group_ids, self.weights, self.eps)

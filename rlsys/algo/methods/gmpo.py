@@ -31,15 +31,15 @@ class Gmpo(Loss):
         return self._clipped(view)[0].detach()
 
     def _clipped(self, view: View) -> tuple[Tensor, Tensor]:
-        """Log-ratios, and which of them the clip takes the gradient of."""
+        """Return log-ratios, and which of them the clip removes the gradient of."""
         gap = view.log_ratio
-        lost = ((view.advantages > 0) & (gap > self.clip_high)) | (
+        is_clipped = ((view.advantages > 0) & (gap > self.clip_high)) | (
             (view.advantages < 0) & (gap < -self.clip_low)
         )
-        return torch.where(lost, gap.detach().clamp(-self.clip_low, self.clip_high), gap), lost
+        return torch.where(is_clipped, gap.detach().clamp(-self.clip_low, self.clip_high), gap), is_clipped
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        clipped, lost = self._clipped(view)
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        clipped, is_clipped = self._clipped(view)
         ratio = (view.over_sample(clipped.detach()) / view.sample_lengths).exp()
-        own = (clipped - clipped.detach()).exp()  # 1, with the token's own gradient
-        return -ratio * own * view.advantages, {"clipped": lost}
+        token_factor = (clipped - clipped.detach()).exp()  # 1, with the token's own gradient
+        return -ratio * token_factor * view.advantages, {"clipped": is_clipped}

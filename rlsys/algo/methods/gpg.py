@@ -34,7 +34,7 @@ class Gpg(Advantage):
     def __call__(self, samples: Samples) -> Tensor:
         centred = dr_grpo(samples.reward, samples.group_ids)
         if self.counts == "rewarded":
-            counted = (samples.reward != 0).sum()
+            count = (samples.reward != 0).sum()
         else:
-            counted = (group_std(samples.reward, samples.group_ids) > 0).sum()
-        return len(samples) / counted.clamp(min=1) * centred / self.f_norm
+            count = (group_std(samples.reward, samples.group_ids) > 0).sum()
+        return len(samples) / count.clamp(min=1) * centred / self.f_norm

@@ -1,4 +1,4 @@
-"""GRPO-RoC (rStar2-Agent, section 3.2) in the trainer: which of an oversampled group are trained."""
+"""GRPO-RoC (rStar2-Agent, section 3.2) in the trainer: selection of the trained samples of an oversampled group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
-from rlsys.algo.draws import ordered, sample_draws
+from rlsys.algo.draws import argsort_with_draws, sample_draws
 from rlsys.algo.segments import groups_of
 from rlsys.algo.selectors import Seed, Selector
 from rlsys.config.section import Fraction
@@ -26,7 +26,7 @@ class GrpoRoc(Selector):
 
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
     evidence: ClassVar[str] = "R"
-    before: ClassVar[bool] = True
+    before_advantages: ClassVar[bool] = True
     keep: Fraction = 0.5
     """Share of each group that is trained."""
     least: Annotated[int, Field(ge=0)] = 2
@@ -53,16 +53,16 @@ class GrpoRoc(Selector):
         rank = torch.where(success, penalty.cpu(), draw)
         out = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
-            won, lost = members[success[members]], members[~success[members]]
+            successes, failures = members[success[members]], members[~success[members]]
             total = self.size_of(len(members))
-            good = self._successes(len(won), len(lost), total)
-            for chosen, count in ((won, good), (lost, total - good)):
-                out[chosen[ordered(rank[chosen], draw[chosen])[:count]]] = 1.0
+            good = self._success_count(len(successes), len(failures), total)
+            for candidates, count in ((successes, good), (failures, total - good)):
+                out[candidates[argsort_with_draws(rank[candidates], draw[candidates])[:count]]] = 1.0
         return out.to(samples.rewards.device)
 
-    def _successes(self, won: int, lost: int, total: int) -> int:
-        """How many successes stay among `total`."""
-        wanted = round(total * won / (won + lost))
-        floor, ceiling = min(self.least, won), total - min(self.least, lost)
-        wanted = max(min(wanted, ceiling), floor)
-        return min(max(wanted, total - lost), won)
+    def _success_count(self, successes: int, failures: int, total: int) -> int:
+        """Return the number of successes among `total` selected samples."""
+        target = round(total * successes / (successes + failures))
+        floor, ceiling = min(self.least, successes), total - min(self.least, failures)
+        target = max(min(target, ceiling), floor)
+        return min(max(target, total - failures), successes)

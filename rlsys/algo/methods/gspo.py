@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from rlsys.algo.losses import Figures, Loss, View, Width, clipped_surrogate, lost_gradient
+from rlsys.algo.losses import Figures, Loss, View, Width, clipped_surrogate, gradient_is_clipped
 
 
 class Gspo(Loss):
@@ -28,10 +28,10 @@ class Gspo(Loss):
     def sample_values(self, view: View) -> Tensor:
         return view.log_ratio.detach()
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         batch = view.batch
         mean = view.over_sample(self.sample_values(view)) / view.sample_lengths
         ratio = mean.exp() * batch.masked(view.logp - view.logp.detach()).exp()
         bounds = (1 - self.clip_low, 1 + self.clip_high)
-        lost = lost_gradient(ratio.detach(), view.advantages, *bounds)
-        return clipped_surrogate(ratio, view.advantages, *bounds), {"clipped": lost}
+        clipped = gradient_is_clipped(ratio.detach(), view.advantages, *bounds)
+        return clipped_surrogate(ratio, view.advantages, *bounds), {"clipped": clipped}

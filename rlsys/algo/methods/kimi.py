@@ -29,5 +29,5 @@ class Kimi(Loss):
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return torch.full_like(advantages, self.tau != 0, dtype=torch.bool)
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         return self.tau / 2 * view.log_ratio**2, {}

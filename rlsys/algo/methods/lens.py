@@ -1,5 +1,6 @@
-"""LENS in the trainer: selection and weights of responses to purified prompts; lens_groups.py has its group
-policy.
+"""LENS in the trainer: selection and weights of responses to purified prompts.
+
+Its group policy is in lens_groups.py.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ class LensWeights(CorrectionPlugin):
         return frozenset({"transferred"})
 
     def sample_weight(self, samples: Samples) -> Tensor:
-        """w, `[N]`."""
-        transferred, counted = samples.column("transferred").bool(), samples.counted
-        own, success = ~transferred, samples.reward > self.correct
-        held = transferred if counted is None else transferred & counted
+        """Return w, `[N]`."""
+        transferred, eligible = samples.column("transferred").bool(), samples.eligible
+        original, success = ~transferred, samples.reward > self.correct
+        transferred_eligible = transferred if eligible is None else transferred & eligible
         index, sizes = group_index(samples.group_ids)
         wins, count, mixed = (
-            sum_by(rows.double(), index, len(sizes))[index] for rows in (own & success, own, held)
+            sum_by(rows.double(), index, len(sizes))[index]
+            for rows in (original & success, original, transferred_eligible)
         )
         rate = wins / count.clamp(min=1)
-        weight = torch.where(own & success, rate, 1 - rate).clamp(min=self.smallest)
+        weight = torch.where(original & success, rate, 1 - rate).clamp(min=self.smallest)
         return torch.where(mixed > 0, weight, torch.ones_like(weight))
 
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
         return part.expand(self.sample_weight(samples).log())
 
-    def __call__(self, view: View, prepared: Any) -> Correction:
+    def __call__(self, view: View, update_stats: Any) -> Correction:
         return Correction(torch.ones_like(view.anchor), view.keep)
 
 
@@ -68,7 +70,7 @@ class Lens(Selector):
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
     evidence: ClassVar[str] = "P"
-    before: ClassVar[bool] = True
+    before_advantages: ClassVar[bool] = True
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
 
@@ -80,10 +82,10 @@ class Lens(Selector):
         transferred = samples.column("transferred").bool().cpu()
         out, draws = (~transferred).float(), sample_draws(samples)
         for members in groups_of(samples.group_ids.cpu()):
-            own, drawn = members[~transferred[members]], members[transferred[members]]
-            won, lost = drawn[success[drawn]], own[~success[own]]
-            if len(won) * len(own) > (len(own) - len(lost)) * len(drawn):
-                k = min(len(won), len(lost))
-                out[won[draws[won].argsort()[:k]]] = 1.0
-                out[lost[draws[lost].argsort()[:k]]] = 0.0
+            original, cleaned = members[~transferred[members]], members[transferred[members]]
+            successes, failures = cleaned[success[cleaned]], original[~success[original]]
+            if len(successes) * len(original) > (len(original) - len(failures)) * len(cleaned):
+                k = min(len(successes), len(failures))
+                out[successes[draws[successes].argsort()[:k]]] = 1.0
+                out[failures[draws[failures].argsort()[:k]]] = 0.0
         return out.to(samples.rewards.device)

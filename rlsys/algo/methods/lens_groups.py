@@ -8,17 +8,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from rlsys.algo.planners import Accept, Decision, More, Planner, success_rate
+from rlsys.algo.planners import Accept, AddSamples, Decision, Planner, success_rate
 from rlsys.core.types import SampleGroup
 
 
 def purified(
     prompt_ids: Sequence[int], scores: Sequence[float], share: float, protect: Sequence[bool]
 ) -> tuple[int, ...]:
-    """The prompt without the ceil(share n) tokens of the largest score, never a protected one."""
+    """Remove the ceil(share n) tokens of the largest score from the prompt, except protected ones."""
     if not len(prompt_ids) == len(scores) == len(protect):
         raise ValueError(f"{len(prompt_ids)} prompt tokens, {len(scores)} scores, {len(protect)} protections")
-    free = [i for i, kept in enumerate(protect) if not kept]
+    free = [i for i, is_protected in enumerate(protect) if not is_protected]
     worst = set(sorted(free, key=lambda i: (-scores[i], i))[: math.ceil(share * len(prompt_ids))])
     return tuple(t for i, t in enumerate(prompt_ids) if i not in worst)
 
@@ -53,22 +53,22 @@ class Lens(Planner):
         self._scores.pop(group_id, None)
         self._cleaned.discard(group_id)
 
-    def wants_scores(self, group: SampleGroup) -> bool:
+    def needs_scores(self, group: SampleGroup) -> bool:
         return group.group_id not in self._cleaned and success_rate(group, self.correct) < self.below
 
-    def hear_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
+    def receive_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
         self._scores[group_id] = (list(scores), list(protect))
 
     def decide(self, group: SampleGroup) -> Decision:
-        told = self._scores.pop(group.group_id, None)
+        scored = self._scores.pop(group.group_id, None)
         if group.group_id in self._cleaned:
             self._cleaned.discard(group.group_id)
             return Accept()
-        if told is None or success_rate(group, self.correct) >= self.below:
+        if scored is None or success_rate(group, self.correct) >= self.below:
             return Accept()
         self._cleaned.add(group.group_id)
-        own = group.samples[0].prompt_ids
-        return More(len(group.samples), purified(own, told[0], self.share, told[1]))
+        prompt_ids = group.samples[0].prompt_ids
+        return AddSamples(len(group.samples), purified(prompt_ids, scored[0], self.share, scored[1]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"cleaned": sorted(self._cleaned)}

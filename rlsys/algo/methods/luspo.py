@@ -25,6 +25,6 @@ class Luspo(Gspo):
     clip_high: Annotated[float, Field(ge=0)] = 2.5e-3
     """Upper width."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
-        loss, figures = super().__call__(view, prepared)
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        loss, figures = super().__call__(view, update_stats)
         return loss * view.sample_lengths, figures

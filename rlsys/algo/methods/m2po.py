@@ -1,8 +1,8 @@
 """M2PO: second-moment trust policy optimisation.
 
-Needs `now`, the log-probs just before the update, for a pass over all tokens before the backward. The decision is a
-function of sums over all ranks, and does not depend on the signs of log-ratios that are only rounding: another CPU or
-another layout rounds otherwise.
+Needs `current`, the log-probs just before the update, for a pass over all tokens before the backward pass. The
+decision is a function of sums over all ranks, and does not depend on the signs of log-ratios that are only rounding:
+another CPU or another layout rounds differently.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rlsys.algo.losses import (
     Loss,
     View,
     clipped_surrogate,
+    gradient_is_clipped,
     log_ratios,
-    lost_gradient,
 )
 from rlsys.algo.reduction import Reduce, threshold
 
@@ -32,7 +32,7 @@ NOISE = 1e-3
 
 
 def largest_kept(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> float:
-    """Largest square that stays when the biggest are dropped until the mean of the rest is within `budget`."""
+    """Return the largest square left when the biggest are dropped until the mean is within `budget`."""
 
     def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
         return sums <= budget * counts.clamp(min=1)
@@ -41,9 +41,11 @@ def largest_kept(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> fl
 
 
 def largest_cap(squares: Sequence[Tensor], tokens: Tensor, budget: float, reduce: Reduce) -> float:
-    """Largest cap c with sum(min(square, c^2)) <= budget * tokens; the limit of log-ratios when no cap is needed.
+    """Return the largest cap c with sum(min(square, c^2)) <= budget * tokens.
 
-    tokens: float64 scalar, this rank's share of the number that the budget is a mean over.
+    The log-ratio limit if no cap is needed.
+
+    tokens: float64 scalar, this rank's share of the number of tokens in the mean.
     """
     total, n = reduce(torch.stack([tokens.new_tensor(float(sum(len(s) for s in squares))), tokens])).cpu()
 
@@ -56,16 +58,16 @@ def largest_cap(squares: Sequence[Tensor], tokens: Tensor, budget: float, reduce
 class M2PO(Loss):
     """A budget for the second moment of the log-ratio instead of a clip on each token: made for stale data.
 
-    D = now - anchor. `mask` (the paper): drop the tokens of largest D^2 until the mean of the rest is at most tau;
-    the kept have the plain loss -r A. `bounds` (the authors' code): over the tokens where a trust region can bite
-    (A > 0 and D > 0, or A < 0 and D < 0), if the mean of D^2 exceeds tau, find the largest cap c whose mean
+    D = current - anchor. `mask` (the paper): drop the tokens of largest D^2 until the mean of the others is at most
+    tau; the selected have the plain loss -r A. `bounds` (the authors' code): over the tokens where a trust region can
+    act (A > 0 and D > 0, or A < 0 and D < 0), if the mean of D^2 exceeds tau, find the largest cap c whose mean
     min(|D|, c)^2 meets it, and clip every ratio to [exp(-c), exp(c)]. Ours runs over the whole update and all ranks;
-    the authors' code runs it per micro-batch. Tokens of advantage 0 are in no mean: whether they are there at all
-    depends on other terms of the loss.
+    the authors' code runs it per micro-batch. Tokens of advantage 0 are in no mean: whether they are packed depends
+    on other terms of the loss.
 
-    The number that `bounds` divides by counts a token with |D| < 0.001 as a half, plus or minus (D / 0.001)^2 / 2 by
-    the side that it is on. Of tokens that engine and trainer agree on, the authors' code counts those whose rounding
-    has the right sign: a half of them, too, but another half on each machine.
+    The divisor of `bounds` counts a token with |D| < 0.001 as a half, plus or minus (D / 0.001)^2 / 2 by the side
+    that it is on. Of tokens on which engine and trainer agree, the authors' code counts those whose rounding has the
+    right sign: a half of them, too, but another half on each machine.
     """
 
     paper: ClassVar[str] = "M2PO: second-moment trust policy optimisation"
@@ -80,13 +82,13 @@ class M2PO(Loss):
     """bounds: never clip below 1 + floor_high."""
 
     def needs(self) -> frozenset[str]:
-        return frozenset({"now"})
+        return frozenset({"current"})
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
         deltas = log_ratios(parts, anchors)
         if self.form == "mask":
-            kept = [d[p.active] ** 2 for d, p in zip(deltas, parts, strict=True)]
-            return largest_kept(kept, self.tau, reduce)
+            squares = [d[p.active] ** 2 for d, p in zip(deltas, parts, strict=True)]
+            return largest_kept(squares, self.tau, reduce)
         bites = [
             (d * p.signal("advantages").sign())[p.active].double() for d, p in zip(deltas, parts, strict=True)
         ]
@@ -97,12 +99,12 @@ class M2PO(Loss):
         high = math.exp(cap) if self.floor_high is None else max(math.exp(cap), 1 + self.floor_high)
         return low, high
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         if self.form == "mask":
-            delta = view.batch.masked(view.batch.signal("now") - view.anchor).clamp(
+            delta = view.batch.masked(view.batch.signal("current") - view.anchor).clamp(
                 -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
             )
-            inside = delta**2 <= prepared
+            inside = delta**2 <= update_stats
             return -view.ratio * view.advantages * inside, {"clipped": ~inside}
-        lost = lost_gradient(view.ratio.detach(), view.advantages, *prepared)
-        return clipped_surrogate(view.ratio, view.advantages, *prepared), {"clipped": lost}
+        clipped = gradient_is_clipped(view.ratio.detach(), view.advantages, *update_stats)
+        return clipped_surrogate(view.ratio, view.advantages, *update_stats), {"clipped": clipped}

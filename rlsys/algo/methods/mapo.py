@@ -10,29 +10,30 @@ from torch import Tensor
 from rlsys.algo.advantages import Eps, grpo, whiten
 from rlsys.algo.batch import Samples
 from rlsys.algo.token_advantages import Unit
-from rlsys.algo.turn_advantages import TurnAdvantage, _same_turn, turn_returns, turns_there
+from rlsys.algo.turn_advantages import TurnAdvantage, _same_turn, turn_mask, turn_returns
 
 
 def mapo(
     rewards: Tensor, counts: Tensor, group_ids: Tensor, gamma: float, weight: float, eps: float = 1e-6
 ) -> Tensor:
-    """weight * N_turn(R) + (1 - weight) * N_batch(R), R the turns' returns; `[N, K]`.
+    """Compute weight * N_turn(R) + (1 - weight) * N_batch(R), R the turns' returns; `[N, K]`.
 
     N_turn: (R - mean) / (std + eps) over the group's turns of the same number. N_batch: the same over all turns of
     the step. With one turn each: weight * grpo(r) + (1 - weight) * whiten(r).
     """
-    there = turns_there(counts, rewards.shape[1])
-    returns = turn_returns(rewards, gamma)[there]
-    mixed = weight * grpo(returns, _same_turn(group_ids, there), eps) + (1 - weight) * whiten(returns, eps)
-    return torch.zeros_like(rewards).masked_scatter(there, mixed)
+    is_turn = turn_mask(counts, rewards.shape[1])
+    returns = turn_returns(rewards, gamma)[is_turn]
+    mixed = weight * grpo(returns, _same_turn(group_ids, is_turn), eps) + (1 - weight) * whiten(returns, eps)
+    return torch.zeros_like(rewards).masked_scatter(is_turn, mixed)
 
 
 class Mapo(TurnAdvantage):
-    """Monte Carlo returns of turns, normalised twice and mixed: within the group's turns of the same number, and over
-    all turns of the step.
+    """Monte Carlo returns of turns, normalised twice and mixed.
+
+    They are normalised within the group's turns of the same number, and over all turns of the step.
 
     A = weight * N_turn(R) + (1 - weight) * N_batch(R), R_k = r_k + gamma R_{k+1}. A reading of the abstract: gamma
-    and weight are ours. With one turn a sample it is weight * grpo + (1 - weight) * whitened rewards.
+    and weight are ours. With one turn per sample it is weight * grpo + (1 - weight) * whitened rewards.
     """
 
     paper: ClassVar[str] = (

@@ -11,13 +11,13 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.algo.corrections import Correction, CorrectionPlugin, PositiveFloat
 from rlsys.algo.losses import View
-from rlsys.algo.reduction import Reduce, alone
+from rlsys.algo.reduction import Reduce, single_rank
 from rlsys.algo.segments import running_min
 from rlsys.algo.sequences import at_sequences, least_before, sequence_table
 
 
 def least_by(part: Batch, values: Tensor) -> Tensor:
-    """The smallest of `values` `[T]` of each sequence's trained tokens, `[S]`; 0 where there are none."""
+    """Return the smallest of `values` `[T]` among each sequence's trained tokens, `[S]`; 0 without any."""
     least = torch.full((part.sequences,), torch.inf, dtype=values.dtype, device=values.device)
     least = least.scatter_reduce(0, part.ids[part.keep], values[part.keep], "amin")
     return torch.where(least.isinf(), torch.zeros_like(least), least)
@@ -44,29 +44,35 @@ class MinPro(CorrectionPlugin):
         return True
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Of each sequence of a sample, the smallest log-ratio in the sample before it, `[N, K]`. None where `now`
-        was not scored: samples have one sequence."""
-        if parts[0].now is None:
+        """Return, for each sequence, the smallest log-ratio in its sample before it, `[N, K]`.
+
+        None if `current` was not scored: samples have one sequence.
+        """
+        if parts[0].current is None:
             return None
         groups = parts[0].groups
         assert groups is not None, "Objective.finish sets it"
-        views = [View(p, p.masked(p.signal("now")), a) for p, a in zip(parts, anchors, strict=True)]
-        return self._before(views, len(groups), reduce)
+        views = [View(p, p.masked(p.signal("current")), a) for p, a in zip(parts, anchors, strict=True)]
+        return self._smallest_before(views, len(groups), reduce)
 
     @property
     def prepares(self) -> bool:
         return False
 
     @staticmethod
-    def _before(views: Sequence[View], samples: int, reduce: Reduce) -> Tensor:
+    def _smallest_before(views: Sequence[View], samples: int, reduce: Reduce) -> Tensor:
         least = [least_by(v.batch, v.log_total_ratio) for v in views]
         return least_before(sequence_table([v.batch for v in views], least, samples, reduce))
 
-    def __call__(self, view: View, prepared: Any) -> Correction:
+    def __call__(self, view: View, update_stats: Any) -> Correction:
         batch, keep = view.batch, view.keep
-        before = self._before([view], int(batch.rows.max()) + 1, alone) if prepared is None else prepared
+        smallest_before = (
+            self._smallest_before([view], int(batch.rows.max()) + 1, single_rank)
+            if update_stats is None
+            else update_stats
+        )
         lowest = running_min(view.log_total_ratio[keep], batch.ids[keep], inclusive=self.inclusive)
-        lowest = torch.minimum(lowest, at_sequences(batch, before).to(lowest)[batch.ids[keep]])
+        lowest = torch.minimum(lowest, at_sequences(batch, smallest_before).to(lowest)[batch.ids[keep]])
         log_weight = torch.zeros_like(view.anchor).masked_scatter(
             keep, torch.where(lowest.isinf(), 0.0, lowest)
         )

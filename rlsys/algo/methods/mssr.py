@@ -57,9 +57,9 @@ class Mssr(Advantage):
     def __call__(self, samples: Samples) -> Tensor:
         prompts = [str(p) for p in samples.column("prompt_index").tolist()]
         rewards = samples.reward.double()
-        before = [self._record.get(p, [1.0, 1.0]) for p in prompts]
+        records = [self._record.get(p, [1.0, 1.0]) for p in prompts]
         surplus = rewards - torch.tensor(
-            [a / (a + b) for a, b in before], dtype=torch.float64, device=rewards.device
+            [a / (a + b) for a, b in records], dtype=torch.float64, device=rewards.device
         )
         eta = self._memory()
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):

@@ -25,7 +25,7 @@ class Opo(Advantage):
     compares: ClassVar[bool] = True
 
     def __call__(self, samples: Samples) -> Tensor:
-        # Of what is left after the mean, so that equal rewards give exactly 0.
+        # Relative to the mean, so that equal rewards give exactly 0.
         centred = dr_grpo(samples.reward, samples.group_ids).double()
         index, sizes = group_index(samples.group_ids)
         lengths = samples.lengths.to(centred)

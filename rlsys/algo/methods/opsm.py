@@ -22,8 +22,8 @@ class Opsm(CorrectionPlugin):
     delta: Annotated[float, Field(ge=0)] = 1e-4
     """Largest mean of mu - logp of a sequence with A < 0."""
 
-    def __call__(self, view: View, prepared: Any) -> Correction:
+    def __call__(self, view: View, update_stats: Any) -> Correction:
         batch = view.batch
-        moved = batch.per_sequence(-view.log_total_ratio) / batch.lengths
-        away = (moved > self.delta)[batch.ids] & (view.advantages < 0)
-        return Correction(torch.ones_like(view.anchor), view.keep & ~away)
+        distance = batch.per_sequence(-view.log_total_ratio) / batch.lengths
+        rejected = (distance > self.delta)[batch.ids] & (view.advantages < 0)
+        return Correction(torch.ones_like(view.anchor), view.keep & ~rejected)

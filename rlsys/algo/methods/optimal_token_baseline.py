@@ -1,6 +1,6 @@
-"""A baseline for each token of a group: what the responses earn that are still going there, weighed by their scores.
+"""Token baseline of a group: the reward of the responses that still continue, weighted by their scores.
 
-Shapes: N samples, T packed tokens, C cells: a place in the response for each group, up to its longest one.
+Shapes: N samples, T packed tokens, C cells: a response position for each group, up to its longest response.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from rlsys.algo.segments import group_index
 from rlsys.algo.sequences import at_sequences, sequence_table, sums_before
 
 CHUNK = 2**20
-"""Cells that are summed over ranks at a time: what is held at once, however many groups a step has."""
+"""Cells that are summed over ranks at a time, which bounds the memory for any number of groups."""
 
 
 def score_norm(part: Batch) -> Tensor:
-    """|grad of log pi by the logits|^2 of each token, `[T]` float64: 1 - 2 pi + sum of pi^2; 0 where masked."""
-    chosen = part.masked(part.signal("old")).double().exp()
-    return part.masked(1 - 2 * chosen + part.signal("sum_pi_squared").double())
+    """Compute |grad of log pi by the logits|^2 of each token, `[T]` float64: 1 - 2 pi + sum of pi^2.
+
+    0 where masked.
+    """
+    token_prob = part.masked(part.signal("old")).double().exp()
+    return part.masked(1 - 2 * token_prob + part.signal("sum_pi_squared").double())
 
 
 def running_sum(part: Batch, values: Tensor) -> Tensor:
-    """Of each sequence, up to and with the token itself, `[T]`."""
+    """Sum within each sequence, up to and including the token itself, `[T]`."""
     total = values.cumsum(0)
-    before = torch.cat([total.new_zeros(1), total])[part.cu_seqlens[:-1].long()]
-    return total - before[part.ids]
+    starts = torch.cat([total.new_zeros(1), total])[part.cu_seqlens[:-1].long()]
+    return total - starts[part.ids]
 
 
 class OptimalTokenBaseline(Advantage):
@@ -68,23 +71,36 @@ class OptimalTokenBaseline(Advantage):
         rewards = [part.expand(advantages).double() for part in parts]
         n = len(samples)
         weights = _running(parts, [self._energy(part) for part in parts], n, reduce)
-        own = _running(parts, [part.keep.double() for part in parts], n, reduce)
-        places = [_place(part, start.to(part.mu.device), at) for part, at in zip(parts, own, strict=True)]
+        token_numbers = _running(parts, [part.keep.double() for part in parts], n, reduce)
+        token_cells = [
+            _token_cell(part, start.to(part.mu.device), token_cell)
+            for part, token_cell in zip(parts, token_numbers, strict=True)
+        ]
         out = [torch.zeros_like(reward) for reward in rewards]
         for low in range(0, cells, CHUNK):
             size = min(CHUNK, cells - low)
-            here = [p.keep & (at >= low) & (at < low + size) for p, at in zip(parts, places, strict=True)]
+            in_chunk = [
+                p.keep & (token_cell >= low) & (token_cell < low + size)
+                for p, token_cell in zip(parts, token_cells, strict=True)
+            ]
             sums = torch.zeros(3, size, dtype=torch.float64, device=rewards[0].device)  # W R, W, responses
-            for reward, weight, at, mine in zip(rewards, weights, places, here, strict=True):
-                terms = torch.stack([weight * reward, weight, torch.ones_like(weight)])[:, mine]
-                sums.index_add_(1, at[mine] - low, terms)
+            for reward, weight, token_cell, in_range in zip(
+                rewards, weights, token_cells, in_chunk, strict=True
+            ):
+                terms = torch.stack([weight * reward, weight, torch.ones_like(weight)])[:, in_range]
+                sums.index_add_(1, token_cell[in_range] - low, terms)
             top, total, count = reduce(sums)
             shared = count > 1
             baseline = torch.where(shared, top / (total + self.eps), 0.0)
-            for found, reward, at, mine in zip(out, rewards, places, here, strict=True):
-                cell = at[mine] - low
-                found[mine] = (reward[mine] - baseline[cell]) * (shared[cell] | self.lone)
-        return [part.masked(found.to(part.mu.dtype)) for part, found in zip(parts, out, strict=True)]
+            for token_advantages, reward, token_cell, in_range in zip(
+                out, rewards, token_cells, in_chunk, strict=True
+            ):
+                cell = token_cell[in_range] - low
+                token_advantages[in_range] = (reward[in_range] - baseline[cell]) * (shared[cell] | self.lone)
+        return [
+            part.masked(token_advantages.to(part.mu.dtype))
+            for part, token_advantages in zip(parts, out, strict=True)
+        ]
 
     def _energy(self, part: Batch) -> Tensor:
         norm = score_norm(part)
@@ -95,7 +111,7 @@ class OptimalTokenBaseline(Advantage):
 
 
 def _cells(samples: Samples) -> tuple[Tensor, int]:
-    """(first cell of each sample's group `[N]`, number of cells)."""
+    """Return (first cell of each sample's group `[N]`, number of cells)."""
     index, sizes = group_index(samples.group_ids)
     longest = torch.zeros(len(sizes), dtype=torch.long, device=index.device)
     longest = longest.scatter_reduce(0, index, samples.lengths.to(index), "amax")
@@ -104,15 +120,18 @@ def _cells(samples: Samples) -> tuple[Tensor, int]:
 
 
 def _running(parts: Sequence[Batch], values: Sequence[Tensor], samples: int, reduce: Reduce) -> list[Tensor]:
-    """Of each sample, in all its sequences, up to and with the token itself, `[T]` float64."""
+    """Sum within each sample over all its sequences, up to and including the token itself, `[T]` float64."""
     sums = [part.per_sequence(v) for part, v in zip(parts, values, strict=True)]
-    before = sums_before(sequence_table(parts, sums, samples, reduce))
+    earlier = sums_before(sequence_table(parts, sums, samples, reduce))
     return [
-        running_sum(part, v) + at_sequences(part, before)[part.ids]
+        running_sum(part, v) + at_sequences(part, earlier)[part.ids]
         for part, v in zip(parts, values, strict=True)
     ]
 
 
-def _place(part: Batch, start: Tensor, own: Tensor) -> Tensor:
-    """The cell of each token, `[T]`; any where masked. `own`: which token of its sample it is, from 1."""
-    return start[part.rows.to(start.device)][part.ids] + own.round().long() - 1
+def _token_cell(part: Batch, start: Tensor, token_number: Tensor) -> Tensor:
+    """Return the cell of each token, `[T]`; any where masked.
+
+    `token_number`: its number within its sample, from 1.
+    """
+    return start[part.rows.to(start.device)][part.ids] + token_number.round().long() - 1

@@ -45,18 +45,18 @@ class OutcomeExploration(Advantage):
 
     def _rare_in_group(self, samples: Samples) -> Tensor:
         def group(answers: Tensor) -> Tensor:
-            same = (answers[:, None] == answers[None, :]).sum(1) - 1
-            return -same.to(answers.dtype) / len(answers)
+            siblings = (answers[:, None] == answers[None, :]).sum(1) - 1
+            return -siblings.to(answers.dtype) / len(answers)
 
         return by_group(group, samples.column("answers").to(samples.reward.dtype), samples.group_ids)
 
     def _rare_in_history(self, samples: Samples) -> Tensor:
         pairs = zip(samples.column("prompt_index").tolist(), samples.column("answers").tolist(), strict=True)
         keys = [f"{prompt}:{answer}" for prompt, answer in pairs]
-        seen = torch.tensor([self._visits.get(k, 0) for k in keys], dtype=torch.float64)
+        visits = torch.tensor([self._visits.get(k, 0) for k in keys], dtype=torch.float64)
         for key in keys:
             self._visits[key] = self._visits.get(key, 0) + 1
-        bonus = seen.clamp(min=1).rsqrt()
+        bonus = visits.clamp(min=1).rsqrt()
         return (bonus - self.b0 if self.mode == "ucb_con" else bonus).to(samples.reward.device)
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,13 +34,13 @@ class PositiveNll(Loss):
         return (rewards > self.correct) & (self.coefficient != 0)
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Tensor:
-        """What the correct responses of the update weigh, a scalar."""
+        """Return the total weight of the correct responses of the update, a scalar."""
         weights = [p.masked(p.signal("weight") * self._correct(p)).double().sum() for p in parts]
         return reduce(torch.stack(weights).sum())
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         batch = view.batch
-        share = self._correct(batch) * batch.denominator / torch.where(prepared > 0, prepared, 1.0)
+        share = self._correct(batch) * batch.denominator / torch.where(update_stats > 0, update_stats, 1.0)
         return -self.coefficient * share.to(view.logp) * view.logp, {}
 
     def _correct(self, part: Batch) -> Tensor:

@@ -69,5 +69,5 @@ class PromptAugmentation(PromptChooser):
     """Of the draws."""
 
     def template(self, group_id: int) -> Template:
-        drawn = self.templates[int(stream("template", self.seed, group_id).integers(len(self.templates)))]
-        return Template(drawn.system, drawn.user, drawn.opening, drawn.form, tuple(drawn.marks))
+        params = self.templates[int(stream("template", self.seed, group_id).integers(len(self.templates)))]
+        return Template(params.system, params.user, params.opening, params.form, tuple(params.marks))

@@ -37,8 +37,8 @@ class PuzzleCraft(Advantage):
     @model_validator(mode="after")
     def _options(self) -> Self:
         if (self.options is None) == (self.diversity == "entropy"):
-            wanted = "needs the number of options of a problem" if self.options is None else "has no options"
-            raise ValueError(f"diversity = {self.diversity} {wanted}, here options = {self.options}")
+            reason = "needs the number of options of a problem" if self.options is None else "has no options"
+            raise ValueError(f"diversity = {self.diversity} {reason}, here options = {self.options}")
         return self
 
     def needs(self) -> frozenset[str]:

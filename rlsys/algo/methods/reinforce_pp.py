@@ -48,14 +48,14 @@ class ReinforcePP(Advantage):
 
     @staticmethod
     def _kl_to_come(parts: Sequence[Batch], samples: int, reduce: Reduce) -> list[Tensor]:
-        """Of each token, from it to the end of its sample, `[T]`."""
+        """Sum the KL from each token to the end of its sample, `[T]`."""
         kls = [part.masked(part.signal("old") - part.signal("ref")) for part in parts]
         sums = [part.per_sequence(kl) for part, kl in zip(parts, kls, strict=True)]
         after = sums_after(sequence_table(parts, sums, samples, reduce))
         out = []
         for part, kl in zip(parts, kls, strict=True):
-            own = on_trained(part, kl, lambda x, ids: discounted_suffix_sum(x, ids, 1.0))
-            out.append(part.masked(own + at_sequences(part, after).to(own)[part.ids]))
+            later_kl = on_trained(part, kl, lambda x, ids: discounted_suffix_sum(x, ids, 1.0))
+            out.append(part.masked(later_kl + at_sequences(part, after).to(later_kl)[part.ids]))
         return out
 
 

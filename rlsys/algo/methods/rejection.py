@@ -59,21 +59,24 @@ class Rejection(CorrectionPlugin):
         return self.level.startswith("group")
 
     def values(self, view: View) -> Tensor:
-        """The estimate of each token, `[T]`; 0 where masked."""
+        """Return the estimate of each token, `[T]`; 0 where masked."""
         gap = view.log_behaviour_ratio
         if self.kind == "k1":
             return -gap
         return gap**2 / 2 if self.kind == "k2" else gap.exp() - 1 - gap
 
     def over_sequences(self, view: View, tokens: Tensor) -> Tensor:
-        """Sum, or largest where the level says so, over these tokens `[T]` bool of each sequence, `[S]`."""
+        """Sum, or maximise if the level says so, over these tokens `[T]` bool of each sequence, `[S]`."""
         batch, values = view.batch, self.values(view)
         values = torch.where(tokens, values, torch.zeros_like(values))
         by = max_by if self.level.endswith("max") else sum_by  # only k1 has values below 0, and it has no max
         return by(values, batch.ids, batch.sequences)
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """The statistic of each row's group, `[N]`, from this update's sequences of all ranks. None: no groups."""
+        """Return the statistic of each row's group, `[N]`, from this update's sequences of all ranks.
+
+        None: no groups.
+        """
         if not self.prepares:
             return None
         groups = parts[0].groups
@@ -83,9 +86,9 @@ class Rejection(CorrectionPlugin):
         rows = [part.rows for part in parts]
         over = [self.over_sequences(v, tokens) for v, tokens in zip(views, active, strict=True)]
         counts = [sum_by(t.double(), p.ids, p.sequences) for t, p in zip(active, parts, strict=True)]
-        found = sequence_table(parts, over, len(groups), reduce)
-        of_rows = found.amax(1) if self.level == "group_max" else found.sum(1)
-        index, sizes = group_index(groups.to(found.device))
+        table = sequence_table(parts, over, len(groups), reduce)
+        of_rows = table.amax(1) if self.level == "group_max" else table.sum(1)
+        index, sizes = group_index(groups.to(table.device))
         by = max_by if self.level == "group_max" else sum_by
         statistic = by(of_rows, index, len(sizes))
         if self.level == "group_mean":
@@ -93,12 +96,12 @@ class Rejection(CorrectionPlugin):
             statistic = statistic / sum_by(tokens, index, len(sizes)).clamp(min=1)
         return statistic[index]
 
-    def __call__(self, view: View, prepared: Any) -> Correction:
+    def __call__(self, view: View, update_stats: Any) -> Correction:
         batch = view.batch
         if self.level == "token":
             statistic = self.values(view)
-        elif prepared is not None:
-            statistic = batch.expand(prepared)
+        elif update_stats is not None:
+            statistic = batch.expand(update_stats)
         else:
             over = self.over_sequences(view, batch.keep)
             statistic = (over / batch.lengths if self.level == "sequence_mean" else over)[batch.ids]

@@ -9,18 +9,18 @@ from pydantic import Field
 from torch import Tensor
 
 from rlsys.algo.batch import Samples
-from rlsys.algo.draws import ordered, sample_draws
-from rlsys.algo.methods.deferred_samples import PutOff
+from rlsys.algo.draws import argsort_with_draws, sample_draws
+from rlsys.algo.methods.deferred_samples import DeferredSamples
 from rlsys.algo.segments import groups_of
 from rlsys.algo.selectors import Selector
 from rlsys.config.section import Fraction
 
 
 class RoRecomp(Selector):
-    """Of each group train the short correct and the long wrong responses now; the rest later, in an extra update.
+    """Train the short correct and the long wrong responses of each group now; the others later, in an extra update.
 
-    Baselines are those of the whole group. The share alpha is cut from each end: the shortest of the correct, the
-    longest of the wrong. What is left goes to a first-in-first-out store (rlsys.algo.methods.deferred_samples). The
+    Baselines are those of the whole group. The share alpha is taken from each end: the shortest of the correct, the
+    longest of the wrong. The others go to a first-in-first-out store (rlsys.algo.methods.deferred_samples). The
     paper's values of alpha, of the store's size and of its schedule were not found; these are ours.
     """
 
@@ -36,15 +36,15 @@ class RoRecomp(Selector):
     correct: float = 0.5
     """A response is correct when its reward is above this."""
 
-    def store(self) -> PutOff[Any]:
-        return PutOff(self.capacity, self.max_age)
+    def store(self) -> DeferredSamples[Any]:
+        return DeferredSamples(self.capacity, self.max_age)
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         success, lengths = (samples.reward > self.correct).cpu(), samples.lengths.double().cpu()
         rank, draws = torch.where(success, lengths, -lengths), sample_draws(samples)
         out = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
-            for chosen in (members[success[members]], members[~success[members]]):
-                count = -int(-self.alpha * len(chosen) // 1)
-                out[chosen[ordered(rank[chosen], draws[chosen])[:count]]] = 1.0
+            for candidates in (members[success[members]], members[~success[members]]):
+                count = -int(-self.alpha * len(candidates) // 1)
+                out[candidates[argsort_with_draws(rank[candidates], draws[candidates])[:count]]] = 1.0
         return out.to(samples.rewards.device)

@@ -24,6 +24,6 @@ class Sapo(Loss):
     tau_negative: Annotated[float, Field(gt=0)] = 1.05
     """Temperature elsewhere."""
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         tau = torch.where(view.advantages > 0, self.tau_positive, self.tau_negative).to(view.ratio)
         return -(4 / tau) * torch.sigmoid(tau * (view.ratio - 1)) * view.advantages, {}

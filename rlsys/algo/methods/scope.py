@@ -1,4 +1,4 @@
-"""SCOPE's planner: failed responses go on from behind their first wrong step, put right. No torch."""
+"""SCOPE's planner: failed responses continue after their corrected first wrong step. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from rlsys.algo.planners import Accept, Decision, GroupLimit, More, Planner, Prefix, success_rate
+from rlsys.algo.planners import Accept, AddSamples, Decision, GroupLimit, Planner, Prefix, success_rate
 from rlsys.core.types import SampleGroup
 
 
 class Scope(Planner):
-    """Groups with few successes get further samples that begin with a failed response, up to its first wrong step,
-    and with the right step in its place.
+    """Groups with few successes get further samples that start with a corrected failed response.
 
-    `data.process_judge` finds the step and writes the right one. The tokens before it are the failed response's own,
-    with their log-probs; those of the right step are not trained; the model goes on behind them, and the reward
-    function judges the whole. The samples are in the group like any other. Our reading of the abstract: it names no
-    threshold, and no loss on the inserted step.
+    A sample starts with a failed response up to its first wrong step, and the correct step in its place.
+
+    `data.process_judge` finds the step and writes the correct one. The tokens before it are the failed response's
+    own, with their log-probs; those of the correct step are not trained; the model continues after them, and the
+    reward function judges the whole response. The samples are in the group like any other. Our reading of the
+    abstract: it names no threshold, and no loss on the inserted step.
     """
 
     paper: ClassVar[str] = "SCOPE: step-wise correction for on-policy exploration"
@@ -29,7 +30,7 @@ class Scope(Planner):
     """Failed responses of a group that are repaired, at the most; the first ones."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
-    _found: dict[int, tuple[Prefix, ...]] = PrivateAttr(default_factory=dict)
+    _repairs: dict[int, tuple[Prefix, ...]] = PrivateAttr(default_factory=dict)
     _repaired: set[int] = PrivateAttr(default_factory=set)
 
     def needs(self) -> frozenset[str]:
@@ -39,25 +40,25 @@ class Scope(Planner):
         return size + self.repairs
 
     def forget(self, group_id: int) -> None:
-        self._found.pop(group_id, None)
+        self._repairs.pop(group_id, None)
         self._repaired.discard(group_id)
 
-    def wants_repairs(self, group: SampleGroup) -> Sequence[int]:
+    def needs_repairs(self, group: SampleGroup) -> Sequence[int]:
         if group.group_id in self._repaired or success_rate(group, self.correct) > self.below:
             return ()
         failed = [s.index for s in group.samples if s.reward is not None and s.reward <= self.correct]
         return failed[: self.repairs]
 
-    def hear_repairs(self, group_id: int, found: Sequence[Prefix]) -> None:
-        self._found[group_id] = tuple(found)
+    def receive_repairs(self, group_id: int, prefixes: Sequence[Prefix]) -> None:
+        self._repairs[group_id] = tuple(prefixes)
 
     def decide(self, group: SampleGroup) -> Decision:
-        found = self._found.pop(group.group_id, ())
-        if group.group_id in self._repaired or not found:
+        prefixes = self._repairs.pop(group.group_id, ())
+        if group.group_id in self._repaired or not prefixes:
             self._repaired.discard(group.group_id)
             return Accept()
         self._repaired.add(group.group_id)
-        return More(len(found), prefixes=found)
+        return AddSamples(len(prefixes), prefixes=prefixes)
 
     def state_dict(self) -> dict[str, Any]:
         return {"repaired": sorted(self._repaired)}

@@ -45,5 +45,5 @@ class TopEntropy(Selector):
             float(sum(len(t) for t in trained)), dtype=torch.float64, device=parts[0].mu.device
         )
         dropped = math.ceil((1 - self.share) * (float(reduce(count)) - 1) - 1e-9)
-        cut = threshold(trained, lambda edges, counts, sums: counts <= dropped, -1.0, MOST_NATS, reduce)
-        return [(entropy > cut).to(entropy) for entropy in entropies]
+        bound = threshold(trained, lambda edges, counts, sums: counts <= dropped, -1.0, MOST_NATS, reduce)
+        return [(entropy > bound).to(entropy) for entropy in entropies]

@@ -50,7 +50,7 @@ class Topr(Loss):
     def has_ratio(self, view: View) -> Tensor:
         return view.advantages <= 0
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         ratio = self._ratio(view)
         bad = view.advantages <= 0
         weight = torch.where(bad, ratio.clamp(max=1.0), torch.ones_like(ratio))

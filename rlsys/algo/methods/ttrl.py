@@ -19,7 +19,7 @@ class Thin(Selector):
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
     evidence: ClassVar[str] = "R"
-    before: ClassVar[bool] = True
+    before_advantages: ClassVar[bool] = True
     keep: Fraction = 0.5
     """Share of each group that is trained."""
     seed: Seed = 0

@@ -23,7 +23,7 @@ class Votes(Planner):
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
-    """The most frequent answer; of several, the one that came first. None when there is no answer at all."""
+    """Return the most frequent answer; of several, the first one. None without any answer."""
     counts = Counter(a for a in answers if a is not None)
     return max(counts, key=lambda a: counts[a]) if counts else None
 

@@ -13,7 +13,7 @@ from rlsys.algo.batch import Samples
 from rlsys.algo.plugin import REWARD_TOLERANCE
 from rlsys.algo.segments import group_index, group_mean, group_std, merge_close
 from rlsys.algo.token_advantages import Unit
-from rlsys.algo.turn_advantages import TurnAdvantage, _same_turn, turn_returns, turns_there
+from rlsys.algo.turn_advantages import TurnAdvantage, _same_turn, turn_mask, turn_returns
 
 
 def ui_s1(
@@ -29,28 +29,30 @@ def ui_s1(
     std: bool,
     eps: float = 1e-6,
 ) -> Tensor:
-    """episode_weight * N_group(episode) + step_weight * N_step(R), `[N, K]`; R restarts where a turn did not match.
+    """Compute episode_weight * N_group(episode) + step_weight * N_step(R), `[N, K]`.
+
+    R restarts at a turn without a match.
 
     `episode` `[N]`: a score for each sample, counted once for each of its turns. N_group: (x - mean) / (std + eps)
-    over all turns of the group; N_step: over those of the same number. A turn that is alone has 0 in N_step and, as
-    the authors have it, its score itself in N_group.
+    over all turns of the group; N_step: over those of the same number. A single turn has 0 in N_step and, as the
+    authors have it, its score itself in N_group.
     """
-    there = turns_there(counts, rewards.shape[1])
-    returns = turn_returns(rewards, gamma, matches)[there]
-    scores = episode[:, None].expand_as(rewards)[there]
-    groups = group_ids[:, None].expand_as(rewards)[there]
+    is_turn = turn_mask(counts, rewards.shape[1])
+    returns = turn_returns(rewards, gamma, matches)[is_turn]
+    scores = episode[:, None].expand_as(rewards)[is_turn]
+    groups = group_ids[:, None].expand_as(rewards)[is_turn]
 
     def normed(values: Tensor, ids: Tensor, lone: Tensor) -> Tensor:
         index, sizes = group_index(ids)
         values = merge_close(values, ids, values.abs(), REWARD_TOLERANCE)
-        alone = (sizes == 1)[index]
-        centred = torch.where(alone, lone, values - group_mean(values, ids))
-        spread = torch.where(alone, torch.ones_like(values), group_std(values, ids))
+        is_single = (sizes == 1)[index]
+        centred = torch.where(is_single, lone, values - group_mean(values, ids))
+        spread = torch.where(is_single, torch.ones_like(values), group_std(values, ids))
         return centred / (spread + eps) if std else centred
 
     total = episode_weight * normed(scores, groups, scores)
-    total = total + step_weight * normed(returns, _same_turn(group_ids, there), torch.zeros_like(returns))
-    return torch.zeros_like(rewards).masked_scatter(there, total)
+    total = total + step_weight * normed(returns, _same_turn(group_ids, is_turn), torch.zeros_like(returns))
+    return torch.zeros_like(rewards).masked_scatter(is_turn, total)
 
 
 class UiS1(TurnAdvantage):

@@ -39,12 +39,12 @@ class Vade(PromptChooser):
     _under_way: dict[int, int] = PrivateAttr(default_factory=dict)
 
     def posterior(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """alpha and beta of every prompt of the pool."""
+        """Return alpha and beta of every prompt of the pool."""
         alpha, beta = np.ones(self.pool), np.ones(self.pool)
-        for prompt, (won, lost, time) in self._record.items():
+        for prompt, (successes, failures, time) in self._record.items():
             fade = self.all_decay ** (self._time - time)
-            alpha[prompt] += won * fade
-            beta[prompt] += lost * fade
+            alpha[prompt] += successes * fade
+            beta[prompt] += failures * fade
         return alpha, beta
 
     def index(self, group_id: int) -> int:
@@ -60,18 +60,18 @@ class Vade(PromptChooser):
     def forget(self, group_id: int) -> None:
         self._under_way.pop(group_id, None)
 
-    def hear(self, group: SampleGroup) -> None:
+    def on_rewards(self, group: SampleGroup) -> None:
         self._under_way.pop(group.group_id, None)
         if not 0 <= group.prompt_index < self.pool:
             return
         rewards = [s.reward for s in group.samples if s.reward is not None]
-        won = sum(r > self.correct for r in rewards)
-        before = self._record.get(group.prompt_index, [0.0, 0.0, float(self._time)])
-        fade = self.visited * self.all_decay ** (self._time - before[2])
+        successes = sum(r > self.correct for r in rewards)
+        previous = self._record.get(group.prompt_index, [0.0, 0.0, float(self._time)])
+        fade = self.visited * self.all_decay ** (self._time - previous[2])
         self._time += 1
         self._record[group.prompt_index] = [
-            before[0] * fade + won,
-            before[1] * fade + len(rewards) - won,
+            previous[0] * fade + successes,
+            previous[1] * fade + len(rewards) - successes,
             float(self._time),
         ]
 

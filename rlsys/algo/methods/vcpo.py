@@ -17,7 +17,10 @@ from rlsys.algo.segments import group_index, group_mean, group_std, sum_by
 
 
 def effective_share(log_weight: Tensor) -> float:
-    """ESS / n = (sum w)^2 / (n sum w^2) from log-weights `[n]`, in log space: long sequences overflow otherwise."""
+    """Compute ESS / n = (sum w)^2 / (n sum w^2) from log-weights `[n]`, in log space.
+
+    Long sequences would overflow.
+    """
     if len(log_weight) == 0:
         return 1.0
     first, second = torch.logsumexp(log_weight.double(), 0), torch.logsumexp(2 * log_weight.double(), 0)
@@ -78,7 +81,7 @@ class MinimumVariance(Advantage):
             share = share * samples.column("score_norm").double().clamp(min=1e-9)
         elif self.norm == "length":
             share = share * samples.lengths.clamp(min=1)
-        # Of what is left after the mean, so that equal rewards give exactly 0.
+        # Relative to the mean, so that equal rewards give exactly 0.
         centred = rewards - group_mean(rewards, samples.group_ids)
         top = sum_by(share * centred, index, len(sizes))
         baseline = (top / sum_by(share, index, len(sizes)))[index].to(rewards.dtype)

@@ -33,7 +33,7 @@ class Vespo(Loss):
     def sample_values(self, view: View) -> Tensor:
         return view.log_ratio.detach()
 
-    def __call__(self, view: View, prepared: Any) -> tuple[Tensor, Figures]:
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         log_w = view.over_sample(self.sample_values(view)).clamp(math.log(1e-8), LOG_RATIO_LIMIT)
         good = view.advantages >= 0
         k = torch.where(good, self.k_positive, self.k_negative).to(log_w)

@@ -13,10 +13,10 @@ from pydantic import Field, PrivateAttr
 from rlsys.algo.methods.similarity import most_alike
 from rlsys.algo.planners import (
     Accept,
+    AddSamples,
     Decision,
     GroupLimit,
     Hold,
-    More,
     Planner,
     PositiveInt,
     rewards_of,
@@ -27,7 +27,10 @@ from rlsys.core.types import SampleGroup, Status
 
 
 def student_quantile(p: float, freedom: int) -> float:
-    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else Cornish-Fisher to 1 / freedom^3."""
+    """Compute the quantile of Student's t.
+
+    Exact for 1 and 2 degrees of freedom, else Cornish-Fisher to 1 / freedom^3.
+    """
     if freedom == 1:
         return math.tan(math.pi * (p - 0.5))
     if freedom == 2:
@@ -85,15 +88,15 @@ class Xrpo(Planner):
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
     _members: dict[int, Member] = PrivateAttr(default_factory=dict)
-    """Of the open round. After a restart its groups are decided again, and are in it again."""
+    """Groups of the open round. After a restart they are decided again, and join it again."""
     _released: dict[int, Decision] = PrivateAttr(default_factory=dict)
-    """What the last round decided and nobody has asked for yet."""
-    _grown: set[int] = PrivateAttr(default_factory=set)
+    """Decisions of the last round that have not been requested yet."""
+    _enlarged: set[int] = PrivateAttr(default_factory=set)
     """Groups that got samples in a round."""
     _credit: float = PrivateAttr(default=0.0)
-    """What `share` of the rounds so far left of a whole group."""
+    """Remaining fraction of a group from `share` of the rounds so far."""
     _solved: dict[int, list[list[int]]] = PrivateAttr(default_factory=dict)
-    """Prompt index -> its prompt, and a right response; the latest last."""
+    """Prompt index -> its prompt, and a correct response; the latest last."""
     _seeded: set[int] = PrivateAttr(default_factory=set)
 
     def limit(self, size: int) -> int:
@@ -102,30 +105,33 @@ class Xrpo(Planner):
     def half_width(self, spread: float, n: int) -> float:
         return student_quantile(1 - self.alpha / 2, n - 1) * spread / math.sqrt(n) if n > 1 else math.inf
 
-    def score(self, rewards: Sequence[float], drawn: int) -> float:
-        """Expected drop of the half-width from one more sample, plus the bonus. `drawn`: samples of the round."""
+    def score(self, rewards: Sequence[float], round_samples: int) -> float:
+        """Return the expected drop of the half-width from one more sample, plus the bonus.
+
+        `round_samples`: of the round.
+        """
         n = len(rewards)
         if n < 2:
             return math.inf
         spread = stdev(rewards)
         drop = self.half_width(spread, n) - self.half_width(spread, n + 1)
-        return drop + self.bonus * math.sqrt(math.log1p(drawn) / n)
+        return drop + self.bonus * math.sqrt(math.log1p(round_samples) / n)
 
     def forget(self, group_id: int) -> None:
         self._members.pop(group_id, None)
         self._released.pop(group_id, None)
         self._seeded.discard(group_id)
-        self._grown.discard(group_id)
+        self._enlarged.discard(group_id)
 
     # -- seeding ------------------------------------------------------------------------------------------------
 
     def _remember(self, group: SampleGroup) -> None:
-        """The group's shortest right response to its own prompt, when it is short enough."""
+        """Store the group's shortest correct response to its own prompt, if it is short enough."""
         right = [s for s in group.samples if s.reward is not None and s.reward > self.correct]
-        own = [s for s in right if s.status is Status.FINISHED and s.trained_prompt is None]
-        if not own or not self.exemplars:
+        original = [s for s in right if s.status is Status.FINISHED and s.trained_prompt is None]
+        if not original or not self.exemplars:
             return
-        shortest = min(own, key=lambda s: len(s.response_ids))
+        shortest = min(original, key=lambda s: len(s.response_ids))
         if len(shortest.prompt_ids) + len(shortest.response_ids) <= self.exemplar_tokens:
             self._solved.pop(group.prompt_index, None)
             self._solved[group.prompt_index] = [shortest.prompt_ids, [*shortest.response_ids]]
@@ -133,14 +139,21 @@ class Xrpo(Planner):
                 del self._solved[next(iter(self._solved))]
 
     def seeded_prompt(self, group: SampleGroup) -> tuple[int, ...]:
-        """The group's prompt after the solved ones most like it, the most alike last; empty when none is known."""
-        others = [shown for index, shown in self._solved.items() if index != group.prompt_index]
-        own = group.samples[0].prompt_ids
-        nearest = most_alike(own, [prompt for prompt, _ in others], self.exemplars)
+        """Return the group's prompt after the most similar solved ones, the most similar last.
+
+        Empty if none is known.
+        """
+        problems = [
+            exemplar_ids for index, exemplar_ids in self._solved.items() if index != group.prompt_index
+        ]
+        prompt_ids = group.samples[0].prompt_ids
+        nearest = most_alike(prompt_ids, [prompt for prompt, _ in problems], self.exemplars)
         if not nearest:
             return ()
-        shown = [i for place in reversed(nearest) for part in others[place] for i in part]
-        return (*shown, *own)
+        exemplar_ids = [
+            i for nearest_index in reversed(nearest) for part in problems[nearest_index] for i in part
+        ]
+        return (*exemplar_ids, *prompt_ids)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -156,9 +169,9 @@ class Xrpo(Planner):
         failed = success_rate(group, self.correct) == 0
         if failed and room > 0 and (seeded := self.seeded_prompt(group)):
             self._seeded.add(group_id)
-            self._grown.discard(group_id)
-            return More(room, seeded)
-        self._members[group_id] = Member(rewards_of(group), room, group_id not in self._grown)
+            self._enlarged.discard(group_id)
+            return AddSamples(room, seeded)
+        self._members[group_id] = Member(rewards_of(group), room, group_id not in self._enlarged)
         if sum(m.new for m in self._members.values()) < self.groups:
             return Hold()
         self.close_round()
@@ -171,32 +184,35 @@ class Xrpo(Planner):
         return frozenset(self._released)
 
     def restart(self) -> None:
-        self._grown |= {g for g, m in self._members.items() if not m.new}
+        self._enlarged |= {g for g, m in self._members.items() if not m.new}
         self._members, self._released = {}, {}
 
     def close_round(self) -> None:
         members, self._members = self._members, {}
-        drawn = sum(len(m.rewards) for m in members.values())
+        round_samples = sum(len(m.rewards) for m in members.values())
         self._credit += self.share * sum(m.new for m in members.values())
-        whole = math.floor(self._credit + 1e-9)
-        self._credit = max(0.0, self._credit - whole)
-        open_ones = [
+        slots = math.floor(self._credit + 1e-9)
+        self._credit = max(0.0, self._credit - slots)
+        candidates = [
             g for g, m in members.items() if m.room > 0 and min(m.rewards, default=1) <= self.correct
         ]
-        # Groups of the same rewards have the same score: which of them come first is drawn, not who finished first.
-        open_ones.sort(
-            key=lambda g: (-round(self.score(members[g].rewards, drawn), 9), stream("xrpo", g).random())
+        # Groups of the same rewards have the same score: their order is drawn, not the order in which they finished.
+        candidates.sort(
+            key=lambda g: (
+                -round(self.score(members[g].rewards, round_samples), 9),
+                stream("xrpo", g).random(),
+            )
         )
-        chosen = set(open_ones[:whole])
-        self._grown = (self._grown - members.keys()) | chosen
-        self._released |= {g: More(m.room) if g in chosen else Accept() for g, m in members.items()}
+        selected = set(candidates[:slots])
+        self._enlarged = (self._enlarged - members.keys()) | selected
+        self._released |= {g: AddSamples(m.room) if g in selected else Accept() for g, m in members.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        solved = [[index, *shown] for index, shown in self._solved.items()]
-        grown = sorted(self._grown | {g for g, m in self._members.items() if not m.new})
-        return {"credit": self._credit, "solved": solved, "seeded": sorted(self._seeded), "grown": grown}
+        solved = [[index, *example] for index, example in self._solved.items()]
+        enlarged = sorted(self._enlarged | {g for g, m in self._members.items() if not m.new})
+        return {"credit": self._credit, "solved": solved, "seeded": sorted(self._seeded), "grown": enlarged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._credit, self._grown = float(state["credit"]), set(state["grown"])
-        self._solved = {index: shown for index, *shown in state["solved"]}
+        self._credit, self._enlarged = float(state["credit"]), set(state["grown"])
+        self._solved = {index: example for index, *example in state["solved"]}
         self._seeded = set(state["seeded"])

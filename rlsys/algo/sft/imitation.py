@@ -1,4 +1,4 @@
-"""Losses on the tokens of answers that are there: cross entropy and its kin. Pure: log-probs in, a loss a token out.
+"""Losses on the tokens of given answers: cross entropy and variants. Pure: log-probs in, a loss per token out.
 
 `rlsys sft` (sft.loss) takes the mean over all trained tokens of an update. Shapes: T tokens of a micro-batch.
 """
@@ -14,7 +14,7 @@ from rlsys.algo.plugin import Plugin
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the model thinks of each token of the answers, `[T]`.
+    """Model scores of each token of the answers, `[T]`.
 
     `logp`: its log-prob, with gradient. For a loss with `candidates`, tokens that would be drawn in its place at that
     temperature: `chance`: the probability that it is this one, without gradient; `expected`: the mean of their
@@ -31,11 +31,11 @@ class Imitation(Plugin):
 
     @property
     def candidates(self) -> float | None:
-        """The temperature at which other tokens are drawn in the place of the answer's; None: none are."""
+        """Temperature at which candidates are drawn in place of the answer's token; None: no candidates."""
         return None
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        """Of each token, `[T]`."""
+        """Return the loss of each token, `[T]`."""
         raise NotImplementedError
 
 

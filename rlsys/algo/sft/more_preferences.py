@@ -1,7 +1,8 @@
 """Losses on whole answers without a reference (SimPO, CPO, ORPO), on single answers (KTO), and of reward models.
 
 TRL's CPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer compute the same
-(tests/unit/algo/test_preference_parity.py). Where they keep answers apart by device, here one update's are one batch.
+(tests/unit/algo/test_preference_parity.py). They keep answers separate by device; here the answers of one update are
+one batch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 def imitation(answers: Answers) -> Tensor:
-    """Mean cross entropy of the tokens of the chosen answers; 0 where none is trained."""
-    return -answers.chosen(answers.logp).sum() / answers.chosen(answers.tokens).sum().clamp(min=1)
+    """Mean cross entropy of the chosen answers' tokens; 0 if none is trained."""
+    chosen_tokens = answers.select_chosen(answers.tokens).sum().clamp(min=1)
+    return -answers.select_chosen(answers.logp).sum() / chosen_tokens
 
 
 class SimPo(Preference):
@@ -40,7 +42,7 @@ class SimPo(Preference):
 
     def __call__(self, answers: Answers) -> Tensor:
         mean = answers.logp / answers.tokens.clamp(min=1)
-        gap = self.beta * (answers.chosen(mean) - answers.rejected(mean)) - self.margin
+        gap = self.beta * (answers.select_chosen(mean) - answers.select_rejected(mean)) - self.margin
         loss = -logsigmoid(gap).mean()
         return loss + self.imitate * imitation(answers) if self.imitate else loss
 
@@ -63,7 +65,7 @@ class Cpo(Preference):
         return self.beta * answers.logp.detach()
 
     def __call__(self, answers: Answers) -> Tensor:
-        gap = self.beta * (answers.chosen(answers.logp) - answers.rejected(answers.logp))
+        gap = self.beta * (answers.select_chosen(answers.logp) - answers.select_rejected(answers.logp))
         if self.kind == "hinge":
             loss = relu(1 - gap)
         else:
@@ -87,18 +89,17 @@ class Orpo(Preference):
 
     def __call__(self, answers: Answers) -> Tensor:
         mean = answers.logp / answers.tokens.clamp(min=1)
-        # log(1 - p) by way of expm1: near p = 1 the difference would be lost
+        # log(1 - p) with expm1: near p = 1 the difference would lose precision
         odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))
-        gap = answers.chosen(odds) - answers.rejected(odds)
+        gap = answers.select_chosen(odds) - answers.select_rejected(odds)
         return imitation(answers) - self.beta * logsigmoid(gap).mean()
 
 
 class Kto(WithReference):
-    """Kahneman-Tversky optimisation: answers that are good or bad by themselves, measured from how far the model has
-    moved on answers to other prompts.
+    """Kahneman-Tversky optimisation of single good or bad answers, relative to the drift on answers to other prompts.
 
-    That reference point is the mean gain of the update's answers, each put behind the next one's prompt, and at least
-    0; it has no gradient.
+    That reference point is the mean gain of the update's answers, each appended to the next one's prompt, and at
+    least 0; it has no gradient.
     """
 
     paper: ClassVar[str] = "KTO (Ethayarajh et al. 2024), eq. 7"
@@ -148,6 +149,6 @@ class RewardModel(Preference):
 
     def __call__(self, answers: Answers) -> Tensor:
         assert answers.value is not None
-        good, bad = answers.chosen(answers.value), answers.rejected(answers.value)
-        loss = -logsigmoid(good - bad - answers.chosen(answers.margin)).mean()
+        good, bad = answers.select_chosen(answers.value), answers.select_rejected(answers.value)
+        loss = -logsigmoid(good - bad - answers.select_chosen(answers.margin)).mean()
         return loss + self.centre * ((good + bad) ** 2).mean()

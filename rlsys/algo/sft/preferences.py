@@ -1,4 +1,4 @@
-"""Losses on whole answers that people or rules compared: DPO and its kin. Pure: log-probs in, one loss out.
+"""Losses on whole answers that people or rules compared: DPO and variants. Pure: log-probs in, one loss out.
 
 `rlsys sft` calls them with all answers of a step at once; their gradients go back through the answers' log-probs
 (rlsys/trainer/sft/preference.py). Losses without a reference, of single answers and of reward models are in
@@ -28,10 +28,10 @@ Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 class Answers:
     """All answers of one optimizer update, `[S]`.
 
-    `logp`: sum over an answer's trained tokens, with gradient; `ref`: the same of the first weights; `tokens`: how
-    many there are. `pair`: the number of its pair, the same for two answers; `liked`: the better one of its pair, or
-    one marked as good. `margin`: by how much, where somebody said it. `drift`: logp - ref of answers to other prompts
-    than their own. `value`: of a reward model, with gradient.
+    `logp`: sum over an answer's trained tokens, with gradient; `ref`: the same of the first weights; `tokens`: their
+    number. `pair`: the number of its pair, the same for two answers; `liked`: the better one of its pair, or one
+    marked as good. `margin`: of the pair, if it is known. `drift`: logp - ref of answers to other prompts than their
+    own. `value`: of a reward model, with gradient.
     """
 
     logp: Tensor
@@ -49,39 +49,39 @@ class Answers:
         assert self.ref is not None, "the loss says in `needs` that it needs ref"
         return self.logp - self.ref
 
-    def chosen(self, values: Tensor) -> Tensor:
-        """Of the better answers, `[S]` -> `[B]`, in the order of the pairs."""
-        return values[self._places(self.liked)]
+    def select_chosen(self, values: Tensor) -> Tensor:
+        """Select the values of the better answers, `[S]` -> `[B]`, in the order of the pairs."""
+        return values[self._ordered_indices(self.liked)]
 
-    def rejected(self, values: Tensor) -> Tensor:
-        return values[self._places(~self.liked)]
+    def select_rejected(self, values: Tensor) -> Tensor:
+        return values[self._ordered_indices(~self.liked)]
 
-    def _places(self, which: Tensor) -> Tensor:
-        places = which.nonzero().flatten()
-        return places[self.pair[places].argsort()]
+    def _ordered_indices(self, selection: Tensor) -> Tensor:
+        indices = selection.nonzero().flatten()
+        return indices[self.pair[indices].argsort()]
 
 
 class Preference(Plugin):
     """A loss on whole answers."""
 
     rows: ClassVar[Literal["pairs", "labels"]] = "pairs"
-    """What it compares: two answers to a prompt, or answers that are marked as good or bad."""
+    """Compared rows: two answers to a prompt, or answers that are marked as good or bad."""
     mismatched: ClassVar[bool] = False
     """Whether it needs `drift`."""
 
     def __call__(self, answers: Answers) -> Tensor:
-        """The mean over pairs, or answers."""
+        """Return the mean over pairs, or answers."""
         raise NotImplementedError
 
     def rewards(self, answers: Answers) -> Tensor:
-        """How good the trained model finds each answer, `[S]`, for metrics."""
+        """Return the trained model's reward of each answer, `[S]`, for metrics."""
         if answers.value is not None:
             return answers.value.detach()
         return (answers.logp if answers.ref is None else answers.gain).detach()
 
 
 class WithReference(Preference):
-    """The reward of an answer is beta times its gain over the first weights' log-prob."""
+    """Losses whose reward of an answer is beta times its gain over the first weights' log-prob."""
 
     beta: Beta = 0.1
     """How much a nat of gain is worth; the larger, the closer the model stays to its first weights."""
@@ -93,13 +93,13 @@ class WithReference(Preference):
         return self.beta * answers.gain.detach()
 
     def gaps(self, answers: Answers) -> Tensor:
-        """beta times the chosen gain minus the rejected one, `[B]`."""
-        return self.beta * (answers.chosen(answers.gain) - answers.rejected(answers.gain))
+        """Compute beta times the chosen gain minus the rejected one, `[B]`."""
+        return self.beta * (answers.select_chosen(answers.gain) - answers.select_rejected(answers.gain))
 
     def gains_per_token(self, answers: Answers) -> Tensor:
-        """Chosen minus rejected, each by its length, `[B]`."""
+        """Compute chosen minus rejected gain, each divided by its length, `[B]`."""
         mean = answers.gain / answers.tokens.clamp(min=1)
-        return answers.chosen(mean) - answers.rejected(mean)
+        return answers.select_chosen(mean) - answers.select_rejected(mean)
 
 
 class Dpo(WithReference):
@@ -181,7 +181,7 @@ class Nca(WithReference):
 
     def __call__(self, answers: Answers) -> Tensor:
         rewards = self.beta * answers.gain
-        good, bad = answers.chosen(rewards), answers.rejected(rewards)
+        good, bad = answers.select_chosen(rewards), answers.select_rejected(rewards)
         return (-logsigmoid(good) - 0.5 * logsigmoid(-good) - 0.5 * logsigmoid(-bad)).mean()
 
 
@@ -193,7 +193,9 @@ class Bco(WithReference):
 
     def __call__(self, answers: Answers) -> Tensor:
         rewards = self.beta * answers.gain
-        return (-logsigmoid(answers.chosen(rewards)) - logsigmoid(-answers.rejected(rewards))).mean()
+        return (
+            -logsigmoid(answers.select_chosen(rewards)) - logsigmoid(-answers.select_rejected(rewards))
+        ).mean()
 
 
 class Sppo(WithReference):
@@ -203,13 +205,15 @@ class Sppo(WithReference):
     evidence: ClassVar[str] = "R"
 
     def __call__(self, answers: Answers) -> Tensor:
-        good, bad = answers.chosen(answers.gain), answers.rejected(answers.gain)
+        good, bad = answers.select_chosen(answers.gain), answers.select_rejected(answers.gain)
         return ((good - 0.5 / self.beta) ** 2 + (bad + 0.5 / self.beta) ** 2).mean()
 
 
 class Aot(WithReference):
-    """Alignment by optimal transport: gains are compared sorted, the best with the best; of the whole update, where
-    TRL sorts the pairs of each device."""
+    """Alignment by optimal transport: sorted gains are compared, the best with the best.
+
+    All answers of the update are sorted together; TRL sorts the pairs of each device.
+    """
 
     paper: ClassVar[str] = "Distributional Preference Alignment via Optimal Transport (Melnyk et al. 2024)"
     evidence: ClassVar[str] = "R"
@@ -221,11 +225,13 @@ class Aot(WithReference):
     def __call__(self, answers: Answers) -> Tensor:
         assert answers.ref is not None
         if self.paired:
-            leads = (answers.chosen(x) - answers.rejected(x) for x in (answers.logp, answers.ref))
+            leads = (
+                answers.select_chosen(x) - answers.select_rejected(x) for x in (answers.logp, answers.ref)
+            )
         else:
-            leads = (part(answers.gain) for part in (answers.chosen, answers.rejected))
-        ours, theirs = (x.sort().values for x in leads)
-        gap = self.beta * (ours - theirs)
+            leads = (part(answers.gain) for part in (answers.select_chosen, answers.select_rejected))
+        policy_leads, reference_leads = (x.sort().values for x in leads)
+        gap = self.beta * (policy_leads - reference_leads)
         return (-logsigmoid(gap) * (1 - self.wrong) - logsigmoid(-gap) * self.wrong).mean()
 
 
@@ -237,7 +243,7 @@ class ApoZero(WithReference):
 
     def __call__(self, answers: Answers) -> Tensor:
         share = torch.sigmoid(self.beta * answers.gain)
-        return (1 - answers.chosen(share) + answers.rejected(share)).mean()
+        return (1 - answers.select_chosen(share) + answers.select_rejected(share)).mean()
 
 
 class ApoDown(WithReference):
@@ -247,7 +253,7 @@ class ApoDown(WithReference):
     evidence: ClassVar[str] = "R"
 
     def __call__(self, answers: Answers) -> Tensor:
-        good = torch.sigmoid(self.beta * answers.chosen(answers.gain))
+        good = torch.sigmoid(self.beta * answers.select_chosen(answers.gain))
         return (good + 1 - torch.sigmoid(self.gaps(answers))).mean()
 
 

@@ -1,6 +1,6 @@
-"""Where megatron puts each parameter of a whole model in a checkpoint: asked of megatron, not assumed.
+"""Location of each parameter of the whole model in a Megatron checkpoint, computed by Megatron itself.
 
-The model is built on the meta device, so that even one larger than memory costs none.
+The model is built on the meta device, so that a model larger than the memory can be addressed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ class Address:
 
     @property
     def parameter(self) -> tuple[int, ...]:
-        """The parameter's own shape."""
+        """Shape of the parameter itself."""
         return self.shape[len(self.index) :]
 
     def box(self, start: tuple[int, ...] = (), size: tuple[int, ...] = ()) -> Box:
-        """Of a part of the parameter; of all of it when none is given."""
-        own = self.parameter
-        return Box((*self.index, *(start or (0,) * len(own))), (*(1,) * len(self.index), *(size or own)))
+        """Return the region of a part of the parameter in the stored tensor, by default of the whole parameter."""
+        shape = self.parameter
+        return Box((*self.index, *(start or (0,) * len(shape))), (*(1,) * len(self.index), *(size or shape)))
 
 
 def addresses(config: Config, hf: HFConfig) -> Iterator[tuple[Entry, Address]]:
-    """Of every parameter of the model, in the name table's order. One rank's process groups must be there."""
-    # Megatron's own layers also where Transformer Engine is installed: those cannot be built without memory. Both
-    # write the same checkpoints.
-    own: dict[str, Any] = {"use_cpu_initialization": True, "moe_grouped_gemm": False}
-    transformer = replace(transformer_config(config, hf), **own)
+    """Yield the address of each parameter of the model, in the order of the name table.
+
+    The process groups of one rank must exist.
+    """
+    # Megatron's own layers, even if Transformer Engine is installed, whose layers cannot be built without memory.
+    # Both write the same checkpoints.
+    overrides: dict[str, Any] = {"use_cpu_initialization": True, "moe_grouped_gemm": False}
+    transformer = replace(transformer_config(config, hf), **overrides)
     with torch.device("meta"):
         model = Chunks([chunk(transformer, hf, None, transformer_engine=False)])
     shards = model.shards("")

@@ -1,4 +1,4 @@
-"""Writes a checkpoint's tensors in a thread, from copies, while the next steps are trained."""
+"""Asynchronous write of a checkpoint: a thread writes copies of the tensors while training continues."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FULL_BYTES = 2**20
 """A disk with less room is full: no part of a checkpoint would fit."""
 
 
-class Writing:
-    """Megatron's own writer of this rank's files, run here instead of in a forked process.
+class TensorWrite:
+    """Write of this rank's files with Megatron's writer, in a thread instead of a forked process.
 
-    A fork would copy a process with gloo's and torch's threads in it; a thread shares the copies as they are.
-    Memory: one copy of what this rank saves, on the CPU, until it is written. `error`, `checksums`
-    ({file: SHA-256}) and `seconds` are there once `done`.
+    A fork would copy a process with the threads of gloo and torch; a thread shares the copied tensors. Memory: one
+    copy of the data that this rank saves, on the CPU, until it is written. `error`, `checksums` ({file: SHA-256}) and
+    `seconds` are valid after `is_done` returned true.
     """
 
     def __init__(self, request: AsyncRequest, folder: Path) -> None:
@@ -33,7 +33,7 @@ class Writing:
         self.seconds = 0.0
         self._request = request
         self._results: dict[int, Any] | None = None
-        # Made before this returns: the next optimizer step overwrites the tensors.
+        # Copied before this returns: the next optimizer step overwrites the tensors.
         self._buckets = [
             (file, key, (read, [(item, t.detach().to("cpu", copy=True)) for item, t in tensors]))
             for file, key, (read, tensors) in (request.async_fn_args or [0, []])[1]
@@ -49,40 +49,40 @@ class Writing:
     def _write_all(self) -> None:
         results: dict[int, Any] = {}
         for i, bucket in enumerate(self._buckets):
-            answer: queue.Queue[Any] = queue.Queue()
+            output: queue.Queue[Any] = queue.Queue()
             running: queue.Queue[int] = queue.Queue()
             running.put(i)
             FileSystemWriterAsync.write_preloaded_data(
-                self._request.async_fn.args[0], i, bucket, answer, running, use_fsync=True
+                self._request.async_fn.args[0], i, bucket, output, running, use_fsync=True
             )
-            _, results[i] = answer.get()
+            _, results[i] = output.get()
             if isinstance(results[i], Exception):
                 self.error = self._cause(results[i])
                 return
             try:
                 self.checksums[Path(bucket[0]).name] = manifest.sha256(Path(bucket[0]))
             except OSError as e:
-                self.error = self._cause(e)  # told to all ranks by Checkpoints.finish
+                self.error = self._cause(e)  # Checkpoints.finish reports it on all ranks
                 return
         if self._buckets:
             self._results = results
         self._buckets = []
 
     def _cause(self, error: Exception) -> str:
-        """torch's writer raises an assertion about positions in its file where the disk takes no more."""
+        """Describe the cause of an error. On a full disk, torch's writer raises an unrelated assertion."""
         free = shutil.disk_usage(self.folder).free
         full = f"the disk is full, {free} bytes are left; " if free < FULL_BYTES else ""
         return f"{full}{type(error).__name__}: {error}"
 
-    def done(self, wait: bool) -> bool:
+    def is_done(self, wait: bool) -> bool:
         if wait:
             self._thread.join()
         return not self._thread.is_alive()
 
     def finalize(self) -> None:
-        """Collective, after every rank is done: what was written where, in megatron's metadata."""
+        """Write Megatron's metadata of all files. Collective; call it after every rank is done."""
         if self._results is not None:
-            # Megatron's queue is one for the process: what a save left that nobody finished is not ours.
+            # Megatron has one queue per process: remove results of an unfinished earlier save.
             results = self._request.async_fn_args[2]
             while not results.empty():
                 results.get()

@@ -43,35 +43,35 @@ from rlsys.convert.torch_dist import DistReader
 from rlsys.core.errors import RunError, disk_errors
 from rlsys.core.owner import Owner
 from rlsys.trainer.checkpoints import manifest
-from rlsys.trainer.checkpoints.background import Writing
+from rlsys.trainer.checkpoints.background import TensorWrite
 from rlsys.trainer.control import Control
 from rlsys.trainer.model.chunks import MTP, Chunks
 
 _CRITIC = "critic."
-"""Before the keys of a critic's weights."""
+"""Prefix of the keys of a critic's weights."""
 _NAME = re.compile(r"step-(\d+)")
 
 # Any layout can load the optimizer's state only when it is stored by parameter, not by flat buffer.
-# Each rank stores what it holds (megatron_patches/optimizer_local_shards.py).
+# Each rank stores its own shards (megatron_patches/optimizer_local_shards.py).
 _OPTIMIZER = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
 
-# 0.19 has two writers, and takes one that may not be installed.
+# 0.19 has two writers, and its default may not be installed.
 _STRATEGY = (
     {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
 )
 
-# What loading was seen to raise on a checkpoint of another model.
-_FOREIGN = (
+# Errors that were observed when a checkpoint of another model is loaded.
+_LOAD_ERRORS = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, ValueError, EOFError, KeyError,
     pickle.UnpicklingError,
 )  # fmt: skip
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in `folder`, oldest first."""
+    """List the steps of the complete checkpoints in `folder`, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(int(m[1]) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
@@ -87,53 +87,61 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def load_weights(path: Path, model: Chunks) -> None:
-    """Only the model, without layers for multi-token prediction, from a checkpoint that `rlsys convert` made. Raises
-    RunError as Checkpoints.load does, and UserError for a type that is no weight's."""
+    """Load the model, without MTP layers, from a checkpoint that `rlsys convert` wrote.
+
+    Raises:
+        RunError: As Checkpoints.load does.
+        UserError: A tensor of the checkpoint has a type that is not allowed for weights.
+    """
     _verify(path, [])
-    stored = DistReader(path)
-    stored.check_types(stored.shapes)
-    described = {
+    reader = DistReader(path)
+    reader.check_types(reader.shapes)
+    shards = {
         chunk: {name: shard for name, shard in weights.items() if not name.startswith(MTP)}
         for chunk, weights in model.sharded_state_dict().items()
     }
-    model.load_state_dict(_loaded({"model": described}, path)["model"], but=MTP)
+    model.load_state_dict(_load_state({"model": shards}, path)["model"], ignore_prefix=MTP)
 
 
-def _loaded(state: dict[str, Any], path: Path) -> dict[str, Any]:
+def _load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), _replicas())
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(path)), _replica_group()
+        )
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(path), strategy)
-    except _FOREIGN as e:
+    except _LOAD_ERRORS as e:
         reason = " ".join(str(e).split())[-300:]
         raise RunError(f"{path}: the checkpoint cannot be loaded: {type(e).__name__}: {reason}") from e
     return loaded
 
 
-def _replicas() -> dist.ProcessGroup:
-    """The ranks that hold the same weights: they share the work of writing and reading these."""
+def _replica_group() -> dist.ProcessGroup:
+    """Return the ranks that hold the same weights; they share the work of writing and reading them."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A model of this rank and megatron's optimizer of it. Of a model with adapters, a checkpoint holds these alone,
-    and the fingerprint of the model that they belong to."""
+    """Model of this rank and its Megatron optimizer.
+
+    For a model with adapters, a checkpoint contains only the adapters and the fingerprint of the base model.
+    """
 
     model: Chunks
     optimizer: Any
 
 
 def _state(learners: Sequence[Learner], objective: Objective | None, loading: bool) -> dict[str, Any]:
-    """Of the policy and, if it has one, its critic: both have parameters of the same names."""
-    model, state = learners[0].model, _learned(learners[0], "", loading)
+    """Build the state of the policy and its critic, if it has one; both have the same parameter names."""
+    model, state = learners[0].model, _learner_state(learners[0], "", loading)
     for critic in learners[1:]:
-        state["critic"] = _learned(critic, _CRITIC, loading)
+        state["critic"] = _learner_state(critic, _CRITIC, loading)
     if objective is not None and (totals := objective.average_totals(model.named_parameters())):
-        state["averages"] = {prefix: _like_weights(model, prefix, t) for prefix, t in totals.items()}
+        state["averages"] = {prefix: _shard_like_weights(model, prefix, t) for prefix, t in totals.items()}
     return state
 
 
-def _learned(learner: Learner, prefix: str, loading: bool) -> dict[str, Any]:
+def _learner_state(learner: Learner, prefix: str, loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {"model": learner.model.sharded_state_dict()}
     if prefix:
         add_prefix_for_sharding(state, prefix)
@@ -141,13 +149,15 @@ def _learned(learner: Learner, prefix: str, loading: bool) -> dict[str, Any]:
     return state
 
 
-def _like_weights(model: Chunks, prefix: str, totals: dict[str, Tensor]) -> dict[str, Any]:
-    """Tensors `{parameter: tensor}` of a hook, cut over ranks like the weights: any layout loads them."""
+def _shard_like_weights(model: Chunks, prefix: str, totals: dict[str, Tensor]) -> dict[str, Any]:
+    """Describe the tensors `{parameter: tensor}` of a hook as shards like those of the weights, for any layout."""
     like = model.shards(prefix)
     out = {}
     for name, value in totals.items():
         shard = like[name]
-        dtype = {"dtype": value.dtype} if isinstance(shard, ShardedTensor) else {}  # the other kind has none
+        dtype = (
+            {"dtype": value.dtype} if isinstance(shard, ShardedTensor) else {}
+        )  # the other class has no dtype
         out[name] = replace(shard, data=value, **dtype)
     return out
 
@@ -156,15 +166,16 @@ def _like_weights(model: Chunks, prefix: str, totals: dict[str, Tensor]) -> dict
 class _Pending:
     step: int
     score: float | None
-    writing: Writing
+    write: TensorWrite
     begin_seconds: float
 
 
 class Checkpoints:
-    """Owns a run's checkpoint folder. Every rank calls every method together.
+    """Owner of a run's checkpoint folder. Every rank calls every method together.
 
-    Keeps the newest `keep` and the one with the best score (a held-out accuracy, say). `owner`: the launch that
-    publishes; once a later launch owns the run it raises FencedError and publishes nothing. None: nobody else writes.
+    Keeps the newest `keep` checkpoints and the one with the best score (for example held-out accuracy). `owner` is
+    the launch that publishes; once a later launch owns the run it raises FencedError and nothing is published. None:
+    no other process writes to the folder.
     """
 
     def __init__(self, folder: Path, keep: int, control: Control, owner: Owner | None = None) -> None:
@@ -174,8 +185,8 @@ class Checkpoints:
         self._control = control
         self._pending: _Pending | None = None
         self.seconds = 0.0
-        """What the last save took on the slowest rank, also in an earlier session. 0 before the first: whoever must
-        leave then tries one."""
+        """Duration of the last save on the slowest rank, including saves of an earlier session. 0: no save has been
+        timed."""
 
     def begin(
         self,
@@ -184,7 +195,7 @@ class Checkpoints:
         objective: Objective | None = None,
         score: float | None = None,
     ) -> None:
-        """Copy the state and start to write it. It counts once `finish` has told its step.
+        """Copy the state and start to write it. The checkpoint is valid once `finish` has returned its step.
 
         `learners`: the policy, then its critic if it has one.
         """
@@ -196,8 +207,8 @@ class Checkpoints:
         partial = path_of(self._folder, step).with_suffix(".partial")
         if dist.get_rank() == 0:
             with disk_errors(partial):
-                for left_by_a_crash in self._folder.glob("*.partial"):
-                    shutil.rmtree(left_by_a_crash)
+                for stale in self._folder.glob("*.partial"):
+                    shutil.rmtree(stale)
                 partial.mkdir(parents=True)
         self._control.wait_for_all()
         state = _state(learners, objective, loading=False)
@@ -207,64 +218,64 @@ class Checkpoints:
         state["rng"] = torch.get_rng_state()
         if objective is not None:
             state["objective"] = json.dumps(objective.state_dict())
-        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replicas())
+        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _replica_group())
         request = dist_checkpointing.save(state, str(partial), strategy, async_sharded_save=True, **_STRATEGY)
-        writing = Writing(request, partial)
+        writing = TensorWrite(request, partial)
         self._pending = _Pending(step, score, writing, time.monotonic() - start)
 
     def finish(self, wait: bool) -> int | None:
-        """Publish what was begun, once every rank has written its part; its step, or None when there is nothing yet.
+        """Publish the started checkpoint once every rank has written its part.
 
-        Raises RunError when a rank could not write.
+        Returns the step, or None if there is no finished write. Raises RunError if a rank could not write.
         """
         if self._pending is None:
             return None
         pending = self._pending
-        if not all(self._control.gather(pending.writing.done(wait))):
+        if not all(self._control.gather(pending.write.is_done(wait))):
             return None
         self._pending = None
         start = time.monotonic()
         target = path_of(self._folder, pending.step)
-        errors = self._control.gather(pending.writing.error)
-        if told := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]:
-            raise RunError(f"{target}: the checkpoint could not be written: {'; '.join(told)}")
-        pending.writing.finalize()
-        sums = self._control.gather(pending.writing.checksums)
+        errors = self._control.gather(pending.write.error)
+        if messages := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]:
+            raise RunError(f"{target}: the checkpoint could not be written: {'; '.join(messages)}")
+        pending.write.finalize()
+        sums = self._control.gather(pending.write.checksums)
         if dist.get_rank() == 0:
-            known = {name: value for part in sums for name, value in part.items()}
-            so_far = pending.begin_seconds + pending.writing.seconds
+            checksums = {name: value for part in sums for name, value in part.items()}
+            write_seconds = pending.begin_seconds + pending.write.seconds
             with disk_errors(target):
-                manifest.write(pending.writing.folder, pending.step, pending.score, known, so_far)
+                manifest.write(pending.write.folder, pending.step, pending.score, checksums, write_seconds)
                 if self._owner is not None:
                     self._owner.check()
-                publish(pending.writing.folder, target)
+                publish(pending.write.folder, target)
                 self._prune()
-        here = pending.begin_seconds + pending.writing.seconds + time.monotonic() - start
-        self.seconds = max(self._control.gather(here))  # a barrier, too
+        seconds = pending.begin_seconds + pending.write.seconds + time.monotonic() - start
+        self.seconds = max(self._control.gather(seconds))  # also a barrier
         return pending.step
 
     def _prune(self) -> None:
         present = steps(self._folder)
         scores = {s: manifest.score(path_of(self._folder, s)) for s in present}
         scored = [(score, s) for s, score in scores.items() if score is not None]
-        kept = {*present[-self._keep :], *([max(scored)[1]] if scored else [])}
+        retained = {*present[-self._keep :], *([max(scored)[1]] if scored else [])}
         for step in present:
-            if step not in kept:  # first its name: half of a checkpoint is none
-                going = path_of(self._folder, step).with_suffix(".partial")
-                path_of(self._folder, step).rename(going)
-                shutil.rmtree(going)
+            if step not in retained:  # renamed first: a half-deleted checkpoint must not look complete
+                partial = path_of(self._folder, step).with_suffix(".partial")
+                path_of(self._folder, step).rename(partial)
+                shutil.rmtree(partial)
 
     def load(self, learners: Sequence[Learner], objective: Objective | None = None) -> int:
-        """Load the newest checkpoint into models and optimizers; its step, or 0 when there is none.
+        """Load the newest checkpoint into models and optimizers. Return its step, or 0 if there is none.
 
-        Raises RunError that names the file which is missing or has changed, and for another model's checkpoint.
+        Raises RunError with the name of a missing or changed file, and for a checkpoint of another model.
         """
-        found = steps(self._folder)
-        if not found:
+        available = steps(self._folder)
+        if not available:
             return 0
-        path = path_of(self._folder, found[-1])
-        _verify(path, found)
-        state = _loaded(_state(learners, objective, loading=True), path)
+        path = path_of(self._folder, available[-1])
+        _verify(path, available)
+        state = _load_state(_state(learners, objective, loading=True), path)
         if (lora := learners[0].model.lora) is not None and state["base"] != lora.base:
             raise RunError(
                 f"{path}: its adapters were trained beside other weights than those of model.path; give model.path "
@@ -281,12 +292,12 @@ class Checkpoints:
         return int(state["step"])
 
 
-def _verify(path: Path, found: list[int]) -> None:
-    """Every rank reads its share of the files. Raises RunError on all of them when one is damaged."""
-    wrong: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(wrong, manifest.damaged(path, dist.get_rank(), dist.get_world_size()))
-    if told := sorted({name for part in wrong for name in part}):
-        rest = f"; the one before it is of step {found[-2]}" if len(found) > 1 else ""
+def _verify(path: Path, available: list[int]) -> None:
+    """Verify this rank's share of the files. Raises RunError on all ranks if a file is damaged."""
+    damage: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(damage, manifest.find_damage(path, dist.get_rank(), dist.get_world_size()))
+    if messages := sorted({name for part in damage for name in part}):
+        hint = f"; the one before it is of step {available[-2]}" if len(available) > 1 else ""
         raise RunError(
-            f"{path}: the checkpoint is damaged: {'; '.join(told)}. Delete it to do without it{rest}"
+            f"{path}: the checkpoint is damaged: {'; '.join(messages)}. Delete it to do without it{hint}"
         )

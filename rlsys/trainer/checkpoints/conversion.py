@@ -1,7 +1,7 @@
-"""Whole models between Hugging Face folders and Megatron checkpoints, tensor by tensor, by one process.
+"""Conversion of whole models between Hugging Face folders and Megatron checkpoints, tensor by tensor, in one process.
 
-A checkpoint made here has the model's weights only, beside its config.json and tokenizer: `model.path` may name it.
-It has one file for each rank of the layout that it is made for, and loads in every other one too.
+A converted checkpoint contains only the model's weights, its config.json and its tokenizer; `model.path` may name it.
+It has one file for each rank of the requested layout and can be loaded in any other layout.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from rlsys.trainer.checkpoints import checkpoint, manifest
 from rlsys.trainer.checkpoints.addresses import Address, addresses
 from rlsys.trainer.model.chunks import MTP
 
-Advance = Callable[[int, int], None]
-"""Told after each tensor: elements done, elements in all."""
+ProgressCallback = Callable[[int, int], None]
+"""Callback after each tensor: elements done, elements in total."""
 
-_NOT_THE_MODEL = ("optimizer.", "average.", "reference.", "value_head.", "critic.")
-"""Begin the keys of what else a run's checkpoint holds."""
+_OTHER_PREFIXES = ("optimizer.", "average.", "reference.", "value_head.", "critic.")
+"""Key prefixes of the other content of a run's checkpoint."""
 
 
 @dataclass(frozen=True)
-class Done:
-    """What was converted. `carried`: tensors that nobody here trains."""
+class ConversionResult:
+    """Number of converted tensors and elements. `carried`: tensors that are copied and not trained."""
 
     tensors: int
     elements: int
@@ -54,25 +54,32 @@ class Done:
 # -- Hugging Face -> Megatron -------------------------------------------------------------------------------
 
 
-def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Advance) -> Done:
-    """Raises UserError that names the tensor, the size or the folder that does not fit."""
+def hf_to_megatron(
+    folder: Path, out: Path, layout: dict[str, int], advance: ProgressCallback
+) -> ConversionResult:
+    """Convert a Hugging Face folder to a Megatron checkpoint.
+
+    Raises UserError with the name of the tensor, size or folder that does not fit.
+    """
     hf = HFConfig.read(folder)
     config = _config(folder, layout)
     check_layout(config, hf)
     tensors = HFTensors(folder, hf)
     total = _elements(hf)
-    done = Done(0, 0, len(tensors.carried))
+    done = ConversionResult(0, 0, len(tensors.carried))
     partial, size = partial_of(out), tensors.bytes
-    with new_folder(out, size), _one_rank(folder) as alone:
+    with new_folder(out, size), _one_rank(folder) as single_rank:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         with DistWriter(partial) as writer:
-            for entry, address in addresses(alone, hf):
+            for entry, address in addresses(single_rank, hf):
                 full = to_megatron(entry.rule, [tensors.read(name) for name in entry.hf], hf)
-                for rank, start, length in pieces(entry, address, config, hf):
+                for rank, start, length in rank_slices(entry, address, config, hf):
                     part = full[tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))]
                     writer.put(rank, address.key, address.shape, address.box(start, length), part)
-                done = Done(done.tensors + len(entry.hf), done.elements + full.numel(), done.carried)
+                done = ConversionResult(
+                    done.tensors + len(entry.hf), done.elements + full.numel(), done.carried
+                )
                 advance(done.elements, total)
         writer.finish({"step": 0})
         save_carried(partial, tensors)
@@ -82,10 +89,10 @@ def hf_to_megatron(folder: Path, out: Path, layout: dict[str, int], advance: Adv
     return done
 
 
-def pieces(
+def rank_slices(
     entry: Entry, address: Address, config: Config, hf: HFConfig
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(rank that will load it, first element, size) of the parts of one parameter, in megatron's order of ranks."""
+    """Yield (loading rank, first element, size) for the parts of one parameter, in Megatron's order of ranks."""
     p, size = config.parallel, address.parameter
     lanes = p.world_size // p.pp
     first = _stage(entry, config, hf) * lanes
@@ -93,17 +100,17 @@ def pieces(
     if entry.expert is not None:
         ranks = p.expert_tp
         first += entry.expert // (hf.experts // p.ep) * ranks
-    for rank, start, length in _cuts(entry.rule, size, ranks):
-        cut = entry.rule.cut or 0
+    for rank, start, length in _rank_sections(entry.rule, size, ranks):
+        axis_of_cut = entry.rule.cut or 0
         yield (
             first + rank,
-            tuple(start if axis == cut else 0 for axis in range(len(size))),
-            tuple(length if axis == cut else n for axis, n in enumerate(size)),
+            tuple(start if axis == axis_of_cut else 0 for axis in range(len(size))),
+            tuple(length if axis == axis_of_cut else n for axis, n in enumerate(size)),
         )
 
 
-def _cuts(rule: Rule, size: tuple[int, ...], ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(rank, first, length) along the axis of the cut; each section is cut (rlsys.convert.layout)."""
+def _rank_sections(rule: Rule, size: tuple[int, ...], ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, first, length) along the sharded axis; each section is sharded (rlsys.convert.layout)."""
     if rule.cut is None:
         yield 0, 0, size[0]
         return
@@ -123,78 +130,79 @@ def _stage(entry: Entry, config: Config, hf: HFConfig) -> int:
 # -- Megatron -> Hugging Face -------------------------------------------------------------------------------
 
 
-def megatron_to_hf(where: Path, out: Path, advance: Advance) -> Done:
-    """`where`: a converted checkpoint, a run folder (its newest), or one of the checkpoints in it.
+def megatron_to_hf(path: Path, out: Path, advance: ProgressCallback) -> ConversionResult:
+    """Convert a Megatron checkpoint to a Hugging Face folder.
 
-    Raises UserError for what is no checkpoint, one that is damaged, or one of another model.
+    `path`: a converted checkpoint, a run folder (its newest checkpoint is used), or a checkpoint of a run. Raises
+    UserError if it is not a checkpoint, is damaged, or belongs to another model.
     """
-    found = find_checkpoint(where)
-    model = model_of(found)
-    hf = _as_held(found, HFConfig.read(model))
-    _check_whole(found)
-    lora = _lora_of(found)
-    total, done = _elements(hf), Done(0, 0)
-    with _one_rank(model) as alone:
+    checkpoint_path = find_checkpoint(path)
+    model = model_of(checkpoint_path)
+    hf = _with_mtp_layers(checkpoint_path, HFConfig.read(model))
+    _check_intact(checkpoint_path)
+    lora = _lora_of(checkpoint_path)
+    total, done = _elements(hf), ConversionResult(0, 0)
+    with _one_rank(model) as single_rank:
         source: MegatronTensors | AdaptedTensors
         if lora is not None:
-            source = AdaptedTensors(found, _source(model, hf, alone), hf, lora)
+            source = AdaptedTensors(checkpoint_path, _source(model, hf, single_rank), hf, lora)
             base: HFTensors | MegatronTensors
-            base = HFTensors(model, hf) if is_hf(model) else MegatronTensors(model, alone, hf)
-            needed = base.bytes
+            base = HFTensors(model, hf) if is_hf(model) else MegatronTensors(model, single_rank, hf)
+            size = base.bytes
         else:
-            source = MegatronTensors(found, alone, hf)
-            needed = source.bytes
-        with new_folder(out, needed):
+            source = MegatronTensors(checkpoint_path, single_rank, hf)
+            size = source.bytes
+        with new_folder(out, size):
 
             def tensors() -> Iterator[tuple[str, Tensor]]:
                 nonlocal done
                 for name, tensor in source.tensors():
                     yield name, tensor
-                    done = Done(done.tensors + 1, done.elements + tensor.numel())
+                    done = ConversionResult(done.tensors + 1, done.elements + tensor.numel())
                     advance(done.elements, total)
 
             write_hf(out, model, with_carried(stacked(tensors(), hf), model, hf))
     return done
 
 
-def find_checkpoint(where: Path) -> Path:
-    """Raises UserError when there is none."""
-    if not where.is_dir():
-        raise UserError(f"{where}: no such folder")
-    folder = where / "checkpoints"
+def find_checkpoint(path: Path) -> Path:
+    """Find the checkpoint that a path names. Raises UserError if there is none."""
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder")
+    folder = path / "checkpoints"
     if steps := checkpoint.steps(folder):
         return checkpoint.path_of(folder, steps[-1])
-    if not (where / ".metadata").is_file():
-        raise UserError(f"{where}: neither a Megatron checkpoint in torch_dist format nor a run that has one")
-    return where
+    if not (path / ".metadata").is_file():
+        raise UserError(f"{path}: neither a Megatron checkpoint in torch_dist format nor a run that has one")
+    return path
 
 
-def model_of(found: Path) -> Path:
-    """The folder with the config.json and the tokenizer of a checkpoint."""
-    if (found / "config.json").is_file():
-        return found
-    run = found.parent.parent
+def model_of(checkpoint_path: Path) -> Path:
+    """Return the folder with the config.json and the tokenizer of a checkpoint."""
+    if (checkpoint_path / "config.json").is_file():
+        return checkpoint_path
+    run = checkpoint_path.parent.parent
     if not (run / "config.yaml").is_file():
         raise UserError(
-            f"{found}: no config.json in it, and {run} is not a run folder, so the model is unknown"
+            f"{checkpoint_path}: no config.json in it, and {run} is not a run folder, so the model is unknown"
         )
     return load_run_config(run).model.path
 
 
-def _lora_of(found: Path) -> LoraConfig | None:
-    """Of the run that left the checkpoint."""
-    run = found.parent.parent / "config.yaml"
-    return load_config(run).trainer.lora if not (found / "config.json").is_file() else None
+def _lora_of(checkpoint_path: Path) -> LoraConfig | None:
+    """Read the adapter configuration of the run that wrote the checkpoint."""
+    run = checkpoint_path.parent.parent / "config.yaml"
+    return load_config(run).trainer.lora if not (checkpoint_path / "config.json").is_file() else None
 
 
-def _as_held(where: Path, hf: HFConfig) -> HFConfig:
-    """With layers for multi-token prediction, if a checkpoint has trained ones."""
-    trained = not is_hf(where) and any(key.startswith(MTP) for key in DistReader(where).shapes)
+def _with_mtp_layers(path: Path, hf: HFConfig) -> HFConfig:
+    """Return the model's configuration, with MTP layers if the checkpoint contains trained ones."""
+    trained = not is_hf(path) and any(key.startswith(MTP) for key in DistReader(path).shapes)
     return replace(hf, mtp=trained)
 
 
 class AdaptedTensors:
-    """A model with a checkpoint's adapters merged. Raises UserError for a checkpoint that does not hold them."""
+    """A model with a checkpoint's adapters merged. Raises UserError if the checkpoint lacks an adapter."""
 
     def __init__(
         self, folder: Path, model: Iterable[tuple[str, Tensor]], hf: HFConfig, lora: LoraConfig
@@ -221,28 +229,28 @@ class AdaptedTensors:
 
 
 class MegatronTensors:
-    """A checkpoint's model under Hugging Face names. Raises UserError unless each tensor has its place, and fits."""
+    """A checkpoint's model under Hugging Face names. Raises UserError unless every tensor is expected and fits."""
 
-    def __init__(self, folder: Path, alone: Config, hf: HFConfig) -> None:
+    def __init__(self, folder: Path, single_rank: Config, hf: HFConfig) -> None:
         self._reader = DistReader(folder)
         self._hf = hf
-        self._addresses = list(addresses(alone, hf))
+        self._addresses = list(addresses(single_rank, hf))
         expected = {address.key: address.shape for _, address in self._addresses}
-        stored = self._reader.shapes
+        shapes = self._reader.shapes
         for key, shape in expected.items():
-            if key not in stored:
+            if key not in shapes:
                 raise UserError(f"{folder}: a checkpoint of another model: {key} is missing")
-            if stored[key] != shape:
+            if shapes[key] != shape:
                 raise UserError(
-                    f"{folder}: a checkpoint of another model: {key} has shape {stored[key]}, expected {shape}"
+                    f"{folder}: a checkpoint of another model: {key} has shape {shapes[key]}, expected {shape}"
                 )
         self._reader.check_types(expected)
-        rest = sorted(stored.keys() - expected.keys())
-        beside = _NOT_THE_MODEL if hf.mtp else (*_NOT_THE_MODEL, MTP)
-        if extra := [key for key in rest if not key.startswith(beside)]:
+        unexpected = sorted(shapes.keys() - expected.keys())
+        prefixes = _OTHER_PREFIXES if hf.mtp else (*_OTHER_PREFIXES, MTP)
+        if extra := [key for key in unexpected if not key.startswith(prefixes)]:
             raise UserError(f"{folder}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
         self.bytes = sum(self._reader.bytes_of(key) for key in expected)
-        """Of the model; a run's checkpoint also holds the optimizer's state."""
+        """Size of the model; a run's checkpoint also contains the optimizer's state."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for entry, address in self._addresses:
@@ -253,27 +261,27 @@ class MegatronTensors:
 # -- comparison ---------------------------------------------------------------------------------------------
 
 
-def verify(a: Path, b: Path, advance: Advance) -> Done:
-    """Compare two models, each a Hugging Face folder or a Megatron checkpoint, bit for bit.
+def verify(a: Path, b: Path, advance: ProgressCallback) -> ConversionResult:
+    """Compare two models, each a Hugging Face folder or a Megatron checkpoint, bit by bit.
 
-    Raises RunError that says how many tensors differ, and names the first and by how much.
+    Raises RunError with the number of different tensors, the first of them and its largest difference.
     """
-    configs = [HFConfig.read(_model_folder(where)) for where in (a, b)]
-    if all(_has_predictions(where, hf) for where, hf in zip((a, b), configs, strict=True)):
+    configs = [HFConfig.read(_model_folder(path)) for path in (a, b)]
+    if all(_has_predictions(path, hf) for path, hf in zip((a, b), configs, strict=True)):
         configs = [replace(hf, mtp=True) for hf in configs]
     for field in fields(HFConfig):
         x, y = (getattr(c, field.name) for c in configs)
         if x != y and field.name not in ("family", "prediction_layers", "quantised"):
             raise RunError(f"{a} and {b} differ: {field.name} is {x} and {y}")
-    done, differ, total = Done(0, 0), [], _elements(configs[0])
-    with _one_rank(_model_folder(a)) as alone:
-        sources = [_source(where, hf, alone) for where, hf in zip((a, b), configs, strict=True)]
+    done, differ, total = ConversionResult(0, 0), [], _elements(configs[0])
+    with _one_rank(_model_folder(a)) as single_rank:
+        sources = [_source(path, hf, single_rank) for path, hf in zip((a, b), configs, strict=True)]
         for (name, x), (_, y) in zip(*sources, strict=True):
             if x.dtype != y.dtype:
                 differ.append(f"{name} ({x.dtype} and {y.dtype})")
             elif not torch.equal(_bits(x), _bits(y)):
                 differ.append(f"{name} (by up to {(x.double() - y.double()).abs().max():.3g})")
-            done = Done(done.tensors + 1, done.elements + x.numel())
+            done = ConversionResult(done.tensors + 1, done.elements + x.numel())
             advance(done.elements, total)
     if differ:
         raise RunError(f"{len(differ)} of {done.tensors} tensors differ, first: {differ[0]}")
@@ -281,49 +289,51 @@ def verify(a: Path, b: Path, advance: Advance) -> Done:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """As whole numbers: NaN equals itself, and the two zeros differ."""
+    """Reinterpret as integers: NaN equals itself, and the two zeros differ."""
     return x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
-def _has_predictions(where: Path, hf: HFConfig) -> bool:
-    """Whether it has whole layers for multi-token prediction under the names of its family."""
-    if not is_hf(where):
-        return _as_held(find_checkpoint(where), hf).mtp
-    wanted = {name for entry in entries(replace(hf, mtp=True)) for name in entry.hf}
-    wanted -= {name for entry in entries(hf) for name in entry.hf}
-    return bool(hf.family.mtp and wanted) and wanted <= HFTensors(where, hf).carried
+def _has_predictions(path: Path, hf: HFConfig) -> bool:
+    """Whether the path has complete MTP layers under the names of its family."""
+    if not is_hf(path):
+        return _with_mtp_layers(find_checkpoint(path), hf).mtp
+    mtp_names = {name for entry in entries(replace(hf, mtp=True)) for name in entry.hf}
+    mtp_names -= {name for entry in entries(hf) for name in entry.hf}
+    return bool(hf.family.mtp and mtp_names) and mtp_names <= HFTensors(path, hf).carried
 
 
-def is_hf(where: Path) -> bool:
-    return any(where.glob("*.safetensors"))
+def is_hf(path: Path) -> bool:
+    return any(path.glob("*.safetensors"))
 
 
-def _model_folder(where: Path) -> Path:
-    return where if is_hf(where) else model_of(find_checkpoint(where))
+def _model_folder(path: Path) -> Path:
+    return path if is_hf(path) else model_of(find_checkpoint(path))
 
 
-def _source(where: Path, hf: HFConfig, alone: Config) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in the name table's order. Folders are checked before the first one."""
-    if not is_hf(where):
-        found = find_checkpoint(where)
-        _check_whole(found)
-        if (lora := _lora_of(found)) is not None:
-            return AdaptedTensors(found, _source(model_of(found), hf, alone), hf, lora).tensors()
-        return MegatronTensors(found, alone, hf).tensors()
-    tensors = HFTensors(where, hf)
+def _source(path: Path, hf: HFConfig, single_rank: Config) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the tensors in the order of the name table. Folders are checked before the first tensor."""
+    if not is_hf(path):
+        checkpoint_path = find_checkpoint(path)
+        _check_intact(checkpoint_path)
+        if (lora := _lora_of(checkpoint_path)) is not None:
+            return AdaptedTensors(
+                checkpoint_path, _source(model_of(checkpoint_path), hf, single_rank), hf, lora
+            ).tensors()
+        return MegatronTensors(checkpoint_path, single_rank, hf).tensors()
+    tensors = HFTensors(path, hf)
     return ((name, tensors.read(name)) for entry in entries(hf) for name in entry.hf)
 
 
 # -- common -------------------------------------------------------------------------------------------------
 
 
-def _check_whole(found: Path) -> None:
-    if told := manifest.damaged(found):
-        raise UserError(f"{found}: the checkpoint is damaged: {'; '.join(told)}")
+def _check_intact(checkpoint_path: Path) -> None:
+    if messages := manifest.find_damage(checkpoint_path):
+        raise UserError(f"{checkpoint_path}: the checkpoint is damaged: {'; '.join(messages)}")
 
 
 def _config(folder: Path, layout: dict[str, int]) -> Config:
-    """Checked as a layout, but not as a run: nothing is trained."""
+    """Build a config that is validated as a layout, but not as a run: nothing is trained."""
     try:
         parallel = ParallelConfig.model_validate(layout)
     except ValidationError as e:
@@ -332,7 +342,7 @@ def _config(folder: Path, layout: dict[str, int]) -> Config:
 
 
 class _one_rank:
-    """Megatron's process groups for this process alone: asking it for addresses needs them."""
+    """Megatron's process groups for this single process, which the computation of addresses requires."""
 
     def __init__(self, folder: Path) -> None:
         self._config = _config(folder, {})

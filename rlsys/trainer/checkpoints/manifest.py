@@ -1,4 +1,4 @@
-"""manifest.json of a checkpoint: its step, its score, what writing it took, and the SHA-256 of each file in it."""
+"""Manifest of a checkpoint, manifest.json: step, score, duration of the save, and the SHA-256 of each file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def write(folder: Path, step: int, score: float | None, known: dict[str, str], seconds: float = 0.0) -> None:
-    """`known` are checksums that need not be computed again; `seconds`: of the save on rank 0, 0 if unknown."""
+def write(
+    folder: Path, step: int, score: float | None, checksums: dict[str, str], seconds: float = 0.0
+) -> None:
+    """Write the manifest.
+
+    `checksums`: already computed ones; `seconds`: duration of the save on rank 0, 0 if unknown.
+    """
     names = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
-    files = {name: known.get(name) or sha256(folder / name) for name in names}
+    files = {name: checksums.get(name) or sha256(folder / name) for name in names}
     about = {"step": step, "score": score, "seconds": round(seconds, 3)}
     (folder / NAME).write_text(json.dumps(about | {"files": files}, indent=1) + "\n")
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # absent or cut short: `damaged` says so
-    return found if isinstance(found, dict) and isinstance(found.get("files"), dict) else None
+        return None  # absent or truncated: find_damage reports it
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
 
 
 def score(folder: Path) -> float | None:
@@ -36,19 +41,19 @@ def score(folder: Path) -> float | None:
 
 
 def seconds(folder: Path) -> float:
-    """How long the save took; 0 where the manifest does not say."""
+    """Return the duration of the save in seconds; 0 if the manifest has none."""
     return float((_read(folder) or {}).get("seconds", 0.0))
 
 
-def damaged(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with every `parts`-th file from `part` on, in words; empty when all is well."""
-    found = _read(folder)
-    if found is None:
+def find_damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """Describe the damage of every `parts`-th file from index `part` on; an empty list if all files are intact."""
+    manifest = _read(folder)
+    if manifest is None:
         return [f"{NAME} is missing or not whole"]
-    told = []
-    for name, expected in list(found["files"].items())[part::parts]:
+    messages = []
+    for name, expected in list(manifest["files"].items())[part::parts]:
         if not (folder / name).is_file():
-            told.append(f"{name} is missing")
+            messages.append(f"{name} is missing")
         elif sha256(folder / name) != expected:
-            told.append(f"{name} is not what was written (its SHA-256 differs)")
-    return told
+            messages.append(f"{name} is not what was written (its SHA-256 differs)")
+    return messages

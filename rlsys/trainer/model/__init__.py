@@ -1,1 +1,1 @@
-"""This rank's part of the model: layers, adapters, heads, router replay, parameters."""
+"""The part of the model on one rank: layers, adapters, heads, router replay, parameters."""

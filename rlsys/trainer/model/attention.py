@@ -1,9 +1,9 @@
-"""Core attention over packed sequences where there is no Transformer Engine.
+"""Core attention over packed sequences without Transformer Engine.
 
-Shapes: T packed tokens of this rank, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`,
-key and value `[T, g, d]` (megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence; a
-sequence that shares its first tokens (rlsys/trainer/prefixes.py) attends to the keys of those that were computed.
-Under context parallelism (c ranks) keys and values are gathered: right and simple, with all keys in memory.
+Shapes: T packed tokens of this rank, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`, key
+and value `[T, g, d]` (Megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence; a
+sequence that shares its first tokens (rlsys/trainer/prefixes.py) attends to the keys of the computed copy. Under
+context parallelism (c ranks) keys and values are gathered: correct and simple, with all keys in memory.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Rectangle(NamedTuple):
-    """`rows` sequences of up to `longest` own tokens side by side, each of which shares `before` others."""
+    """`rows` sequences of up to `longest` own tokens side by side, each of which shares `prefix` further tokens."""
 
     rows: int
     longest: int
-    before: int
+    prefix: int
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Where packed tokens stand once sequences of similar length are padded into rectangles.
+    """Index maps between packed tokens and rectangles of padded sequences of similar length.
 
-    `to_padded` `[P]` names the packed token of each padded place (padding repeats its sequence's first token),
-    `to_packed` `[T]` the padded place of each packed token. `to_keys` names the packed token of each key: those that
-    its sequence shares, then its own; None where nothing is shared, so that they are `to_padded`.
+    `to_padded` `[P]` is the packed token of each padded position (padding repeats its sequence's first token),
+    `to_packed` `[T]` the padded position of each packed token. `to_keys` is the packed token of each key: the shared
+    tokens of the sequence, then its own; None if no tokens are shared, and the keys are `to_padded`.
     """
 
     to_padded: Tensor
@@ -50,18 +50,18 @@ class Padding:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device, prefixes: Sequence[Tensor] = ()) -> Padding:
-        """A rectangle ends where a sequence is longer than its first or shorter than three quarters of it.
+        """Build the maps. A rectangle holds neighbours of at least three quarters of its first sequence's length.
 
-        Neighbours are put side by side; where something is shared, sequences that share equally many tokens.
+        If tokens are shared, the sequences of one rectangle share equally many tokens.
         """
-        before = [len(prefix) for prefix in prefixes] or [0] * len(lengths)
+        prefix_lengths = [len(prefix) for prefix in prefixes] or [0] * len(lengths)
         order = list(range(len(lengths)))
-        if any(before):
-            order.sort(key=lambda i: (before[i], -lengths[i]))
+        if any(prefix_lengths):
+            order.sort(key=lambda i: (prefix_lengths[i], -lengths[i]))
         rectangles: list[Rectangle] = []
-        for n, k in ((lengths[i], before[i]) for i in order):
+        for n, k in ((lengths[i], prefix_lengths[i]) for i in order):
             last = rectangles[-1] if rectangles else None
-            if last is not None and k == last.before and 3 * last.longest <= 4 * n <= 4 * last.longest:
+            if last is not None and k == last.prefix and 3 * last.longest <= 4 * n <= 4 * last.longest:
                 rectangles[-1] = last._replace(rows=last.rows + 1)
             else:
                 rectangles.append(Rectangle(1, n, k))
@@ -70,38 +70,41 @@ class Padding:
         start = (torch.tensor(lengths).cumsum(0) - torch.tensor(lengths))[order]
         padded_start = widths.cumsum(0) - widths
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), widths)
-        place = torch.arange(int(widths.sum())) - padded_start[sequence]
-        real = place < size[sequence]
-        to_padded = start[sequence] + torch.where(real, place, 0)
+        position = torch.arange(int(widths.sum())) - padded_start[sequence]
+        real = position < size[sequence]
+        to_padded = start[sequence] + torch.where(real, position, 0)
         to_packed = torch.empty(int(size.sum()), dtype=torch.int64)
-        to_packed[to_padded[real]] = torch.arange(len(place))[real]
+        to_packed[to_padded[real]] = torch.arange(len(position))[real]
         to_keys = None
-        if any(before):
-            own = to_padded.split(widths.tolist())
+        if any(prefix_lengths):
+            own_keys = to_padded.split(widths.tolist())
             to_keys = torch.cat(
-                [part for i, keys in zip(order, own, strict=True) for part in (prefixes[i], keys)]
+                [part for i, keys in zip(order, own_keys, strict=True) for part in (prefixes[i], keys)]
             )
             to_keys = to_keys.to(device)
         return cls(to_padded.to(device), to_packed.to(device), rectangles, to_keys)
 
 
 class LongestLength(int):
-    """The length of the longest sequence, with the position of every token `[T]` in its own.
+    """The length of the longest sequence, with the position of every token `[T]` within its sequence.
 
-    Megatron gives it to the rotary embedding, see `rotate_by_position`.
+    Megatron passes it to the rotary embedding, see `rotate_by_position`.
     """
 
     positions: Tensor
 
     @classmethod
     def of(cls, positions: Tensor, longest: int) -> LongestLength:
-        made = cls(longest)
-        made.positions = positions
-        return made
+        length = cls(longest)
+        length.positions = positions
+        return length
 
 
-def _at_positions(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-    """Of angles of all positions, `[longest, 1, 1, d]` (with yarn's factor, in a tuple), those of the tokens."""
+def _select_positions(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    """Select the angles of the tokens from those of all positions, `[longest, 1, 1, d]`.
+
+    With yarn's factor they are in a tuple.
+    """
     if not isinstance(inputs[0], LongestLength):
         return output
     if isinstance(output, tuple):
@@ -110,26 +113,30 @@ def _at_positions(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
 
 
 def rotate_by_position(model: torch.nn.Module) -> None:
-    """Let rotary embeddings give the angles of every token instead of those of all positions, where packed sequences
-    tell positions: megatron would begin anew with each sequence, in a loop over them, and one that shares its first
-    tokens does not begin at 0."""
+    """Let rotary embeddings return the angles of every token instead of all positions.
+
+    This applies to packed sequences with positions.
+
+    Megatron restarts the positions at 0 for each sequence, in a loop over them; a sequence with shared tokens does
+    not start at 0.
+    """
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
-            module.register_forward_hook(_at_positions)
+            module.register_forward_hook(_select_positions)
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, and what our own attention needs beside it.
+    """Megatron's description of packed sequences, with the additional fields of PackedAttention.
 
-    Lengths are those of whole sequences, also where context parallelism gives this rank a part of each. `place`
-    `[c T]` then names where each token stands once the ranks' tokens are gathered. `prefixes`: of each sequence the
-    packed tokens that it shares and that come before its own; empty: none shares any. `positions` `[T]`: of each
-    token in its sequence, for a model with `rotate_by_position`.
+    Lengths are those of whole sequences, even if context parallelism gives this rank only a part of each.
+    `gathered_index` `[c T]` is then the index of each token after the ranks' tokens are gathered. `prefixes`: for
+    each sequence the packed tokens that it shares and that precede its own; empty: no tokens are shared. `positions`
+    `[T]`: position of each token in its sequence, for a model with `rotate_by_position`.
     """
 
     lengths: list[int] = field(default_factory=list)
-    place: Tensor | None = None
+    gathered_index: Tensor | None = None
     prefixes: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -137,41 +144,41 @@ class PackedSequences(PackedSeqParams):
         cls,
         lengths: list[int],
         device: torch.device,
-        place: Tensor | None = None,
+        gathered_index: Tensor | None = None,
         prefixes: list[Tensor] | None = None,
         positions: Tensor | None = None,
     ) -> PackedSequences:
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-        longest, whole = max(lengths), None
+        longest, whole_seqlens = max(lengths), None
         if prefixes:
             longest = max(n + len(k) for n, k in zip(lengths, prefixes, strict=True))
-        if positions is not None:  # to megatron's rotary embedding all tokens are one sequence
+        if positions is not None:  # Megatron's rotary embedding gets all tokens as one sequence
             longest = LongestLength.of(positions, longest)
-            whole = cu_seqlens[[0, -1]]
+            whole_seqlens = cu_seqlens[[0, -1]]
         return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=whole,
-            cu_seqlens_kv_padded=whole,
+            cu_seqlens_q_padded=whole_seqlens,
+            cu_seqlens_kv_padded=whole_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
-            place=None if place is None else place.to(device),
+            gathered_index=None if gathered_index is None else gathered_index.to(device),
             prefixes=prefixes or [],
         )
 
     @cached_property
     def padding(self) -> Padding:
-        """Worked out once for all layers, and never where Transformer Engine attends."""
+        """Index maps for all layers, computed once; not used with Transformer Engine."""
         return Padding.of(self.lengths, self.cu_seqlens_q.device, self.prefixes)
 
 
 class PackedAttention(DotProductAttention):
-    """Causal attention, one call for a rectangle of sequences; `pack` puts similar lengths side by side.
+    """Causal attention, one call for each rectangle of sequences; `pack` groups similar lengths.
 
-    Padding comes after the real keys, so the causal mask alone hides it. Windows and sinks (gpt-oss) are those that
-    megatron's config tells: `window_size`, `window_attn_skip_freq`, `softmax_type`.
+    Padding follows the real keys, so that the causal mask hides it. Windows and sinks (gpt-oss) follow Megatron's
+    config: `window_size`, `window_attn_skip_freq`, `softmax_type`.
     """
 
     def __init__(
@@ -182,15 +189,17 @@ class PackedAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Latent attention has other head sizes than the config's, which it tells; ours come with the tensors."""
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1  # upstream's refuses more; its own state does not depend on it
-        super().__init__(alone, *args, **kwargs)
+        """Initialise. The head sizes of latent attention are arguments; here the tensors define them."""
+        local_config = copy.copy(config)
+        local_config.context_parallel_size = (
+            1  # upstream supports no other size; its state does not depend on it
+        )
+        super().__init__(local_config, *args, **kwargs)
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, self.layer_number
         )
-        self._before = config.window_size[0] if windowed else None
-        """Keys before the query's own that it sees; None: all."""
+        self._window = config.window_size[0] if windowed else None
+        """Number of keys before the query that it attends to; None: all."""
 
     def forward(
         self,
@@ -204,34 +213,36 @@ class PackedAttention(DotProductAttention):
     ) -> Tensor:
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params=PackedSequences.of(...)")
-        if packed_seq_params.place is not None:
+        if packed_seq_params.gathered_index is not None:
             return self._chunks(query, key, value, packed_seq_params)
         padding = packed_seq_params.padding
         queries = self._rectangles(query, padding, padding.to_padded, with_shared=False)
         to_keys = padding.to_padded if padding.to_keys is None else padding.to_keys
-        # Padding adds exactly 0 to a gradient: no real query sees it, and what it attends to is dropped.
+        # Padding adds exactly 0 to a gradient: no real query attends to it, and its own output is dropped.
         keys, values = (self._rectangles(t, padding, to_keys, with_shared=True) for t in (key, value))
         out = []
         for shape, q, k, v in zip(padding.rectangles, queries, keys, values, strict=True):
-            attended = self._attend(q, k, v, first_query=shape.before)
+            attended = self._attend(q, k, v, first_query=shape.prefix)
             out.append(attended.reshape(shape.rows * shape.longest, -1))
         return torch.cat(out).index_select(0, padding.to_packed)
 
     @staticmethod
-    def _rectangles(tokens: Tensor, padding: Padding, place: Tensor, *, with_shared: bool) -> list[Tensor]:
-        """tokens `[T, n, d]` -> `[rows, longest, n, d]` of each rectangle, `[rows, before + longest, n, d]` with the
-        shared ones."""
-        widths = [shape.longest + with_shared * shape.before for shape in padding.rectangles]
+    def _rectangles(tokens: Tensor, padding: Padding, index: Tensor, *, with_shared: bool) -> list[Tensor]:
+        """Split tokens `[T, n, d]` into `[rows, longest, n, d]` for each rectangle.
+
+        With shared tokens the shape is `[rows, prefix + longest, n, d]`.
+        """
+        widths = [shape.longest + with_shared * shape.prefix for shape in padding.rectangles]
         sizes = [shape.rows * width for shape, width in zip(padding.rectangles, widths, strict=True)]
-        parts = tokens.index_select(0, place).split(sizes)
+        parts = tokens.index_select(0, index).split(sizes)
         return [part.unflatten(0, (-1, width)) for part, width in zip(parts, widths, strict=True)]
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """This rank's two chunks of each sequence (rlsys.trainer.model.share) against all keys before them."""
+        """Attend from this rank's two chunks of each sequence (context_parallel.py) to all preceding keys."""
         group = parallel_state.get_context_parallel_group()
         ranks, rank = group.size(), group.rank()
         keys, values = (
-            gather_from_sequence_parallel_region(t, group=group)[packed.place].split(packed.lengths)
+            gather_from_sequence_parallel_region(t, group=group)[packed.gathered_index].split(packed.lengths)
             for t in (key, value)
         )
         queries = query.split([n // ranks for n in packed.lengths])
@@ -239,33 +250,35 @@ class PackedAttention(DotProductAttention):
         for q, k, v in zip(queries, keys, values, strict=True):
             size = len(q) // 2
             for part, chunk in zip(q.split(size), (rank, 2 * ranks - 1 - rank), strict=True):
-                seen = (chunk + 1) * size
-                attended = self._attend(part[None], k[None, :seen], v[None, :seen], first_query=chunk * size)
+                visible = (chunk + 1) * size
+                attended = self._attend(
+                    part[None], k[None, :visible], v[None, :visible], first_query=chunk * size
+                )
                 out.append(attended.reshape(size, -1))
         return torch.cat(out)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, first_query: int) -> Tensor:
-        """query `[rows, a, n, d]` against key, value `[rows, b, g, d]` -> `[rows, a, n, d]`; causal.
+        """Attend causally from query `[rows, a, n, d]` to key, value `[rows, b, g, d]`. Returns `[rows, a, n, d]`.
 
-        The first query stands beside key `first_query`.
+        The first query is aligned with key `first_query`.
         """
-        plain = self._before is None and self.softmax_offset is None
+        plain = self._window is None and self.softmax_offset is None
         if plain and 0 < first_query < query.shape[1] == key.shape[1] - first_query:
-            # Kernels skip what is behind the diagonal of a square, and no part of a mask: with queries in the places
-            # of the keys before, whose output is dropped, it is less work.
+            # Kernels skip the upper triangle of a square, but no part of a mask. A square with additional queries,
+            # whose output is dropped, is therefore less work.
             square = torch.cat([query.new_zeros(query.shape[0], first_query, *query.shape[2:]), query], dim=1)
             return self._attend(square, key, value, first_query=0)[:, first_query:]
         mask = None
         if first_query or not plain:
-            whole = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
-            mask = whole.tril(first_query)
-            if self._before is not None:
-                mask = mask.triu(first_query - self._before)
+            full_mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
+            mask = full_mask.tril(first_query)
+            if self._window is not None:
+                mask = mask.triu(first_query - self._window)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         if self.softmax_offset is not None:
             return with_sinks(q, k, v, mask, self.softmax_scale, self.softmax_offset).transpose(1, 2)
         if mask is not None and q.shape[1] != k.shape[1]:
-            # Of torch's kernels on a GPU none takes masks and grouped heads but the one that keeps all scores.
+            # On a GPU, torch's only kernel for masks with grouped heads stores all scores.
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         attended = scaled_dot_product_attention(
             q,

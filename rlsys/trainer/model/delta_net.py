@@ -1,11 +1,11 @@
-"""Layers with a gated delta net (Yang et al. 2024) in the place of attention, as Qwen3-Next has them, over packed
-sequences and cut by heads over tensor-parallel ranks. megatron-core 0.16.1 has such a layer, which takes neither.
+"""Gated delta net layers (Yang et al. 2024) in place of attention, as in Qwen3-Next.
 
-Queries, keys and values pass a causal convolution over the last tokens before, channel by channel. Each key head has
-r = value heads / key heads value heads.
+They work on packed sequences and are sharded by heads over tensor-parallel ranks. The layer of megatron-core 0.16.1
+supports neither. Queries, keys and values pass a causal convolution over the preceding tokens, channel by channel.
+Each key head has r = value heads / key heads value heads.
 
 Shapes: T packed tokens, R sequences side by side and padded to L tokens, H value heads of this rank, p size of a key,
-w of a value. rlsys/ops/delta_rule.py has the rule.
+w of a value. rlsys/ops/delta_rule.py implements the rule.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from rlsys.convert.config import DeltaSizes
 from rlsys.ops.delta_rule import delta_rule, unit
 from rlsys.trainer.model.attention import PackedSequences
 
-_CUT = {"A_log": 0, "dt_bias": 0, "conv": 0}
+_SHARD_AXES = {"A_log": 0, "dt_bias": 0, "conv": 0}
 
 
 class DeltaNet(MegatronModule):
-    """In place of megatron's SelfAttention. Its parameters hold key head after key head, each with what belongs to
-    it, so that a rank's part is a run of heads."""
+    """Replacement of Megatron's SelfAttention.
+
+    Its parameters hold one key head after the other, each with its value heads, so that a rank's part is a contiguous
+    range of heads.
+    """
 
     def __init__(self, config: TransformerConfig, layer_number: int, sizes: DeltaSizes, **_: Any) -> None:
         super().__init__(config)
@@ -55,7 +58,7 @@ class DeltaNet(MegatronModule):
         self.dt_bias = Parameter(torch.zeros(self.value_heads))
         self.conv = Parameter(torch.zeros(sizes.convolved // ranks, 1, sizes.width))
         self.norm = Parameter(torch.ones(sizes.value_size))
-        # All ranks have it, and each applies it to its own heads: megatron adds their gradients up.
+        # All ranks have it, and each applies it to its own heads: Megatron sums their gradients.
         self.norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
@@ -65,7 +68,7 @@ class DeltaNet(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """`[T, 1, hidden]`, of a rank's part of the tokens where sequences are parallel."""
+        """Compute the layer for `[T, 1, hidden]`, the rank's part of the tokens under sequence parallelism."""
         mixed, _bias = self.in_proj(hidden_states)
         gates, _bias = self.gate_proj(hidden_states)
         out = self._attend(mixed[:, 0], gates[:, 0], packed_seq_params)
@@ -73,13 +76,15 @@ class DeltaNet(MegatronModule):
         return projected, None
 
     def _attend(self, mixed: Tensor, gates: Tensor, packed: PackedSequences) -> Tensor:
-        """mixed `[T, projected of this rank]`, gates `[T, 2 H]` -> `[T, H w]`."""
-        p, w, each = (
+        """Map mixed `[T, projected of this rank]` and gates `[T, 2 H]` to `[T, H w]`."""
+        p, w, group_size = (
             self.sizes.key_size,
             self.sizes.value_size,
             self.sizes.value_heads // self.sizes.key_heads,
         )
-        *qkv, z = mixed.unflatten(1, (self.key_heads, -1)).split([p, p, each * w, each * w], dim=-1)
+        *qkv, z = mixed.unflatten(1, (self.key_heads, -1)).split(
+            [p, p, group_size * w, group_size * w], dim=-1
+        )
         beta, a = (x.flatten(1) for x in gates.unflatten(1, (self.key_heads, -1)).chunk(2, dim=-1))
         g = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias.float())
         padding = packed.padding
@@ -88,16 +93,16 @@ class DeltaNet(MegatronModule):
             x.index_select(0, padding.to_padded).split(tokens)
             for x in (torch.cat(qkv, dim=-1).flatten(1), g, beta.sigmoid())
         ]
-        found = []
-        for (rows, longest, _), *of_rectangle in zip(padding.rectangles, *parts, strict=True):
-            x, decay, write = (part.unflatten(0, (rows, longest)) for part in of_rectangle)
+        outputs = []
+        for (rows, longest, _), *rectangle_parts in zip(padding.rectangles, *parts, strict=True):
+            x, decay, write = (part.unflatten(0, (rows, longest)) for part in rectangle_parts)
             heads = convolve(x, self.conv).unflatten(2, (self.key_heads, -1))
-            q, k, v = heads.split([p, p, each * w], dim=-1)
-            q, k = (unit(x.float()).repeat_interleave(each, dim=2) for x in (q, k))
-            v = v.unflatten(3, (each, w)).flatten(2, 3)
+            q, k, v = heads.split([p, p, group_size * w], dim=-1)
+            q, k = (unit(x.float()).repeat_interleave(group_size, dim=2) for x in (q, k))
+            v = v.unflatten(3, (group_size, w)).flatten(2, 3)
             read, _ = delta_rule(q * p**-0.5, k, v.float(), decay, write.float())
-            found.append(read.flatten(0, 1))
-        out = torch.cat(found).index_select(0, padding.to_packed).to(mixed.dtype)
+            outputs.append(read.flatten(0, 1))
+        out = torch.cat(outputs).index_select(0, padding.to_packed).to(mixed.dtype)
         y = out.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.config.layernorm_epsilon)
         gated = self.norm * y.to(out.dtype) * silu(z.reshape(out.shape).float())
@@ -106,17 +111,19 @@ class DeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Megatron's description for a checkpoint: the ranks' heads one after the other."""
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        described: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, _CUT, sharded_offsets)
+        """Return Megatron's description for a checkpoint: the ranks' heads in rank order."""
+        state: dict[str, Any] = {}
+        self._save_to_state_dict(state, "", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, _SHARD_AXES, sharded_offsets
+        )
         for name, module in self.named_children():
-            described |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
-        return described
+            sharded |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+        return sharded
 
 
 class ZeroCentredNorm(torch.nn.Module):
-    """RMSNorm whose weight is kept as its distance from 1, `[h]`; in float32."""
+    """RMSNorm whose weight is stored as its distance from 1, `[h]`; computed in float32."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, **_: Any) -> None:
         super().__init__()
@@ -135,6 +142,6 @@ def set_delta_net(layer: TransformerLayerSubmodules, sizes: DeltaSizes) -> None:
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """x `[R, L, channels]`, weight `[channels, 1, width]`: each token with those before it, then SiLU."""
-    before = pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
-    return silu(conv1d(before, weight, groups=len(weight))).transpose(1, 2)
+    """Convolve x `[R, L, channels]` with weight `[channels, 1, width]` causally, then apply SiLU."""
+    padded = pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
+    return silu(conv1d(padded, weight, groups=len(weight))).transpose(1, 2)

@@ -15,12 +15,15 @@ from torch import Tensor
 from rlsys.ops import grouped_gemm
 
 SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-"""Of an expert; only their weights are used where experts are computed together."""
+"""Submodules of an expert; only their weights are used if experts are computed together."""
 
 
 class GroupedExperts(SequentialMLP):
-    """Has SequentialMLP's parameters and checkpoints. Experts with biases or adapters, and what torch's grouped GEMM
-    does not take, are computed one by one, as upstream does."""
+    """Experts with SequentialMLP's parameters and checkpoints, computed together if possible.
+
+    Experts with biases or adapters, and inputs that torch's grouped GEMM does not support, are computed one by one,
+    as upstream does.
+    """
 
     local_experts: torch.nn.ModuleList
 
@@ -31,24 +34,30 @@ class GroupedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden states `[T, H]` sorted by expert, tokens_per_expert `[E]`, probs `[T]` -> `[T, H]`, no bias."""
+        """Map hidden states `[T, H]` sorted by expert, tokens_per_expert `[E]`, probs `[T]` to `[T, H]`, no bias."""
         x = permuted_local_hidden_states
         layers: list[tuple[Any, Any]] = [(e.linear_fc1, e.linear_fc2) for e in self.local_experts]
-        first, second = ([layer.weight for layer in of_experts] for of_experts in zip(*layers, strict=True))
-        apart = self.config.add_bias_linear or self.config.moe_apply_probs_on_input
+        first, second = (
+            [layer.weight for layer in expert_layers] for expert_layers in zip(*layers, strict=True)
+        )
+        unsupported = self.config.add_bias_linear or self.config.moe_apply_probs_on_input
         adapted = any(layer._forward_hooks for pair in layers for layer in pair)
-        if apart or adapted or not (grouped_gemm.supported(x, first) and grouped_gemm.supported(x, second)):
+        if (
+            unsupported
+            or adapted
+            or not (grouped_gemm.supported(x, first) and grouped_gemm.supported(x, second))
+        ):
             out: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, permuted_probs)
             return out
         ends = tokens_per_expert.cumsum(0).to(torch.int32)
         if x.is_cuda and not ends.is_cuda:
             ends = ends.pin_memory().to(x.device, non_blocking=True)
-        inner = self._activated(grouped_gemm.grouped_linear(x, ends, first))
+        inner = self._activation(grouped_gemm.grouped_linear(x, ends, first))
         inner = (inner * permuted_probs.unsqueeze(-1)).to(inner.dtype)
         return grouped_gemm.grouped_linear(inner, ends, second), None
 
-    def _activated(self, x: Tensor) -> Tensor:
-        """As MLP.forward does it without fusions."""
+    def _activation(self, x: Tensor) -> Tensor:
+        """Apply the activation function as MLP.forward does without fusions."""
         config = self.config
         if not config.gated_linear_unit:
             return config.activation_func(x)
@@ -59,8 +68,11 @@ class GroupedExperts(SequentialMLP):
 
 
 class _InMemoryOrder(torch.nn.ModuleList):
-    """Registers its modules from the last to the first: Megatron lays the parameters of a model out in the reverse
-    order, so that experts lie in memory in the order of the tokens."""
+    """Module list that registers its modules from the last to the first.
+
+    Megatron lays out the parameters of a model in reverse order, so that experts are in memory in the order of the
+    tokens.
+    """
 
     def __init__(self, modules: torch.nn.ModuleList) -> None:
         super().__init__()
@@ -72,7 +84,7 @@ class _InMemoryOrder(torch.nn.ModuleList):
 
 
 def set_experts(layer: Any) -> None:
-    """Let a layer's spec have these experts, if it has any that are computed one by one."""
+    """Use these experts in a layer's spec if it has experts that are computed one by one."""
     mlp = layer.mlp.submodules
     if getattr(getattr(mlp, "experts", None), "module", None) is SequentialMLP:
         mlp.experts = ModuleSpec(module=GroupedExperts, submodules=SUBMODULES)

@@ -41,23 +41,26 @@ from rlsys.trainer.model.weights import LocalWeights, cutting_group, shard
 
 
 class Factors(Module):
-    """All factors of one chunk of the model: its adapters' parameters, and what a checkpoint says of them."""
+    """All factors of one chunk of the model: the adapters' parameters and their checkpoint description."""
 
     def __init__(self) -> None:
         super().__init__()
         self.entries: dict[str, Entry] = {}
-        """By the names of the parameters."""
+        """Entries by parameter name."""
 
     def add(self, name: str, entry: Entry, value: Tensor) -> Parameter:
-        """`name`: megatron's, with this rank's number of an expert."""
-        own = name.removeprefix(ADAPTERS)
+        """Register a factor. `name`: Megatron's name, with this rank's index of an expert."""
+        short_name = name.removeprefix(ADAPTERS)
         parameter = Parameter(value)
-        self.register_parameter(own, parameter)
-        self.entries[own] = entry
+        self.register_parameter(short_name, parameter)
+        self.entries[short_name] = entry
         return parameter
 
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, ShardedTensor]:
-        """Keys have the expert's number in the whole model, so that any layout can load them."""
+        """Describe the factors for a checkpoint.
+
+        Keys have the global expert index, so that any layout can load them.
+        """
         return {
             prefix + name: self._shard(f"{prefix}{next(iter(entry.hf))}", entry, self.get_parameter(name))
             for name, entry in self.entries.items()
@@ -68,12 +71,12 @@ class Factors(Module):
         group, copy = cutting_group(entry.rule), _copy_number(entry)
         if entry.rule.cut is None:
             return ShardedTensor.from_rank_offsets(key, parameter, replica_id=(0, group.rank(), copy))
-        place = (entry.rule.cut, group.rank(), group.size())
-        return ShardedTensor.from_rank_offsets(key, parameter, place, replica_id=(0, 0, copy))
+        rank_offset = (entry.rule.cut, group.rank(), group.size())
+        return ShardedTensor.from_rank_offsets(key, parameter, rank_offset, replica_id=(0, 0, copy))
 
 
 def _copy_number(entry: Entry) -> int:
-    """Of the data-parallel copies of a parameter, this rank's."""
+    """Return the index of this rank among the data-parallel copies of a parameter."""
     if entry.expert is not None:
         return int(parallel_state.get_expert_data_parallel_rank())
     return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
@@ -81,8 +84,11 @@ def _copy_number(entry: Entry) -> int:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Of one megatron parameter. `factors`: A `[r, in]` and B `[rows, r]` of each of its matrices, None without an
-    adapter; `rows`: of each matrix on this rank. `hf`: with the heads of this rank."""
+    """Adapter of one Megatron parameter.
+
+    `factors`: A `[r, in]` and B `[rows, r]` of each of its matrices, None for a matrix without an adapter; `rows`:
+    rows of each matrix on this rank. `hf`: with the number of heads of this rank.
+    """
 
     rule: Rule
     hf: HFConfig
@@ -92,19 +98,19 @@ class Adapter:
     exchanges: bool
 
     def blocks(self) -> tuple[Tensor, Tensor]:
-        """A of all matrices `[n r, in]`, and B `[out, n r]`, in which each row has zeros for the other matrices."""
-        held = [pair for pair in self.factors if pair is not None]
-        rank, place, parts = held[0][0].shape[0], 0, []
+        """Return A of all matrices `[n r, in]`, and B `[out, n r]` with zeros for the other matrices in each row."""
+        pairs = [pair for pair in self.factors if pair is not None]
+        rank, position, parts = pairs[0][0].shape[0], 0, []
         for pair, rows in zip(self.factors, self.rows, strict=True):
             if pair is None:
-                parts.append(held[0][1].new_zeros(rows, rank * len(held)))
+                parts.append(pairs[0][1].new_zeros(rows, rank * len(pairs)))
             else:
-                parts.append(pad(pair[1], (place * rank, (len(held) - 1 - place) * rank)))
-                place += 1
-        return torch.cat([a for a, _ in held]), to_megatron(self.rule, parts, self.hf)
+                parts.append(pad(pair[1], (position * rank, (len(pairs) - 1 - position) * rank)))
+                position += 1
+        return torch.cat([a for a, _ in pairs]), to_megatron(self.rule, parts, self.hf)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[T, ..., in]` -> `[T', ..., out]`, what is added to the layer's output."""
+        """Compute the term that is added to the layer's output: `[T, ..., in]` -> `[T', ..., out]`."""
         a, b = self.blocks()
         low = linear(x, a)
         if self.exchanges and self.rule.cut == 0:
@@ -114,71 +120,75 @@ class Adapter:
         return linear(low, b) * self.scale
 
     def merged(self, weight: Tensor) -> Tensor:
-        a, b = (each.detach().float() for each in self.blocks())
+        a, b = (block.detach().float() for block in self.blocks())
         return torch.addmm(weight.float(), b, a, alpha=self.scale).to(weight.dtype)
 
 
 class Lora:
-    """Owns the adapters of a rank's model."""
+    """Owner of the adapters of a rank's model."""
 
     def __init__(self, chunks: Chunks, hf: HFConfig, config: LoraConfig, seed: int) -> None:
-        """Freezes the model and puts adapters beside its layers. Must precede DDP. Collective."""
-        self.of_chunks = [Factors() for _ in chunks.modules]
+        """Freeze the model and add adapters to its layers. Must precede DDP. Collective."""
+        self.chunk_factors = [Factors() for _ in chunks.modules]
         self._adapters: dict[str, Adapter] = {}
         self._shared: list[Parameter] = []
-        """Factors of experts that are whole on all ranks of an expert's matrix."""
+        """Expert factors that are complete on all ranks of an expert's matrix."""
         for _, parameter in chunks.named_parameters():
             parameter.requires_grad_(False)
         self.base = fingerprint(chunks, hf)
-        """Of the model under the adapters, see fingerprint."""
+        """Fingerprint of the model under the adapters."""
         local, layers = LocalWeights(chunks, hf), dict(_layers(chunks))
         for entry, pairs in adapted(hf, config):
-            for name in local.here(entry):
+            for name in local.local_names(entry):
                 chunk, layer = layers[name]
-                weight, made = local[name], {}
+                weight, factor_pairs = local[name], {}
                 for pair in pairs:
                     a = shard(first_a(pair.a, seed), pair.a.rule)
                     b = shard(torch.zeros(_shape(pair.b)), pair.b.rule)
-                    made[pair.part] = tuple(
-                        self._added(chunk, local.candidates(of)[0], of, value.to(weight))
-                        for of, value in ((pair.a, a), (pair.b, b))
+                    factor_pairs[pair.part] = tuple(
+                        self._add_factor(
+                            chunk, local.candidates(factor_entry)[0], factor_entry, value.to(weight)
+                        )
+                        for factor_entry, value in ((pair.a, a), (pair.b, b))
                     )
-                self._adapters[name] = adapter = _adapter(entry, hf, made, config)
-                layer.register_forward_hook(_adding(adapter))
-        for module, factors in zip(chunks.modules, self.of_chunks, strict=True):
+                self._adapters[name] = adapter = _adapter(entry, hf, factor_pairs, config)
+                layer.register_forward_hook(_adapter_hook(adapter))
+        for module, factors in zip(chunks.modules, self.chunk_factors, strict=True):
             module.adapters = factors
             if module.pre_process:
-                module.embedding.register_forward_hook(_ask_for_gradients)
+                module.embedding.register_forward_hook(_require_input_gradients)
 
-    def _added(self, chunk: int, name: str, entry: Entry, value: Tensor) -> Parameter:
-        """A new parameter, with what megatron has to know of it."""
-        parameter: Any = self.of_chunks[chunk].add(name, entry, value)
-        cut, group = entry.rule.cut, cutting_group(entry.rule)
+    def _add_factor(self, chunk: int, name: str, entry: Entry, value: Tensor) -> Parameter:
+        """Register a new parameter with the attributes that Megatron requires."""
+        parameter: Any = self.chunk_factors[chunk].add(name, entry, value)
+        axis, group = entry.rule.cut, cutting_group(entry.rule)
         if entry.expert is not None:
             parameter.allreduce = False
-            if cut is None and group.size() > 1:
+            if axis is None and group.size() > 1:
                 self._shared.append(parameter)
         # Each rank's gradient is that of its own tokens, or of its own part of the other factor.
-        parameter.sequence_parallel = entry.expert is None and cut is None and group.size() > 1
-        # In the norm, a factor that ranks share counts once. Those of experts are on all ranks of other groups.
-        if cut is not None or (entry.expert is not None and group.rank() == 0):
-            set_tensor_model_parallel_attributes(parameter, True, cut or 0, 1)
+        parameter.sequence_parallel = entry.expert is None and axis is None and group.size() > 1
+        # A factor that ranks share counts once in the norm. Factors of experts are on all ranks of other groups.
+        if axis is not None or (entry.expert is not None and group.rank() == 0):
+            set_tensor_model_parallel_attributes(parameter, True, axis or 0, 1)
         return parameter
 
     def named_factors(self) -> Iterator[tuple[str, Entry, Parameter]]:
-        """Of this rank: PEFT's name, entry and parameter of each factor."""
-        for factors in self.of_chunks:
-            for own, entry in factors.entries.items():
-                yield next(iter(entry.hf)), entry, factors.get_parameter(own)
+        """Iterate over (PEFT name, entry, parameter) of each factor of this rank."""
+        for factors in self.chunk_factors:
+            for short_name, entry in factors.entries.items():
+                yield next(iter(entry.hf)), entry, factors.get_parameter(short_name)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """The weight with its adapter; the weight itself where there is none."""
+        """Return the weight with its adapter merged, or the weight itself if it has no adapter."""
         adapter = self._adapters.get(name)
         return weight if adapter is None else adapter.merged(weight)
 
     def sum_shared_gradients(self) -> None:
-        """Ranks that share an expert's matrix each have a part of the gradient of the factor that is not cut. Once an
-        update, after megatron has reduced gradients over copies of the model. Collective."""
+        """Sum the partial gradients of factors that the ranks of an expert's matrix share.
+
+        Call it once per update, after Megatron has reduced gradients over copies of the model. Collective.
+        """
         if not self._shared:
             return
         gradients: list[Tensor] = [parameter.main_grad for parameter in self._shared]  # type: ignore[attr-defined]
@@ -189,7 +199,7 @@ class Lora:
 
 
 def first_a(entry: Entry, seed: int) -> Tensor:
-    """As PEFT begins: uniform up to 1 / sqrt(in). `[r, in]`, in any layout the same."""
+    """Initialise A like PEFT: uniform up to 1 / sqrt(in). `[r, in]`, the same in any layout."""
     name = hashlib.sha256(f"{seed} {next(iter(entry.hf))}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(name[:7]))
     shape = _shape(entry)
@@ -201,13 +211,13 @@ def _shape(entry: Entry) -> tuple[int, ...]:
 
 
 def _adapter(
-    entry: Entry, hf: HFConfig, made: dict[int, tuple[Parameter, ...]], config: LoraConfig
+    entry: Entry, hf: HFConfig, factor_pairs: dict[int, tuple[Parameter, ...]], config: LoraConfig
 ) -> Adapter:
     ranks = cutting_group(entry.rule).size() if entry.rule.cut == 0 else 1
     return Adapter(
         entry.rule,
         replace(hf, kv_heads=hf.kv_heads // ranks),
-        [made.get(part) for part in range(len(entry.hf))],
+        [factor_pairs.get(part) for part in range(len(entry.hf))],
         [shape[0] // ranks for shape in entry.hf.values()],
         config.alpha / config.rank,
         exchanges=entry.expert is None and parallel_state.get_tensor_model_parallel_world_size() > 1,
@@ -215,13 +225,13 @@ def _adapter(
 
 
 def _layers(chunks: Chunks) -> Iterator[tuple[str, tuple[int, Module]]]:
-    """Of each weight's name: its chunk, and the layer that has it."""
+    """Iterate over (weight name, (chunk index, layer that has the weight))."""
     for i, module in enumerate(chunks.modules):
         for name, layer in module.named_modules():
-            yield chunks.whole_name(module, f"{name}.weight"), (i, layer)
+            yield chunks.global_name(module, f"{name}.weight"), (i, layer)
 
 
-def _adding(
+def _adapter_hook(
     adapter: Adapter,
 ) -> Callable[[Module, tuple[Tensor, ...], tuple[Tensor, Any]], tuple[Tensor, Any]]:
     def hook(_: Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -231,39 +241,40 @@ def _adding(
     return hook
 
 
-def _ask_for_gradients(_: Module, __: Any, output: Tensor) -> Tensor:
-    """Nothing before the first layer is trained; layers that are recomputed would then have no backward pass."""
+def _require_input_gradients(_: Module, __: Any, output: Tensor) -> Tensor:
+    """Require gradients of the embeddings: recomputed layers would otherwise have no backward pass."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 # -- the model under the adapters -----------------------------------------------------------------------------
 
-_PIECE = 2**22
-"""Elements that are mixed at once: the copies take 8 bytes each."""
+_CHUNK_ELEMENTS = 2**22
+"""Elements per step of the fingerprint: temporary copies take 8 bytes per element."""
 
 
 def fingerprint(chunks: Chunks, hf: HFConfig) -> int:
-    """A number of 64 bits that any changed weight of the whole model changes; the same in every layout. Collective.
+    """Compute a 64-bit number that changes with any weight of the whole model; equal in every layout. Collective.
 
-    A sum over all elements, so that ranks can add theirs; two that change places within a tensor do not show.
+    It is a sum over all elements, so that ranks can add their parts; two elements of a tensor that are swapped are
+    not detected.
     """
     local = LocalWeights(chunks, hf)
     total = torch.zeros(1, dtype=torch.int64)
     for number, entry in enumerate(entries(hf)):
-        _, name, _ = local.place(entry)
+        _, name, _ = local.locate(entry)
         first = entry.rule.cut is not None or cutting_group(entry.rule).rank() == 0
-        if name in local.here(entry) and first and _copy_number(entry) == 0:
-            total += _mixed(local[name].detach(), number)
+        if name in local.local_names(entry) and first and _copy_number(entry) == 0:
+            total += _scrambled_sum(local[name].detach(), number)
     dist.all_reduce(total)
     return int(total)
 
 
-def _mixed(weight: Tensor, number: int) -> int:
-    """Sum of the elements' bits, each scrambled by two odd factors. Wraps around."""
-    words = weight.reshape(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
+def _scrambled_sum(weight: Tensor, number: int) -> int:
+    """Sum the elements' bits, each scrambled by two odd factors. Wraps around."""
+    bits = weight.reshape(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
     total = 0
-    for piece in words.split(_PIECE):
-        x = (piece.to(torch.int64) + (number << 33)) * 0x9E3779B97F4A7C1
+    for part in bits.split(_CHUNK_ELEMENTS):
+        x = (part.to(torch.int64) + (number << 33)) * 0x9E3779B97F4A7C1
         x = (x ^ (x >> 29)) * 0x3F58476D1CE4E5B9
         total += int((x ^ (x >> 32)).sum())
     return (total + 2**63) % 2**64 - 2**63

@@ -1,4 +1,4 @@
-"""Builds megatron-core's GPTModel, this rank's part of it, from a Hugging Face config."""
+"""Construction of megatron-core's GPTModel, the part of one rank, from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from rlsys.convert.table import entries
 from rlsys.core.errors import UserError
 from rlsys.trainer.checkpoints import checkpoint
 from rlsys.trainer.model.attention import PackedAttention, rotate_by_position
-from rlsys.trainer.model.choices import set_choice
 from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
 from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
-from rlsys.trainer.model.entropy import NEVER
+from rlsys.trainer.model.entropy import MASKED_LOGIT
 from rlsys.trainer.model.experts import set_experts
-from rlsys.trainer.model.mtp import PredictingModel, mtp_spec
+from rlsys.trainer.model.mtp import MTPModel, mtp_spec
 from rlsys.trainer.model.norms import set_heads_norms
+from rlsys.trainer.model.topk_routing import set_topk_routing
 from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
 
 
@@ -53,20 +53,25 @@ def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
 
 
 def rotates_by_position(config: Config, hf: HFConfig) -> bool:
-    """Whether the model takes positions of packed tokens: not where ranks have parts of a sequence, whose places
-    megatron works out, nor where Transformer Engine attends, which takes the lengths of sequences for both."""
+    """Whether the model takes positions of packed tokens.
+
+    It does not under context parallelism, where Megatron computes the positions, nor with Transformer Engine, which
+    takes sequence lengths for both.
+    """
     return config.parallel.cp == 1 and not uses_transformer_engine(config, hf)
 
 
-def _grouped_by_torch(config: Config) -> bool:
-    """Whether the GPU has a kernel of torch for experts in this precision (rlsys/ops/grouped_gemm.py): one launch,
-    where Transformer Engine's grouped linear layer makes one of each expert."""
-    of_bfloat16 = config.model.dtype == "bfloat16" and config.model.fp8 != "both"
-    return of_bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+def _has_torch_grouped_gemm(config: Config) -> bool:
+    """Whether torch has a GPU kernel for experts in this precision (rlsys/ops/grouped_gemm.py).
+
+    It is a single launch; Transformer Engine's grouped linear layer needs one launch per expert.
+    """
+    is_bfloat16 = config.model.dtype == "bfloat16" and config.model.fp8 != "both"
+    return is_bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _fusions(config: Config, hf: HFConfig) -> dict[str, bool]:
-    """Of Transformer Engine and Apex, where there is CUDA and they have the kernels."""
+    """Select the fusions of Transformer Engine and Apex that are available with CUDA."""
     engine = uses_transformer_engine(config, hf)
     rope = engine and rope_utils.fused_apply_rotary_pos_emb_thd is not None
     permutation = engine and getattr(moe_utils, "fused_permute", None) is not None
@@ -74,9 +79,9 @@ def _fusions(config: Config, hf: HFConfig) -> dict[str, bool]:
         torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     )
     fusions = {
-        # Layers for multi-token prediction share the head, and clip its gradient apart.
+        # MTP layers share the head, and their gradient is clipped separately.
         "gradient_accumulation_fusion": (engine or apex) and not hf.mtp,
-        # Its kernel for latent attention is for yarn, and none scales by yarn's factor.
+        # The kernel for latent attention supports only yarn; no kernel scales by yarn's factor.
         "apply_rope_fusion": rope and hf.latent is None and hf.rope.kind != "yarn",
     }
     return {**fusions, "moe_permute_fusion": permutation} if hf.experts else fusions
@@ -94,27 +99,27 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if t.balance_loss else "none",
         "moe_aux_loss_coeff": t.balance_loss,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": uses_transformer_engine(config, hf) and not _grouped_by_torch(config),
+        "moe_grouped_gemm": uses_transformer_engine(config, hf) and not _has_torch_grouped_gemm(config),
     }
-    if not all(hf.moe_layers):  # a list makes the checkpoint name each layer, so only where it is needed
+    if not all(hf.moe_layers):  # only if needed: a list adds each layer's name to the checkpoint
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
     if hf.shared_ffn_size:
         fields["moe_shared_expert_intermediate_size"] = hf.shared_ffn_size
     if routing.scale != 1:
         fields["moe_router_topk_scaling_factor"] = routing.scale
     if routing.kind == "softmax":
-        # softmax over the chosen experts = softmax over all, renormalised (norm_topk_prob)
+        # softmax over the selected experts = softmax over all, renormalised (norm_topk_prob)
         return {**fields, "moe_router_pre_softmax": not routing.normalised}
     return {
         **fields,
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": t.balance_rate,  # megatron's own default would move it at every step
+        "moe_router_bias_update_rate": t.balance_rate,  # Megatron's default would update it in every step
     }
 
 
 @dataclass
 class YarnConfig(TransformerConfig):
-    """Fields that GPTModel asks for and TransformerConfig 0.16.1 does not declare."""
+    """TransformerConfig with fields that GPTModel reads and TransformerConfig 0.16.1 does not declare."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096
@@ -126,7 +131,7 @@ class YarnConfig(TransformerConfig):
 
 
 def _yarn(hf: HFConfig) -> dict[str, Any]:
-    """The fields that YarnConfig has beyond TransformerConfig's."""
+    """Return the additional fields of YarnConfig."""
     rope = hf.rope
     return {
         "yarn_rotary_scaling_factor": rope.factor,
@@ -140,13 +145,13 @@ def _yarn(hf: HFConfig) -> dict[str, Any]:
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 
 
-def _of_the_family(hf: HFConfig) -> dict[str, Any]:
-    """What the family says itself, and windows."""
+def _family_fields(hf: HFConfig) -> dict[str, Any]:
+    """Return the fields that the model family defines, and window sizes."""
     fields = dict(hf.megatron)
     if "activation_func" in fields:
         fields["activation_func"] = _ACTIVATIONS[fields["activation_func"]]
     if hf.window:
-        fields["window_size"] = (hf.window - 1, 0)  # keys before the query's own
+        fields["window_size"] = (hf.window - 1, 0)  # keys before the query
         fields["window_attn_skip_freq"] = [int(windowed) for windowed in hf.windowed_layers]
     return fields
 
@@ -159,7 +164,7 @@ def _recompute(config: Config) -> dict[str, Any]:
 
 
 def _latent_attention(hf: HFConfig, latent: LatentAttention) -> dict[str, Any]:
-    """The fields that MLATransformerConfig has beyond TransformerConfig's."""
+    """Return the additional fields of MLATransformerConfig."""
     rope = hf.rope
     return {
         "q_lora_rank": latent.q_rank,
@@ -179,7 +184,7 @@ def _latent_attention(hf: HFConfig, latent: LatentAttention) -> dict[str, Any]:
 
 
 def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
-    """Every field that changes numbers comes from config.json."""
+    """Build Megatron's config. Every field that changes numbers comes from config.json."""
     p = config.parallel
     *layers, last = stage_layers(hf.layers, p.pp)
     dtype = getattr(torch, config.model.dtype)
@@ -192,7 +197,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         ffn_hidden_size=hf.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.norm_eps,
-        # With norms over all heads it stays off: by their names megatron would sum gradients that ranks share.
+        # Off with norms over all heads: by their names Megatron would sum gradients that ranks share.
         qk_layernorm=hf.qk_norm or hf.latent is not None,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -208,7 +213,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         num_layers_in_last_pipeline_stage=last if layers and last != layers[0] else None,
-        # With two stages the default exchange confuses the two directions of interleaved chunks, silently.
+        # With two stages the default exchange silently mixes up the two directions of interleaved chunks.
         overlap_p2p_comm=p.vpp > 1,
         batch_p2p_comm=p.vpp == 1,
         context_parallel_size=p.cp,
@@ -222,7 +227,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
-        calculate_per_token_loss=True,  # before DDP is built, or gradients are divided by dp
+        calculate_per_token_loss=True,  # set before DDP is built; otherwise gradients are divided by dp
         deterministic_mode=not torch.cuda.is_available(),
         **_fusions(config, hf),
         **trainer_fields(config),
@@ -231,16 +236,16 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         **({"mtp_num_layers": hf.prediction_layers} if hf.mtp else {}),
     )
     if hf.latent is not None:
-        return MLATransformerConfig(**(fields | _latent_attention(hf, hf.latent) | _of_the_family(hf)))
+        return MLATransformerConfig(**(fields | _latent_attention(hf, hf.latent) | _family_fields(hf)))
     if hf.rope.kind == "yarn":
-        return YarnConfig(**(fields | _yarn(hf) | _of_the_family(hf)))
-    return TransformerConfig(**(fields | _of_the_family(hf)))
+        return YarnConfig(**(fields | _yarn(hf) | _family_fields(hf)))
+    return TransformerConfig(**(fields | _family_fields(hf)))
 
 
 def block_spec(
     transformer: TransformerConfig, hf: HFConfig, stage: int | None, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank: Transformer Engine's, or megatron's own with our attention."""
+    """Return the spec of this rank's layers: Transformer Engine's, or Megatron's own with PackedAttention."""
     spec = get_gpt_decoder_block_spec(
         transformer, transformer_engine, normalization="RMSNorm", vp_stage=stage
     )
@@ -248,15 +253,15 @@ def block_spec(
         for layer in spec.layer_specs:
             parts = layer.submodules.self_attention.submodules
             parts.core_attention = PackedAttention
-            # Upstream's own table misses latent attention, and renames a norm that stands before experts as well.
+            # Upstream's table lacks latent attention, and also renames a norm before experts.
             layer.submodules.sharded_state_dict_keys_map = {
                 plain.removesuffix("weight"): fused.removesuffix("weight")
                 for plain, fused in TE_NAMES.items()
-                if _has(layer.submodules, fused)
+                if _has_module(layer.submodules, fused)
             }
             if isinstance(parts, MLASelfAttentionSubmodules):
-                # Whole on every rank, as in Transformer Engine's spec. The local spec cuts them, and then loses the
-                # other ranks' part of the gradient of the keys' rotary half, silently.
+                # Not sharded, as in Transformer Engine's spec. The local spec shards them and silently loses the
+                # other ranks' part of the gradient of the keys' rotary half.
                 parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
     for layer in spec.layer_specs:
         set_experts(layer.submodules)
@@ -265,21 +270,23 @@ def block_spec(
             set_heads_norms(layer.submodules, transformer)
     if hf.delta is not None:
         first = get_transformer_layer_offset(transformer, vp_stage=stage)
-        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # some were one
+        spec.layer_specs = [
+            copy.deepcopy(layer) for layer in spec.layer_specs
+        ]  # some entries are the same object
         spec.layer_norm = ZeroCentredNorm
         for number, layer in enumerate(spec.layer_specs, first):
             parts = layer.submodules
             parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
             if hf.linear_layers[number]:
                 set_delta_net(parts, hf.delta)
-                parts.sharded_state_dict_keys_map = {}  # there is no linear_qkv to fuse a norm into
+                parts.sharded_state_dict_keys_map = {}  # it has no linear_qkv to fuse a norm into
             else:
                 attention = parts.self_attention.submodules
                 attention.q_layernorm = attention.k_layernorm = ZeroCentredNorm
     return spec
 
 
-def _has(layer: TransformerLayerSubmodules, fused: str) -> bool:
+def _has_module(layer: TransformerLayerSubmodules, fused: str) -> bool:
     """Whether the layer has the linear module that Transformer Engine fuses this norm into."""
     part, module, _ = fused.split(".")
     if part == "mlp":
@@ -287,27 +294,29 @@ def _has(layer: TransformerLayerSubmodules, fused: str) -> bool:
     return hasattr(layer.self_attention.submodules, module)
 
 
-Fill = Callable[[Chunks, Path, HFConfig], None]
-"""Puts the weights of a folder into this rank's part of the model. Collective."""
+LoadWeights = Callable[[Chunks, Path, HFConfig], None]
+"""Loads the weights of a folder into this rank's part of the model. Collective."""
 
 
 def load_model(chunks: Chunks, path: Path, hf: HFConfig) -> None:
-    """From a Megatron checkpoint or a Hugging Face folder. A checkpoint that was converted has layers for multi-token
-    prediction beside the model, as the folder had them."""
+    """Load the weights from a Megatron checkpoint or a Hugging Face folder.
+
+    A converted checkpoint has the MTP layers of the folder in a separate file.
+    """
     if not checkpoint.is_checkpoint(path):
         load_hf(chunks, path, hf)
         return
     checkpoint.load_weights(path, chunks)
     if hf.mtp:
         table = [entry for entry in entries(hf) if entry.megatron.startswith(MTP)]
-        beside = CheckpointCarried(path)
-        if missing := {name for entry in table for name in entry.hf} - beside.names:
+        carried = CheckpointCarried(path)
+        if missing := {name for entry in table for name in entry.hf} - carried.names:
             raise UserError(f"{path}: {len(missing)} tensor(s) are missing, first: {min(missing)}")
-        fill(chunks, hf, table, beside.read)
+        fill(chunks, hf, table, carried.read)
 
 
 def build_layers(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
-    """This rank's part of the model on `device`, without values."""
+    """Build this rank's part of the model on `device`, without initial values."""
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
@@ -315,8 +324,8 @@ def build_layers(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
     return Chunks([chunk(transformer, hf, stage, engine).to(device) for stage in stages])
 
 
-def build_model(config: Config, hf: HFConfig, device: torch.device, load: Fill = load_model) -> Chunks:
-    """This rank's part of the model on `device`, weights put in from `config.model.path` by `load`."""
+def build_model(config: Config, hf: HFConfig, device: torch.device, load: LoadWeights = load_model) -> Chunks:
+    """Build this rank's part of the model on `device`, with weights from `config.model.path`, which `load` reads."""
     chunks = build_layers(config, hf, device)
     load(chunks, config.model.path, hf)
     mark_shards(chunks, hf)
@@ -324,8 +333,8 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, load: Fill =
         if ".experts." in name:
             # One optimizer shape for any ep; must precede DDP.
             parameter.allreduce = False  # type: ignore[attr-defined]
-            # Megatron marks experts' biases as shared by tensor-parallel ranks, which have tokens or experts of their
-            # own, and would add up their gradients.
+            # Megatron marks experts' biases as shared by tensor-parallel ranks and would sum their gradients, but
+            # each rank has its own tokens or experts.
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
     return chunks
 
@@ -333,19 +342,19 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, load: Fill =
 def chunk(
     transformer: TransformerConfig, hf: HFConfig, stage: int | None, transformer_engine: bool
 ) -> GPTModel:
-    """The layers of one virtual pipeline stage; of the rank's only one when `stage` is None."""
-    where = {"ignore_virtual": False, "vp_stage": stage}
+    """Build the layers of one virtual pipeline stage, or of the only stage if `stage` is None."""
+    stage_fields = {"ignore_virtual": False, "vp_stage": stage}
     layers = block_spec(transformer, hf, stage, transformer_engine)
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if hf.mtp:
-        more["mtp_block_spec"] = mtp_spec(transformer, layers, stage, transformer_engine)
-    model = (PredictingModel if hf.mtp else GPTModel)(
+        options["mtp_block_spec"] = mtp_spec(transformer, layers, stage, transformer_engine)
+    model = (MTPModel if hf.mtp else GPTModel)(
         transformer,
         layers,
         vocab_size=hf.padded_vocab_size,
         max_sequence_length=hf.context_length,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage_fields),
+        post_process=parallel_state.is_pipeline_last_stage(**stage_fields),
         parallel_output=True,
         share_embeddings_and_output_weights=hf.tied,
         position_embedding_type="yarn" if isinstance(transformer, YarnConfig) else "rope",
@@ -354,42 +363,46 @@ def chunk(
         rope_scaling=hf.rope.kind == "llama3",
         rope_scaling_factor=hf.rope.factor,
         vp_stage=stage,
-        **more,
+        **options,
     )
     if not transformer_engine:
         rotate_by_position(model)
     if model.pre_process:
-        model.embedding.register_forward_hook(_with_plain_strides)
+        model.embedding.register_forward_hook(_contiguous_strides)
     if model.post_process and hf.padded_vocab_size > hf.vocab_size:
-        _without_padding(model.output_layer, hf.vocab_size)
+        _mask_padded_ids(model.output_layer, hf.vocab_size)
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            set_choice(module, hf)
-    model.to(transformer.params_dtype)  # torch's norms are born in float32
+            set_topk_routing(module, hf)
+    model.to(transformer.params_dtype)  # torch creates norms in float32
     for name, buffer in model.named_buffers():
         if name.endswith(EXPERT_BIAS):
-            buffer.data = buffer.float()  # it decides between experts: megatron keeps it so, too
+            buffer.data = buffer.float()  # it selects experts; Megatron also keeps it in float32
     return model
 
 
-def _without_padding(head: torch.nn.Module, vocab_size: int) -> None:
-    """Make the logits `[P, 1, V / tp]` of ids behind the vocabulary those of ids that cannot be drawn. Not by a hook:
-    layers for multi-token prediction call `forward` themselves."""
-    whole = head.forward
+def _mask_padded_ids(head: torch.nn.Module, vocab_size: int) -> None:
+    """Set the logits `[P, 1, V / tp]` of ids outside the vocabulary to MASKED_LOGIT.
 
-    def forward(*args: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits, bias = whole(*args, **more)
+    A hook is not sufficient: MTP layers call `forward` directly.
+    """
+    head_forward = head.forward
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, bias = head_forward(*args, **kwargs)
         columns = logits.shape[-1]
-        own = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns)
-        if own < columns:
-            logits[..., own:].fill_(NEVER)
+        local_ids = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns)
+        if local_ids < columns:
+            logits[..., local_ids:].fill_(MASKED_LOGIT)
         return logits, bias
 
     head.forward = forward
 
 
-def _with_plain_strides(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-    """Of embeddings `[P, 1, H]`, which are a transposed `[1, P, H]`: the stride of the axis of length 1 does not fit
-    the others, and torch would multiply them with a frozen weight token by token
-    (megatron_patches/frozen_weight_products.py)."""
+def _contiguous_strides(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Restore contiguous strides of embeddings `[P, 1, H]`, which are a transposed `[1, P, H]`.
+
+    The stride of the axis of length 1 does not fit the others, and torch would multiply them with a frozen weight
+    token by token (megatron_patches/frozen_weight_products.py).
+    """
     return output.flatten(0, -2).view(output.shape)

@@ -1,4 +1,4 @@
-"""RMSNorm of queries or keys over all heads together (OLMoE, MiniMax-M2), which megatron-core does not have.
+"""RMSNorm of queries or keys over all heads together (OLMoE, MiniMax-M2), which megatron-core lacks.
 
 Shapes: n heads of the model, d head size, r tensor-parallel ranks.
 """
@@ -21,17 +21,17 @@ from torch import Tensor
 
 
 class HeadsNorm(torch.nn.Module):
-    """Each rank normalises its `n / r` heads by the mean square of all n."""
+    """Norm in which each rank normalises its `n / r` heads by the mean square of all n."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, heads: int) -> None:
-        """`hidden_size`: of one head, as megatron tells it."""
+        """Initialise. `hidden_size`: of one head, as Megatron passes it."""
         super().__init__()
         self.eps, self.size = eps, heads * hidden_size
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self.weight = torch.nn.Parameter(torch.ones(self.size // ranks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., n / r, d]`, normalised in float32."""
+        """Normalise `[..., n / r, d]` in float32."""
         y = x.float()
         squares = y.pow(2).sum((-2, -1), keepdim=True)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
@@ -42,12 +42,12 @@ class HeadsNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Megatron's description for a checkpoint: the ranks' weights one after the other."""
+        """Return Megatron's description for a checkpoint: the ranks' weights in rank order."""
         state = self.state_dict(prefix="", keep_vars=True)
-        described: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, {"weight": 0}, sharded_offsets
         )
-        return described
+        return sharded
 
 
 def set_heads_norms(layer: TransformerLayerSubmodules, transformer: TransformerConfig) -> None:

@@ -1,15 +1,15 @@
-"""Router replay and expert load: what the MoE routers of this rank are told, and what they are seen to do.
+"""Router replay and expert load of this rank's MoE routers.
 
-Replay makes a token take the experts that it took when it was sampled (R3, `trainer.replay = engine`; Ma et al.
-2025, "Stabilizing MoE reinforcement learning by aligning training and inference routers") or when the trainer scored
-it at the start of the step (R2, `trainer`; Zheng et al. 2025, GSPO, section 5.3). Only the choice is replayed: the
-weights of the chosen experts come from the router's own scores, so the router still learns.
+Replay makes a token use the experts of its sampling (R3, `trainer.replay = engine`; Ma et al. 2025, "Stabilizing MoE
+reinforcement learning by aligning training and inference routers") or of the trainer's scoring pass at the start of
+the step (R2, `trainer`; Zheng et al. 2025, GSPO, section 5.3). Only the selection is replayed: the weights of the
+selected experts come from the router's own scores, so that the router still learns.
 
-A token that several sequences share (rlsys/trainer/prefixes.py) is routed once and counts as often as they have it:
-in the auxiliary loss, in what moves experts' biases and in the figures. So none of them depends on which sequences a
-micro-batch brings together. It replays what the engine chose for the first of them.
+A token that several sequences share (rlsys/trainer/prefixes.py) is routed once and counts once for each of them: in
+the auxiliary loss, in the update of experts' biases and in the metrics. These therefore do not depend on the
+assignment of sequences to micro-batches. The token replays the engine's selection for the first of the sequences.
 
-Shapes: T tokens of a micro-batch, P those of this rank's routers, L layers of the whole model, k experts a token.
+Shapes: T tokens of a micro-batch, P those of this rank's routers, L layers of the whole model, k experts per token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rlsys.core.spans import RouteSpan
 from rlsys.segments.route_records import LayerRoutes
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch
 
 ABSENT = -1
@@ -44,50 +44,51 @@ def decode(
     tokens: int,
     layers: int,
     topk: int,
-    own: Sequence[int] | None = None,
+    layer_ids: Sequence[int] | None = None,
     experts: int | None = None,
     routed: Sequence[int] | None = None,
 ) -> Tensor:
-    """Experts `[T, L, k]` int16 of packed positions, ABSENT where no span covers a token.
+    """Decode experts `[T, L, k]` int16 of packed positions; ABSENT if no span covers a token.
 
     Args:
-        spans: Routes as engines gave them.
+        spans: Routes as engines returned them.
         tokens: T.
         layers: Layers of the whole model.
         topk: k.
-        own: The layers that are wanted, in this order; None: all of the model's `layers`.
-        experts: E. A position is ABSENT where a router of the layers `routed` cannot have chosen its row: an expert
-            that is not there, or the same one twice. None: rows are not looked at.
-        routed: Layers of this rank that have experts, the wanted ones among them; None: `own`.
+        layer_ids: Requested layers, in this order; None: all `layers` of the model.
+        experts: E. A position is ABSENT if a router of the layers `routed` cannot have selected its row: an expert
+            that does not exist, or the same one twice. None: rows are not checked.
+        routed: Layers of this rank with experts, including the requested ones; None: `layer_ids`.
     """
-    wanted = range(layers) if own is None else own
-    looked_at = wanted if routed is None else routed
-    columns = [list(looked_at).index(layer) for layer in wanted]
-    out = np.full((tokens, len(wanted), topk), ABSENT, dtype=np.int16)
+    selected_layers = range(layers) if layer_ids is None else layer_ids
+    checked_layers = selected_layers if routed is None else routed
+    columns = [list(checked_layers).index(layer) for layer in selected_layers]
+    out = np.full((tokens, len(selected_layers), topk), ABSENT, dtype=np.int16)
     for span in spans:
         n = span.end - span.start
         if isinstance(span, LayerRoutes):
-            of_layer = {layer: i for i, layer in enumerate(span.layers)}
+            index_of_layer = {layer: i for i, layer in enumerate(span.layers)}
             if span.experts.shape != (len(span.layers), n, topk):
                 continue
-            chosen = span.experts[[of_layer[layer] for layer in looked_at]].transpose(1, 0, 2)
+            routes = span.experts[[index_of_layer[layer] for layer in checked_layers]].transpose(1, 0, 2)
         else:
-            width, rest = divmod(len(span.experts), max(1, n * layers * topk))
-            if rest or width not in (1, 2):
+            width, remainder = divmod(len(span.experts), max(1, n * layers * topk))
+            if remainder or width not in (1, 2):
                 continue
             rows = np.frombuffer(span.experts, dtype=f"<u{width}").reshape(n, layers, topk)
-            chosen = rows[:, list(looked_at)]
-        taken = chosen[:, columns].astype(np.int16)
+            routes = rows[:, list(checked_layers)]
+        selected = routes[:, columns].astype(np.int16)
         if experts is not None:
-            taken[~_possible(chosen, experts)] = ABSENT
-        out[span.start : span.end] = taken
+            selected[~_valid_routes(routes, experts)] = ABSENT
+        out[span.start : span.end] = selected
     return torch.from_numpy(out)
 
 
 class Sequences(NamedTuple):
-    """ids `[P]`: the sequence of each token, any at padding; number: of sequences in the micro-batch.
+    """Sequence of each token, for the auxiliary loss.
 
-    Where tokens are shared, `tokens` `[N]` names one of the P for each that a sequence has, and ids is `[N]`.
+    ids `[P]`: the sequence of each token, arbitrary at padding; number: of sequences in the micro-batch. With shared
+    tokens, `tokens` `[N]` is the index into P of each token of each sequence, and ids is `[N]`.
     """
 
     ids: Tensor
@@ -95,36 +96,39 @@ class Sequences(NamedTuple):
     tokens: Tensor | None = None
 
 
-def _possible(chosen: NDArray[np.unsignedinteger], experts: int) -> NDArray[np.bool_]:
-    """`[n]`, of rows `[n, layers, k]`: whether routers of so many experts can have chosen them in all layers."""
-    ordered = np.sort(chosen.astype(np.int32), axis=2)
-    apart = np.diff(ordered, axis=2, prepend=-1) > 0
-    possible: NDArray[np.bool_] = np.all((ordered < experts) & apart, axis=(1, 2))
+def _valid_routes(routes: NDArray[np.unsignedinteger], experts: int) -> NDArray[np.bool_]:
+    """`[n]` bool for rows `[n, layers, k]`.
+
+    Whether routers of `experts` experts can have selected them in all layers.
+    """
+    sorted_ids = np.sort(routes.astype(np.int32), axis=2)
+    distinct = np.diff(sorted_ids, axis=2, prepend=-1) > 0
+    possible: NDArray[np.bool_] = np.all((sorted_ids < experts) & distinct, axis=(1, 2))
     return possible
 
 
 class LayerReplay:
-    """Takes the place of megatron's RouterReplay in one router, and calls its tokens' choice.
+    """Replacement of Megatron's RouterReplay in one router. Records the selected experts of its tokens.
 
-    `target` `[P, k]` may be partly ABSENT, which upstream's class has no notion of. Under activation recompute a
+    `target` `[P, k]` may be partly ABSENT, which upstream's class does not support. With activation recomputation a
     router runs twice per micro-batch, the second time in the backward pass, when a later micro-batch is current:
-    targets of the first run wait in line for the second.
+    targets of the first run are queued for the second.
     """
 
     def __init__(self, router: TopKRouter) -> None:
         self.router = router
-        self._own = router.router_replay
-        """The model's own way to choose (rlsys.trainer.model.choices); None: megatron's."""
+        self._custom = router.router_replay
+        """The model's own selection method (rlsys.trainer.model.topk_routing); None: Megatron's."""
         self.layer: int = router.layer_number - 1
         self.target: Tensor | None = None
-        self.counted: Tensor | None = None  # [P] int64, how often each token counts
+        self.token_counts: Tensor | None = None  # [P] int64, multiplicity of each token
         self.sequences: Sequences | None = None  # for the auxiliary loss
-        self._of_pass: Sequences | None = None  # those of the pass that is under way
-        self.chosen: Tensor | None = None  # [P, k], of the last forward pass
+        self._pass_sequences: Sequences | None = None  # of the running pass
+        self.expert_ids: Tensor | None = None  # [P, k], of the last forward pass
         self._sums: Tensor | None = None
-        self._waiting: deque[tuple[Tensor | None, Sequences | None]] = deque()
+        self._pending: deque[tuple[Tensor | None, Sequences | None]] = deque()
         if router.get_aux_loss_coeff("aux_loss"):
-            router._apply_aux_loss = self._balance
+            router._apply_aux_loss = self._balance_loss
         if router.enable_expert_bias:
             self._count_for_bias, router._apply_expert_bias = (
                 router._apply_expert_bias,
@@ -134,38 +138,38 @@ class LayerReplay:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
     ) -> tuple[Tensor, Tensor]:
-        """Scores `[P, E]` -> (scores of the chosen, chosen) `[P, k]`. Called by topk_routing_with_score_function."""
-        if self._own is not None:
-            _, own = self._own.get_replay_topk(scores, topk, num_groups, group_topk, choose)
+        """Return (scores of the selected experts, their ids) `[P, k]`. Called by topk_routing_with_score_function."""
+        if self._custom is not None:
+            _, router_ids = self._custom.get_replay_topk(scores, topk, num_groups, group_topk, choose)
         else:
-            _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        again = self.router.training and torch.is_grad_enabled() and bool(self._waiting)
-        target, self._of_pass = self._waiting.popleft() if again else (self.target, self.sequences)
+            _, router_ids = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        recompute = self.router.training and torch.is_grad_enabled() and bool(self._pending)
+        target, self._pass_sequences = self._pending.popleft() if recompute else (self.target, self.sequences)
         if self.router.training and not torch.is_grad_enabled():
-            self._waiting.append((target, self._of_pass))
-        chosen = own if target is None else torch.where(target == ABSENT, own, target)
-        if not again:
-            self.chosen = chosen
+            self._pending.append((target, self._pass_sequences))
+        expert_ids = router_ids if target is None else torch.where(target == ABSENT, router_ids, target)
+        if not recompute:
+            self.expert_ids = expert_ids
             if self.router.training:
-                self._count(own, chosen, target)
-        return scores.gather(1, chosen), chosen
+                self._count(router_ids, expert_ids, target)
+        return scores.gather(1, expert_ids), expert_ids
 
-    def _balance(
+    def _balance_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """In the place of the router's own: the auxiliary loss of each sequence, in the mean over tokens.
+        """Compute the auxiliary loss of each sequence, as the mean over tokens; replaces the router's method.
 
-        Megatron's is of a micro-batch, and so another one for each way to cut an update into micro-batches. Of
-        sequence s with T_s tokens: coefficient * E * sum_e f_se P_se, f_se = the share of its choices that expert e
-        has, P_se = the mean of its tokens' scores (DeepSeek-V3, eq. 17 to 20). `scores`, `routing_map` `[P, E]`, 0
+        Megatron's loss is that of a micro-batch, and depends on the assignment of sequences to micro-batches. For
+        sequence s with T_s tokens: coefficient * E * sum_e f_se P_se, f_se = the share of its selections that expert
+        e has, P_se = the mean of its tokens' scores (DeepSeek-V3, eq. 17 to 20). `scores`, `routing_map` `[P, E]`, 0
         at padding.
         """
         router = self.router
         coefficient, group = router.get_aux_loss_coeff("aux_loss"), router.tp_cp_group
-        assert self._of_pass is not None, "Routing.begin sets it"
-        ids, number, tokens_of = self._of_pass
-        if tokens_of is not None:
-            scores, routing_map = scores[tokens_of], routing_map[tokens_of]
+        assert self._pass_sequences is not None, "Routing.begin sets it"
+        ids, number, shared_tokens = self._pass_sequences
+        if shared_tokens is not None:
+            scores, routing_map = scores[shared_tokens], routing_map[shared_tokens]
         counts = scores.new_zeros(number, scores.shape[1]).index_add_(0, ids, routing_map.to(scores))
         if group.size() > 1:
             dist.all_reduce(counts, group=group)
@@ -178,8 +182,8 @@ class LayerReplay:
         )
 
     def _count_all_for_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """In the place of the router's own: a shared token counts for every sequence that has it."""
-        shared = None if self._of_pass is None else self._of_pass.tokens
+        """Count a shared token once for every sequence that has it; replaces the router's method."""
+        shared = None if self._pass_sequences is None else self._pass_sequences.tokens
         if shared is None:
             self._count_for_bias(routing_map, padding_mask)
             return
@@ -188,23 +192,26 @@ class LayerReplay:
             times = times * ~padding_mask
         self._count_for_bias(routing_map * times[:, None])
 
-    def _count(self, own: Tensor, chosen: Tensor, target: Tensor | None) -> None:
-        """Add to the sums, on the device: reading a number here would wait for all that is queued there."""
-        counted = self.counted if self.counted is not None else chosen.new_ones(len(chosen))
+    def _count(self, router_ids: Tensor, expert_ids: Tensor, target: Tensor | None) -> None:
+        """Add to the sums on the device: reading a number here would synchronise with the device."""
+        counts = self.token_counts if self.token_counts is not None else expert_ids.new_ones(len(expert_ids))
         if self._sums is None:
-            self._sums = chosen.new_zeros(3 + self.router.num_experts, dtype=torch.int64)
-        seen, replayed, alike, load = self._sums[0], self._sums[1], self._sums[2], self._sums[3:]
-        load.scatter_add_(0, chosen.flatten(), counted[:, None].expand_as(chosen).flatten())
-        seen += counted.sum()
+            self._sums = expert_ids.new_zeros(3 + self.router.num_experts, dtype=torch.int64)
+        total, replayed, agreeing, load = self._sums[0], self._sums[1], self._sums[2], self._sums[3:]
+        load.scatter_add_(0, expert_ids.flatten(), counts[:, None].expand_as(expert_ids).flatten())
+        total += counts.sum()
         if target is not None:
-            routed = counted * (target[:, 0] != ABSENT)
+            routed = counts * (target[:, 0] != ABSENT)
             replayed += routed.sum()
-            same = (own.sort(1).values == chosen.sort(1).values).all(1)
-            alike += (same * routed).sum()
+            equal = (router_ids.sort(1).values == expert_ids.sort(1).values).all(1)
+            agreeing += (equal * routed).sum()
 
     def take_sums(self) -> tuple[Tensor, Tensor]:
-        """Sums since the last call, on the host: `[3]` of tokens that predict another one (seen, replayed, chosen
-        alike without replay), and `[E]` tokens of each expert."""
+        """Return the sums since the last call, on the host, and reset them.
+
+        `[3]` of tokens that predict another one (total, replayed, replayed with the same selection), and `[E]` tokens
+        of each expert.
+        """
         sums, self._sums = self._sums, None
         if sums is None:
             sums = torch.zeros(3 + self.router.num_experts, dtype=torch.int64)
@@ -213,17 +220,17 @@ class LayerReplay:
 
 
 class Routing:
-    """Owns every router's replay on this rank. `begin` before a chunk's forward pass, `end` after it."""
+    """Owner of every router's replay on this rank. Call `begin` before a chunk's forward pass, `end` after it."""
 
     def __init__(self, modules: list[GPTModel], layers: int, mode: str) -> None:
-        self._mode = self._asked = mode
+        self._mode = self._configured_mode = mode
         self._layers = layers
         self._modules = modules
         moe = modules[0].config
         self._balanced = bool(moe.moe_aux_loss_coeff or moe.moe_router_bias_update_rate)
         self._replays: list[list[LayerReplay]] = []
         for module in modules:
-            # That of a layer for multi-token prediction chooses for itself: the engine has no routes of it.
+            # The router of an MTP layer is not replayed: the engine has no routes of it.
             routers = [m for m in module.decoder.modules() if isinstance(m, TopKRouter)]
             self._replays.append([LayerReplay(r) for r in routers])
             for replay in self._replays[-1]:
@@ -231,105 +238,119 @@ class Routing:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """While it lasts, all routers choose for themselves, and their choice is not kept."""
+        """Disable replay in a context: routers choose their experts, and the selection is not recorded."""
         self._mode = "off"
         try:
             yield
         finally:
-            self._mode = self._asked
+            self._mode = self._configured_mode
 
     @property
     def layers(self) -> list[int]:
-        """Those of the model whose routes from the engine this rank replays."""
-        return sorted({replay.layer for replay in self._all}) if self._asked == "engine" else []
+        """Layers of the model whose engine routes this rank replays."""
+        return (
+            sorted({replay.layer for replay in self._layer_replays})
+            if self._configured_mode == "engine"
+            else []
+        )
 
     @property
-    def _all(self) -> list[LayerReplay]:
+    def _layer_replays(self) -> list[LayerReplay]:
         return [replay for chunk in self._replays for replay in chunk]
 
     def begin(self, chunk: int, micro: MicroBatch, share: Share) -> None:
-        """Tell this chunk's routers what to replay for the micro-batch."""
+        """Set the replay targets of this chunk's routers for the micro-batch."""
         if not self._replays[chunk]:
             return
         times = share.times() if share.prefixes else 1
-        counted = _of_this_rank((share.predicts & (not micro.copy)) * times)
+        token_counts = _local_rows((share.predicts & (not micro.copy)) * times)
         sequences = self._sequences(micro, share)
         targets = self._targets(chunk, micro, share)
         for i, replay in enumerate(self._replays[chunk]):
-            replay.counted, replay.sequences = counted, sequences
+            replay.token_counts, replay.sequences = token_counts, sequences
             replay.target = None if targets is None else targets[:, i]
 
     def _sequences(self, micro: MicroBatch, share: Share) -> Sequences | None:
-        """None where nothing is balanced."""
+        """Return the sequences of the micro-batch's tokens; None without load balancing."""
         if not self._balanced:
             return None
         ids = micro.ids.to(share.source.device)
         if not share.prefixes:
-            return Sequences(_of_this_rank(ids[share.source.clamp(min=0)]), micro.sequences)
-        first, size = _range_of_this_rank(len(share.source))
-        here = (share.place >= first) & (share.place < first + size)
-        return Sequences(ids[here], micro.sequences, share.place[here] - first)
+            return Sequences(_local_rows(ids[share.source.clamp(min=0)]), micro.sequences)
+        first, size = _local_range(len(share.source))
+        is_local = (share.padded_index >= first) & (share.padded_index < first + size)
+        return Sequences(ids[is_local], micro.sequences, share.padded_index[is_local] - first)
 
     def padding_mask(self, chunk: int, micro: MicroBatch, share: Share) -> Tensor | None:
-        """`[1, tokens]` bool, so that megatron balances neither padding nor copies; None where nothing is balanced.
+        """Return `[1, tokens]` bool: padding and copies, which Megatron must not balance.
 
-        Megatron cuts it over tensor-parallel ranks on the first stage only.
+        None without load balancing.
+
+        Megatron shards it over tensor-parallel ranks on the first stage only.
         """
         replays = self._replays[chunk]
         if not replays or not self._balanced:
             return None
         padding = torch.ones_like(share.source, dtype=torch.bool) if micro.copy else share.source < 0
         first = self._modules[chunk].pre_process
-        return (padding if first else _of_this_rank(padding))[None]
+        return (padding if first else _local_rows(padding))[None]
 
     def _targets(self, chunk: int, micro: MicroBatch, share: Share) -> Tensor | None:
-        """Experts `[P, layers of the chunk, k]` int64."""
+        """Return experts `[P, layers of the chunk, k]` int64."""
         if self._mode == "trainer":
             return micro.own_routes.get(chunk)
         if self._mode == "off" or not micro.routes:
             return None
         replays = self._replays[chunk]
-        own, router = [r.layer for r in replays], replays[0].router
+        layer_ids, router = [r.layer for r in replays], replays[0].router
         experts = decode(
-            micro.routes, len(micro.tokens), self._layers, router.topk, own, router.num_experts, self.layers
+            micro.routes,
+            len(micro.tokens),
+            self._layers,
+            router.topk,
+            layer_ids,
+            router.num_experts,
+            self.layers,
         )
-        mine = experts.to(share.source.device)
-        there = torch.where(share.source[:, None, None] < 0, ABSENT, mine[share.source])
-        return _of_this_rank(there).long()
+        token_experts = experts.to(share.source.device)
+        targets = torch.where(share.source[:, None, None] < 0, ABSENT, token_experts[share.source])
+        return _local_rows(targets).long()
 
     def end(self, chunk: int, micro: MicroBatch) -> None:
-        """Keep what a scoring pass chose, if it is to be replayed: the first pass of a step decides."""
+        """Record the selection of a scoring pass for replay: the first pass of a step decides."""
         replays = self._replays[chunk]
         if self._mode != "trainer" or not replays or replays[0].router.training or chunk in micro.own_routes:
             return
-        micro.own_routes[chunk] = torch.stack([r.chosen for r in replays if r.chosen is not None], dim=1)
+        micro.own_routes[chunk] = torch.stack(
+            [r.expert_ids for r in replays if r.expert_ids is not None], dim=1
+        )
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Since the last call, over all ranks; empty for a dense model. Collective.
+        """Return the metrics since the last call, over all ranks; empty for a dense model. Collective.
 
-        replay_share: of the choices, how many were replayed; route_agreement: of the replayed ones, how many the
-        router would have made itself; replay_missing: tokens that had no route, or one that no router chooses, though
-        replay is on; expert_load_max: the busiest expert's tokens over the mean, in the worst layer;
-        expert_idle_share: the share of experts without a token, in the worst layer.
+        replay_share: replayed share of the selections; route_agreement: share of the replayed ones that the router
+        would have made itself; replay_missing: tokens without a valid route while replay is on; expert_load_max: the
+        busiest expert's tokens over the mean, in the worst layer; expert_idle_share: the share of experts without a
+        token, in the worst layer.
         """
-        figures = torch.zeros(3, dtype=torch.int64)
-        experts = max((r.router.num_experts for r in self._all), default=0)
+        sums = torch.zeros(3, dtype=torch.int64)
+        experts = max((r.router.num_experts for r in self._layer_replays), default=0)
         load = torch.zeros(self._layers, experts, dtype=torch.int64)
-        for replay in self._all:
+        for replay in self._layer_replays:
             counts, loads = replay.take_sums()
-            figures += counts
+            sums += counts
             load[replay.layer] += loads
         if dist.get_world_size() > 1:
             width = torch.tensor(experts, device=device)
             dist.all_reduce(width, dist.ReduceOp.MAX)
             load = torch.nn.functional.pad(load, (0, int(width) - experts))  # a stage may have no MoE layer
-            both = torch.cat([figures, load.flatten()]).to(device)
-            dist.all_reduce(both)
-            figures, load = both[:3].cpu(), both[3:].view(load.shape).cpu()
-        return self._named([int(n) for n in figures], load)
+            packed = torch.cat([sums, load.flatten()]).to(device)
+            dist.all_reduce(packed)
+            sums, load = packed[:3].cpu(), packed[3:].view(load.shape).cpu()
+        return self._metric_values([int(n) for n in sums], load)
 
-    def _named(self, figures: list[int], load: Tensor) -> dict[str, float]:
-        seen, replayed, alike = figures
+    def _metric_values(self, sums: list[int], load: Tensor) -> dict[str, float]:
+        total, replayed, agreeing = sums
         busy = load[load.sum(1) > 0].double()
         if not len(busy):
             return {}
@@ -338,20 +359,20 @@ class Routing:
             "expert_idle_share": float((busy == 0).double().mean(1).max()),
         }
         if self._mode != "off":
-            out["replay_share"] = replayed / max(seen, 1)
-            out["replay_missing"] = (seen - replayed) / len(busy)
-            out["route_agreement"] = alike / max(replayed, 1)
+            out["replay_share"] = replayed / max(total, 1)
+            out["replay_missing"] = (total - replayed) / len(busy)
+            out["route_agreement"] = agreeing / max(replayed, 1)
         return out
 
 
-def _of_this_rank(values: Tensor) -> Tensor:
-    """The rows of this tensor-parallel rank: sequence parallelism cuts the tokens that reach a router."""
-    first, size = _range_of_this_rank(len(values))
+def _local_rows(values: Tensor) -> Tensor:
+    """Return the rows of this tensor-parallel rank: sequence parallelism shards the tokens that reach a router."""
+    first, size = _local_range(len(values))
     return values[first : first + size]
 
 
-def _range_of_this_rank(tokens: int) -> tuple[int, int]:
-    """Its first one of so many tokens, and how many it has."""
+def _local_range(tokens: int) -> tuple[int, int]:
+    """Return the first row of this rank and its number of rows."""
     group = parallel_state.get_tensor_model_parallel_group()
     size = tokens // group.size()
     return group.rank() * size, size

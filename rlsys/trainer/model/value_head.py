@@ -1,4 +1,4 @@
-"""Values of tokens: one linear layer, beside the policy's output layer or in the place of a critic's."""
+"""Value layers: one linear layer, next to the policy's output layer or in place of a critic's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 
 class ValueLayer(torch.nn.Linear):
-    """Hidden states -> one value per token. Starts at 0, so the first advantages are plain rewards.
+    """Linear layer from hidden states to one value per token.
 
-    Called like megatron's output layer: it can take that one's place on the last pipeline stage.
+    Starts at 0, so that the first advantages are plain rewards.
+
+    It is called like Megatron's output layer and can replace it on the last pipeline stage.
     """
 
     def __init__(self, module: GPTModel) -> None:
@@ -22,11 +24,11 @@ class ValueLayer(torch.nn.Linear):
         torch.nn.init.zeros_(self.bias)
         self._sequence_parallel = module.config.sequence_parallel
         for parameter in self.parameters():
-            # Under sequence parallelism each rank sees its own tokens: megatron adds such gradients up.
+            # Under sequence parallelism each rank has its own tokens: Megatron sums such gradients.
             parameter.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        """`[P or P / tp, 1, H]` -> `[P, 1, 1]`, and no bias to be added later."""
+        """Map `[P or P / tp, 1, H]` to `[P, 1, 1]`, without bias."""
         out = super().forward(hidden)
         if self._sequence_parallel:
             out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
@@ -34,8 +36,11 @@ class ValueLayer(torch.nn.Linear):
 
 
 class ValueHead(ValueLayer):
-    """A critic on the policy's own trunk: the value loss moves the policy's weights too, scaled by the coefficient of
-    the loss term `value`. That costs hidden_size + 1 parameters instead of a second model."""
+    """A critic on the policy's own trunk.
+
+    The value loss changes the policy's weights too, scaled by the coefficient of the loss term `value`. It costs
+    hidden_size + 1 parameters instead of a second model.
+    """
 
     def __init__(self, module: GPTModel) -> None:
         super().__init__(module)
@@ -46,7 +51,10 @@ class ValueHead(ValueLayer):
         self._hidden = inputs[0]
 
     def values(self) -> Tensor:
-        """Of the tokens of the last forward pass, `[P]` float32: what is expected once this token has been read."""
+        """Return the values of the tokens of the last forward pass, `[P]` float32.
+
+        The expected return after each token.
+        """
         assert self._hidden is not None, "no forward pass came before"
         hidden, self._hidden = self._hidden, None
         return self(hidden)[0][:, 0, 0].float()

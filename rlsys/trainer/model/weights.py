@@ -1,4 +1,4 @@
-"""This rank's parameters from Hugging Face tensors, and full Hugging Face tensors from all ranks' parameters."""
+"""Transfer between this rank's parameters and full Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ TE_NAMES = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""The Transformer Engine spec fuses a norm into the linear layer after it, where there is one. Checkpoints have the
-same names, whichever spec wrote them."""
+"""Norms that the Transformer Engine spec fuses into the next linear layer, if there is one. Checkpoints have the same
+names with both specs."""
 
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.(weight|bias)$")
 
 
 def te_name(plain: str) -> str:
-    """What the Transformer Engine spec calls a parameter: a norm fused into the layer after it, experts grouped."""
+    """Return the Transformer Engine name of a parameter: a norm fused into the next layer, experts grouped."""
     for end, fused in TE_NAMES.items():
         if plain.endswith(end):
             return plain.removesuffix(end) + fused
@@ -44,7 +44,7 @@ def te_name(plain: str) -> str:
 
 
 class LocalWeights:
-    """The weights of one rank, found by the entries of the name table, and who else holds which. Collective."""
+    """Weights of one rank, by the entries of the name table, and the owner of each weight. Collective."""
 
     def __init__(self, model: Chunks, hf: HFConfig, *, merge: bool = True) -> None:
         self._by_name = dict(model.named_weights())
@@ -61,11 +61,14 @@ class LocalWeights:
         return set(self._by_name)
 
     def owner(self, entry: Entry) -> int | None:
-        """Expert-parallel rank that holds it; None when all ranks do."""
+        """Return the expert-parallel rank that holds the entry; None if all ranks do."""
         return None if entry.expert is None else entry.expert // self._experts
 
-    def place(self, entry: Entry) -> tuple[int, str, torch.dtype]:
-        """Its pipeline stage, its name on the rank that owns it, its dtype. Raises UserError when it has none."""
+    def locate(self, entry: Entry) -> tuple[int, str, torch.dtype]:
+        """Return the pipeline stage, the name on the owning rank and the dtype.
+
+        Raises UserError if no rank has the entry.
+        """
         names = self.candidates(entry)
         for stage, dtypes in enumerate(self._stages):
             for name in names:
@@ -74,20 +77,20 @@ class LocalWeights:
         raise UserError(f"the model has no parameter {names[0]} for {', '.join(entry.hf)}")
 
     def candidates(self, entry: Entry) -> tuple[str, str]:
-        """What the rank that owns it may call it: by the local spec's name, or by Transformer Engine's."""
+        """Return the possible names on the owning rank: of the local spec and of Transformer Engine."""
         plain = entry.megatron.format(e=None if entry.expert is None else entry.expert % self._experts)
         return plain, te_name(plain)
 
-    def here(self, entry: Entry) -> list[str]:
-        """The names under which this rank holds it, or a part of it."""
-        stage, name, _ = self.place(entry)
-        here = [name] if stage == self.pp_group.rank() else []
+    def local_names(self, entry: Entry) -> list[str]:
+        """Return the names under which this rank holds the entry or a part of it."""
+        stage, name, _ = self.locate(entry)
+        names = [name] if stage == self.pp_group.rank() else []
         if self._tied and name == _EMBEDDING and _HEAD in self:
-            here.append(_HEAD)  # the last stage's copy; megatron sums the gradients of both
-        if name == _EMBEDDING and not here and name in self:
-            here.append(name)  # the same beside a layer for multi-token prediction
+            names.append(_HEAD)  # the last stage's copy; Megatron sums the gradients of both
+        if name == _EMBEDDING and not names and name in self:
+            names.append(name)  # the copy of a stage with an MTP layer
         owned = self.owner(entry) in (None, parallel_state.get_expert_model_parallel_rank())
-        return here if owned else []
+        return names if owned else []
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -96,48 +99,50 @@ class LocalWeights:
         return self._by_name[name]
 
     def merged(self, name: str) -> Tensor:
-        """The weight as it acts, without a gradient: with its adapter, if it has one and is to be merged."""
+        """Return the effective weight without a gradient: with its adapter if `merge` is set."""
         weight = self._by_name[name].detach()
         return weight if self._lora is None else self._lora.merged(name, weight)
 
 
 def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
-    """Fill this rank's weights from `folder`, tensor by tensor. Collective.
+    """Load this rank's weights from `folder`, tensor by tensor. Collective.
 
-    Raises UserError that names a missing, unknown or mis-shaped tensor.
+    Raises UserError with the name of a missing, unknown or mis-shaped tensor.
     """
-    filled = fill(model, hf, entries(hf), HFTensors(folder, hf).read)
-    if rest := sorted(LocalWeights(model, hf).names - filled):
-        raise UserError(f"{folder}: the name table fills no {rest[0]} (and {len(rest) - 1} more)")
+    loaded = fill(model, hf, entries(hf), HFTensors(folder, hf).read)
+    if unfilled := sorted(LocalWeights(model, hf).names - loaded):
+        raise UserError(f"{folder}: the name table fills no {unfilled[0]} (and {len(unfilled) - 1} more)")
 
 
 def fill(model: Chunks, hf: HFConfig, table: Iterable[Entry], read: Callable[[str], Tensor]) -> set[str]:
-    """Fill this rank's weights of these entries with the tensors that `read` gives; megatron's names of the weights.
-    Collective."""
-    local, filled = LocalWeights(model, hf), set()
+    """Load this rank's weights of these entries with the tensors that `read` returns. Collective.
+
+    Returns Megatron's names of the weights.
+    """
+    local, loaded = LocalWeights(model, hf), set()
     for entry in table:
-        if not (here := local.here(entry)):
+        if not (names := local.local_names(entry)):
             continue
         full = to_megatron(entry.rule, [read(part) for part in entry.hf], hf)
-        for name in here:
+        for name in names:
             weight = local[name]
             with torch.no_grad():
                 weight.copy_(shard(full, entry.rule))
-            filled.add(name)
-    return filled
+            loaded.add(name)
+    return loaded
 
 
 def mark_shards(model: Chunks, hf: HFConfig) -> None:
-    """Tell megatron which weights are parts: the others count as copies in the gradient norm. Collective.
+    """Mark the weights that are shards: Megatron counts other weights as copies in the gradient norm. Collective.
 
-    It does so itself when it initialises weights, which we skip.
+    Megatron marks them when it initialises weights, which is skipped here.
     """
     local = LocalWeights(model, hf)
     for entry in entries(hf):
-        for name in local.here(entry):
+        for name in local.local_names(entry):
             weight = local[name]
-            # No two tensor-parallel ranks have the same expert and tokens, also where they do not cut it: its second
-            # bias, which megatron would count on the first of them only.
+            # No two tensor-parallel ranks have the same expert and tokens, even if a parameter is not sharded, like
+            # its second bias, which Megatron would count on the first rank only.
             part = entry.rule.cut is not None or entry.expert is not None
             if part and not hasattr(weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight, True, entry.rule.cut or 0, 1)
@@ -146,17 +151,17 @@ def mark_shards(model: Chunks, hf: HFConfig) -> None:
 def gather_hf(
     model: Chunks, hf: HFConfig, table: Iterable[Entry] | None = None, *, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor), experts one by one, always in the same order, on every rank; adapters merged. Collective.
+    """Yield (name, full tensor), experts one by one, always in the same order, on every rank. Collective.
 
-    `table`: of which entries; when none is given, of all in the name table. `merge`: with adapters in them. One
-    parameter at a time: no rank ever holds more than its own part and one whole parameter. A tensor may be a view of
-    a parameter: use it before the next optimizer step.
+    `table`: requested entries; None: all of the name table. `merge`: merge adapters. One parameter at a time: no rank
+    holds more than its own part and one whole parameter. A tensor may be a view of a parameter: use it before the
+    next optimizer step.
     """
     local = LocalWeights(model, hf, merge=merge)
     for entry in entries(hf) if table is None else table:
-        stage, name, dtype = local.place(entry)
+        stage, name, dtype = local.locate(entry)
         if stage == local.pp_group.rank():
-            tensors = to_hf(entry.rule, _whole(local, entry, name), hf)
+            tensors = to_hf(entry.rule, _gather_parameter(local, entry, name), hf)
         else:
             device = next(model.named_parameters())[1].device
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in entry.hf.values()]
@@ -167,13 +172,13 @@ def gather_hf(
         yield from zip(entry.hf, tensors, strict=True)
 
 
-def _whole(local: LocalWeights, entry: Entry, name: str) -> Tensor:
-    """The full parameter from all ranks of this pipeline stage. Collective."""
+def _gather_parameter(local: LocalWeights, entry: Entry, name: str) -> Tensor:
+    """Gather the full parameter from all ranks of this pipeline stage. Collective."""
     group = parallel_state.get_expert_model_parallel_group()
     owner = local.owner(entry)
-    # Experts have one shape everywhere, so this rank's own is the mould for another's.
-    mine = owner in (None, group.rank())
-    part = local.merged(name) if mine else torch.empty_like(local[name])
+    # Experts have the same shape on all ranks, so this rank's expert gives the buffer's shape.
+    is_owner = owner in (None, group.rank())
+    part = local.merged(name) if is_owner else torch.empty_like(local[name])
     if owner is not None and group.size() > 1:
         dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
     return unshard(part, entry.rule)
@@ -186,15 +191,15 @@ def cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
 
 
 def shard(full: Tensor, rule: Rule) -> Tensor:
-    """This rank's part, of each section of the parameter (rlsys.convert.layout)."""
+    """Return this rank's part of each section of the parameter (rlsys.convert.layout)."""
     if rule.cut is None or (group := cutting_group(rule)).size() == 1:
         return full
-    each = full.chunk(sections(rule), dim=rule.cut)
-    return torch.cat([s.chunk(group.size(), dim=rule.cut)[group.rank()] for s in each], dim=rule.cut)
+    parts = full.chunk(sections(rule), dim=rule.cut)
+    return torch.cat([s.chunk(group.size(), dim=rule.cut)[group.rank()] for s in parts], dim=rule.cut)
 
 
 def unshard(part: Tensor, rule: Rule) -> Tensor:
-    """The full parameter, on every rank of the group. Collective."""
+    """Gather the full parameter on every rank of the group. Collective."""
     if rule.cut is None or (group := cutting_group(rule)).size() == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
@@ -203,7 +208,7 @@ def unshard(part: Tensor, rule: Rule) -> Tensor:
 
 
 def join_shards(parts: list[Tensor], rule: Rule) -> Tensor:
-    """The full parameter from the parts of all ranks that share it, in their order."""
+    """Join the parts of all ranks that share a parameter, in rank order."""
     if rule.cut is None or len(parts) == 1:
         return parts[0]
     of_ranks = (p.chunk(sections(rule), dim=rule.cut) for p in parts)

@@ -28,59 +28,62 @@ from rlsys.trainer.trainer import Trainer
 def preference_step(
     trainer: Trainer, loss: Preference, traces: Sequence[Trace], lr: float
 ) -> dict[str, object]:
-    """One optimizer update; its figures. Collective. Raises UserError for traces that the loss cannot compare."""
+    """Run one optimizer update and return its metrics. Collective.
+
+    Raises UserError for traces that cannot be compared.
+    """
     check_rows(loss, traces)
-    of_values = "values" in loss.needs()
-    rows = [_sample(trace, i, of_values) for i, trace in enumerate(traces)]
+    uses_values = "values" in loss.needs()
+    rows = [_sample(trace, i, uses_values) for i, trace in enumerate(traces)]
     batch = trainer.passes.pack(rows)
     # Each prompt with the answer of the row before it.
-    strangers = [replace(rows[i - 1], prompt_ids=row.prompt_ids, row=i) for i, row in enumerate(rows)]
+    mismatched_rows = [replace(rows[i - 1], prompt_ids=row.prompt_ids, row=i) for i, row in enumerate(rows)]
 
-    def scored(batch: list[MicroBatch]) -> Tensor:
-        """Of each answer, `[S]` float64, alike on every rank."""
+    def score_answers(batch: list[MicroBatch]) -> Tensor:
+        """Score each answer, `[S]` float64, equally on every rank."""
         scores = trainer.passes.score(batch)
-        sums = [m.per_sequence(_of(s, of_values)) for m, s in zip(batch, scores, strict=True)]
+        sums = [m.per_sequence(_token_scores(s, uses_values)) for m, s in zip(batch, scores, strict=True)]
         # A bin without answers of its own holds a copy, masked: it adds 0 to the row.
         return table_sum(sums, [m.rows for m in batch], len(rows), trainer.passes.sum_over_dp).cpu()
 
-    found = scored(batch).requires_grad_()
-    other = trainer.passes.pack(strangers) if loss.mismatched else []
-    drift = scored(other) if other else None
+    answer_scores = score_answers(batch).requires_grad_()
+    mismatched = trainer.passes.pack(mismatched_rows) if loss.mismatched else []
+    drift = score_answers(mismatched) if mismatched else None
     ref = None
     if "ref" in loss.needs():
         with trainer.without_replay(), trainer.with_weights(trainer.first_weights):
-            ref = scored(batch)
-            drift = None if drift is None else drift - scored(other)
+            ref = score_answers(batch)
+            drift = None if drift is None else drift - score_answers(mismatched)
     answers = Answers(
-        logp=found,
+        logp=answer_scores,
         tokens=torch.tensor([sum(t.trained or [True] * len(t.response_ids)) for t in traces]),
         pair=torch.tensor([t.pair for t in traces]),
         liked=torch.tensor([t.liked for t in traces]),
         margin=torch.tensor([t.margin for t in traces], dtype=torch.float64),
         ref=ref,
         drift=drift,
-        value=found if of_values else None,
+        value=answer_scores if uses_values else None,
     )
     total = loss(answers)
-    (weights,) = torch.autograd.grad(total, found)
+    (weights,) = torch.autograd.grad(total, answer_scores)
 
     def weighted(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        return (micro.expand(weights) * micro.masked(_of(scores, of_values))).sum(), {}
+        return (micro.expand(weights) * micro.masked(_token_scores(scores, uses_values))).sum(), {}
 
-    done = trainer.update(batch, weighted, lr, denominator=1.0)
+    result = trainer.update(batch, weighted, lr, denominator=1.0)
     return {
         "loss": float(total.detach()),
-        "grad_norm": done.grad_norm,
-        "skipped_updates": int(done.skipped),
-        "padding_share": done.padding_share,
-        "shared_share": done.shared_share,
+        "grad_norm": result.grad_norm,
+        "skipped_updates": int(result.skipped),
+        "padding_share": result.padding_share,
+        "shared_share": result.shared_share,
         **_figures(loss, answers),
-        **done.prediction,
+        **result.prediction,
     }
 
 
 def check_rows(loss: Preference, traces: Sequence[Trace]) -> None:
-    """Raises UserError where pairs are asked for and traces are none, or an update is too small for the loss."""
+    """Check the traces. Raises UserError if the loss needs pairs, or if an update is too small for it."""
     if loss.rows == "pairs":
         for liked in (True, False):
             numbers = [t.pair for t in traces if t.liked is liked]
@@ -92,17 +95,20 @@ def check_rows(loss: Preference, traces: Sequence[Trace]) -> None:
         raise UserError("sft.loss measures answers on other prompts: expected sft.params.batch of 2 or more")
 
 
-def _sample(trace: Trace, row: int, of_values: bool) -> TrainSample:
-    """A value belongs to the token before it: one more token takes that of the answer's last."""
+def _sample(trace: Trace, row: int, uses_values: bool) -> TrainSample:
+    """Build the train sample.
+
+    A value belongs to the token before it: the answer's last value needs one more token.
+    """
     response, trained = trace.response_ids, trace.trained
-    if of_values:
+    if uses_values:
         response, trained = [*response, response[-1]], [False] * len(response) + [True]
     n = len(response)
     return TrainSample(trace.prompt_ids, response, [0.0] * n, [0] * n, row, trained)
 
 
-def _of(scores: Scores, of_values: bool) -> Tensor:
-    if not of_values:
+def _token_scores(scores: Scores, uses_values: bool) -> Tensor:
+    if not uses_values:
         return scores.logp
     assert scores.values is not None
     return scores.values
@@ -117,6 +123,6 @@ def _figures(loss: Preference, answers: Answers) -> dict[str, object]:
         if len(part)
     }
     if loss.rows == "pairs":
-        lead = answers.chosen(rewards) - answers.rejected(rewards)
+        lead = answers.select_chosen(rewards) - answers.select_rejected(rewards)
         figures |= {"reward_lead": float(lead.mean()), "pairs_right": float((lead > 0).double().mean())}
     return figures

@@ -1,6 +1,6 @@
-"""A trainer whose model ends in one value: `rlsys sft` trains reward models with it.
+"""Trainer of reward models for `rlsys sft`: the model ends in one value.
 
-Saved as transformers' model for sequence classification with one label; the value of a text is that of its last
+It is saved as transformers' model for sequence classification with one label; the value of a text is that of its last
 token. SGLang serves such folders with --is-embedding.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from rlsys.convert.carried import with_carried
 from rlsys.convert.hf import write_hf
 from rlsys.convert.stack import stacked
-from rlsys.trainer.logprobs import Scores, aligned
+from rlsys.trainer.logprobs import Scores, align_to_tokens
 from rlsys.trainer.model.chunks import Chunks
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.model.weights import gather_hf
 from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.trainer import Trainer
@@ -30,26 +30,26 @@ _HEAD = "output_layer."
 
 
 class RewardTrainer(Trainer):
-    """Scores have `values` only; their log-probs are 0."""
+    """Trainer whose scores have `values` only; their log-probs are 0."""
 
-    def _built(self) -> Chunks:
-        chunks = super()._built()
+    def _build_model(self) -> Chunks:
+        chunks = super()._build_model()
         chunks.end_in_values(self._device)
         for name, parameter in chunks.named_parameters():
-            if name == f"{_HEAD}bias":  # the folder has no place for it, and differences do not see it
+            if name == f"{_HEAD}bias":  # the folder cannot store it, and differences do not depend on it
                 parameter.requires_grad_(False)
         return chunks
 
-    def _scoring(self) -> ScoresOf:
+    def _scoring_function(self) -> ScoresOf:
         return self._scores
 
     def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
-        """Of values `[1, P / c, 1]`."""
-        values = aligned(share, output[0, :, 0].float())
+        """Convert values `[1, P / c, 1]` into scores."""
+        values = align_to_tokens(share, output[0, :, 0].float())
         return Scores(torch.zeros_like(values), values=values)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Without a head."""
+        """Iterate over the tensors of the model without an output head."""
         headless = replace(self.hf, tied=True)
         return stacked(gather_hf(self._chunks, headless), headless)
 
@@ -73,14 +73,14 @@ class RewardTrainer(Trainer):
         self.control.wait_for_all()
 
     def _score_weight(self) -> Tensor:
-        """The value layer's `[1, H]`, which the last pipeline stage holds. Collective."""
-        held = dict(self.named_parameters()).get(f"{_HEAD}weight")
+        """Return the value layer's `[1, H]`, which the last pipeline stage holds. Collective."""
+        head = dict(self.named_parameters()).get(f"{_HEAD}weight")
         group = parallel_state.get_pipeline_model_parallel_group()
         weight = torch.empty(
             1, self.hf.hidden_size, dtype=self._transformer.params_dtype, device=self._device
         )
-        if held is not None:
-            weight.copy_(held.detach())
+        if head is not None:
+            weight.copy_(head.detach())
         if group.size() > 1:
             dist.broadcast(weight, dist.get_global_rank(group, group.size() - 1), group)
         return weight

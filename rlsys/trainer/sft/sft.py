@@ -1,10 +1,11 @@
-"""Learning from answers that are there: `rlsys sft CONFIG`, which runs on every trainer rank
-`python -m launch.ranks ... -m rlsys.trainer.sft.sft --config RUN/config.yaml`.
+"""Supervised fine-tuning on given answers: `rlsys sft CONFIG`.
 
-The mean loss of the answers' trained tokens (rlsys/algo/sft/imitation.py), or one that compares answers
+It runs on every trainer rank: `python -m launch.ranks ... -m rlsys.trainer.sft.sft --config RUN/config.yaml`.
+
+The loss is the mean over the answers' trained tokens (rlsys/algo/sft/imitation.py), or one that compares answers
 (rlsys/trainer/sft/preference.py), with the trainer of the RL loop; the learning rate rises for trainer.warmup_steps
-and falls to sft.lr_end of its peak. Ends with a Hugging Face folder, RUN/model. Goes on from its
-checkpoints, with the same numbers as a run that was never interrupted.
+and falls to sft.lr_end of its peak. The result is a Hugging Face folder, RUN/model. A run resumes from its
+checkpoints with the same numbers as a run without interruption.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from rlsys.trainer.trainer import Trainer, learning_rate
 
 def sft(config: Config) -> None:
     config = at_temperature_one(config)
-    loss = made_loss(config.sft.loss)
+    loss = build_loss(config.sft.loss)
     trainer = trainer_for(config, loss)
-    done = trainer.load_checkpoint()
-    metrics = MetricsWriter(config.run.dir, resume_step=done) if trainer.is_main else None
+    steps_done = trainer.load_checkpoint()
+    metrics = MetricsWriter(config.run.dir, resume_step=steps_done) if trainer.is_main else None
 
     def write(kind: str, step: int, **values: object) -> None:
         if metrics is not None:
             metrics.write(kind, step, **values)
 
-    write("run", done, event="resume" if done else "start")
-    batches = trace_batches(config, Tokenizer.of(config), done)
-    for step, traces in enumerate(batches, done + 1):
+    write("run", steps_done, event="resume" if steps_done else "start")
+    batches = trace_batches(config, Tokenizer.of(config), steps_done)
+    for step, traces in enumerate(batches, steps_done + 1):
         start = time.monotonic()
         lr = learning_rate(config.trainer, step, config.sft.schedule, config.sft.lr_end)
         if isinstance(loss, Imitation):
@@ -69,17 +70,20 @@ def sft(config: Config) -> None:
     trainer.close()
 
 
-def made_loss(spec: Spec) -> Imitation | Preference:
-    """What sft.loss names: a short name of either kind, a subclass of either, or a function on compared answers."""
-    known = {name: kind for kind in ("imitation", "preference") for name in TABLE[kind]}
-    kind = known.get(spec.name)
+def build_loss(spec: Spec) -> Imitation | Preference:
+    """Build the loss of sft.loss.
+
+    A short name of either kind, a subclass of either, or a function on compared answers.
+    """
+    kinds = {name: kind for kind in ("imitation", "preference") for name in TABLE[kind]}
+    kind = kinds.get(spec.name)
     if kind is None and ":" not in spec.name:
-        raise UserError(f"sft.loss = {spec.name!r}: unknown; {hint(spec.name, known)}")
+        raise UserError(f"sft.loss = {spec.name!r}: unknown; {hint(spec.name, kinds)}")
     if kind is None:
-        found = load("sft.loss", spec.name)
-        kind = "imitation" if isinstance(found, type) and issubclass(found, Imitation) else "preference"
-    made: Imitation | Preference = make("sft.loss", kind, spec)
-    return made
+        target = load("sft.loss", spec.name)
+        kind = "imitation" if isinstance(target, type) and issubclass(target, Imitation) else "preference"
+    loss: Imitation | Preference = make("sft.loss", kind, spec)
+    return loss
 
 
 def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
@@ -100,24 +104,27 @@ def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
 
 
 def imitate(trainer: Trainer, loss: Imitation, traces: Sequence[Trace], lr: float) -> dict[str, object]:
-    """An update with the mean loss of all trained tokens; its figures."""
+    """Run an update with the mean loss of all trained tokens and return its metrics."""
 
     def of_tokens(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         losses = loss(Tokens(scores.logp, scores.chance, scores.expected))
         return micro.masked(losses).sum(), {}
 
-    done = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), of_tokens, lr)
+    result = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), of_tokens, lr)
     figures: dict[str, object] = {
-        "loss": done.loss,
-        "grad_norm": done.grad_norm,
-        "padding_share": done.padding_share,
-        "shared_share": done.shared_share,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "padding_share": result.padding_share,
+        "shared_share": result.shared_share,
     }
-    return {**figures, **done.prediction}
+    return {**figures, **result.prediction}
 
 
 def at_temperature_one(config: Config) -> Config:
-    """Traces are imitated as they stand, whatever temperature a later rollout samples with."""
+    """Return the config with temperature 1.
+
+    Traces are imitated as they are, independent of a later rollout's sampling.
+    """
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 1.0})})
 
 

@@ -1,7 +1,7 @@
 """Feeds a run's trackers from its metrics.jsonl: `python -m rlsys.viewer.trackers.follow RUN`, or `rlsys track RUN`.
 
-A process of its own: what a tracker's package does, hangs in or dies of is no business of the run. It goes on until
-the run has ended or its standard input is closed, and then writes what is left.
+It is a separate process, so that a failure or a hang of a tracker's package cannot affect the run. It continues until
+the run has ended or its standard input is closed, and then writes the remaining lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlsys.obs.role import run_role
 from rlsys.viewer.reading import RunTexts
 from rlsys.viewer.trackers.tracker import Row, TrackedRun, Tracker, check_trackers, open_tracker
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 SAMPLES = 16
 """Rows of a table."""
 
@@ -34,10 +34,13 @@ log = logging.getLogger("rlsys.viewer.trackers")
 
 
 class Follower:
-    """One run folder, several trackers: opened with the first line of metrics, which gives the run its id."""
+    """Feeds several trackers from one run folder.
+
+    They are opened with the first line of metrics, which defines the run's id.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """Raises UserError: no run, or a package is missing."""
+        """Initialise. Raises UserError: no run, or a package is missing."""
         if not (folder / CONFIG_FILE).is_file():
             raise UserError(f"{folder}: not a run folder: no {CONFIG_FILE} in it")
         check_trackers(names)
@@ -45,30 +48,32 @@ class Follower:
         self._config: Config = load_run_config(folder)
         self._tail = MetricsTail(folder)
         self._trackers: dict[str, Tracker] = {}
-        self._written: dict[str, dict[str, int]] = {}
+        self._last_steps: dict[str, dict[str, int]] = {}
         self.lines = dict.fromkeys(names, 0)
-        """Written, by tracker."""
+        """Written lines by tracker."""
 
     def catch_up(self) -> None:
-        """Write every line that a tracker lacks. A step that is trained again was written before: what it said then
-        stays."""
+        """Write every line that a tracker lacks.
+
+        The line of a step that is trained again exists already, and is not replaced.
+        """
         for entry in self._tail.read():
             if not self._trackers:
                 self._open(entry["time"])
             if entry["kind"] in ("step", "eval"):
                 self._write(entry)
 
-    def _open(self, began: float) -> None:
+    def _open(self, start_time: float) -> None:
         name = self._folder.resolve().name
         config: dict[str, Any] = self._config.model_dump(mode="json")
-        run = TrackedRun(self._folder, run_id(name, began), name, config)
+        run = TrackedRun(self._folder, run_id(name, start_time), name, config)
         for tracker in self._names:
             self._trackers[tracker] = open_tracker(tracker, run)
-            self._written[tracker] = self._trackers[tracker].written()
+            self._last_steps[tracker] = self._trackers[tracker].last_steps()
 
     def _write(self, entry: dict[str, Any]) -> None:
         kind, step, time = entry["kind"], int(entry["step"]), entry["time"]
-        lack = [n for n in self._names if self._written[n].get(kind, -1) < step]
+        lack = [n for n in self._names if self._last_steps[n].get(kind, -1) < step]
         if not lack:
             return
         values = {
@@ -79,26 +84,26 @@ class Follower:
         rows = self._rows(step) if kind == "step" and step % self._config.eval.every == 0 else []
         for name in lack:
             self._trackers[name].write(kind, step, time, values, rows)
-            self._written[name][kind] = step
+            self._last_steps[name][kind] = step
             self.lines[name] += 1
 
     def _rows(self, step: int) -> list[Row]:
-        """Of the step's samples, the worst and the best; none when the ledger cannot be asked."""
+        """Return the worst and the best samples of the step; none if the ledger is not available."""
         texts = RunTexts(self._folder)
         try:
-            found = [
-                seen
+            views = [
+                view
                 for order in ORDERS
-                for seen in texts.reader.samples(SampleQuery(step=step, order=order, limit=SAMPLES // 2))
+                for view in texts.reader.samples(SampleQuery(step=step, order=order, limit=SAMPLES // 2))
             ]
             return [
                 {
-                    "step": step, "group": seen.sample.group_id, "sample": seen.sample.sample_id,
-                    "prompt": texts.prompt(seen), "response": texts.response(seen),
-                    "reward": seen.sample.reward, "answer": seen.sample.answer or "", "tokens": seen.tokens,
-                    "resumes": seen.sample.resumes,
+                    "step": step, "group": view.sample.group_id, "sample": view.sample.sample_id,
+                    "prompt": texts.prompt(view), "response": texts.response(view),
+                    "reward": view.sample.reward, "answer": view.sample.answer or "", "tokens": view.tokens,
+                    "resumes": view.sample.resumes,
                 }
-                for seen in found
+                for view in views
             ]  # fmt: skip
         except RlsysError as e:
             log.warning("no samples of step %d: %s", step, e)
@@ -110,14 +115,16 @@ class Follower:
 
 
 def follow(folder: Path, names: Sequence[str], until: int | None) -> dict[str, int]:
-    """Lines written, by tracker. `until`: a file descriptor whose end says that no more will come; None: what is
-    there is all."""
+    """Feed the trackers, and return the number of written lines by tracker.
+
+    `until`: a file descriptor whose end means that no more lines will come; None: write the existing lines only.
+    """
     follower = Follower(folder, names)
     try:
         while until is not None:
             follower.catch_up()
-            heard, _, _ = select.select([until], [], [], LOOK_SECONDS)
-            if heard and not os.read(until, 1):
+            readable, _, _ = select.select([until], [], [], POLL_SECONDS)
+            if readable and not os.read(until, 1):
                 break
         follower.catch_up()
     finally:

@@ -1,7 +1,7 @@
-"""Reads W&B's transaction logs, which are LevelDB's log format behind seven bytes of their own.
+"""Reader of W&B's transaction logs, which are LevelDB logs after a seven-byte header.
 
-The format: github.com/google/leveldb, doc/log_format.md. Blocks of 32 KiB hold records of a checksum (4 bytes), a
-length (2), a kind (1) and data; a record that does not fit into its block goes on in the next.
+The format: github.com/google/leveldb, doc/log_format.md. Blocks of 32 KiB contain records of a checksum (4 bytes), a
+length (2), a kind (1) and data; a record that does not fit into its block continues in the next.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Whole ones; what a kill cut off at the end is left out."""
+    """Yield complete records; a record that a kill truncated at the end is skipped."""
     at, parts = _HEADER, b""
     while at + _HEADER <= len(data):
-        left = _BLOCK - at % _BLOCK
-        if left < _HEADER:  # the rest of a block is empty
-            at += left
+        remaining = _BLOCK - at % _BLOCK
+        if remaining < _HEADER:  # the rest of a block is empty
+            at += remaining
             continue
         length = int.from_bytes(data[at + 4 : at + 6], "little")
         kind = data[at + 6]

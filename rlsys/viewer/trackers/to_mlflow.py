@@ -1,4 +1,4 @@
-"""MLflow: the server that MLFLOW_TRACKING_URI names, else a folder beside the runs."""
+"""MLflow: the server that MLFLOW_TRACKING_URI names, else a folder next to the runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlsys.viewer.trackers.tracker import PROJECT, Row, TrackedRun
 
 _TAG = "rlsys.run"
 _BATCH = 1000
-"""Metrics of one call: the API's limit. A line of ours has fewer."""
+"""Metrics of one call: the API's limit. A line of metrics has fewer."""
 
 
 class MlflowRun:
@@ -22,16 +22,16 @@ class MlflowRun:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder needs no database
-            place = run.place / "mlflow"
-            place.mkdir(parents=True, exist_ok=True)
-            uri = place.resolve().as_uri()
+            folder = run.storage / "mlflow"
+            folder.mkdir(parents=True, exist_ok=True)
+            uri = folder.resolve().as_uri()
         self.client = MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         number = self._experiment(name)
-        found = self.client.search_runs([number], f"tags.`{_TAG}` = '{run.run_id}'")
-        self.begun_before = bool(found)
-        if found:
-            self.id = found[0].info.run_id
+        runs = self.client.search_runs([number], f"tags.`{_TAG}` = '{run.run_id}'")
+        self.begun_before = bool(runs)
+        if runs:
+            self.id = runs[0].info.run_id
             self.client.set_terminated(self.id, "RUNNING")
         else:
             self.id = self.client.create_run(number, tags={_TAG: run.run_id}, run_name=run.name).info.run_id
@@ -40,26 +40,29 @@ class MlflowRun:
         self._checked: set[str] = set()
 
     def _experiment(self, name: str) -> str:
-        known = self.client.get_experiment_by_name(name)
-        if known is None:
+        experiment = self.client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self.client.create_experiment(name))
             except MlflowException:  # another run was faster
-                known = self.client.get_experiment_by_name(name)
-                if known is None:
+                experiment = self.client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(known.experiment_id)
+        return str(experiment.experiment_id)
 
-    def written(self) -> dict[str, int]:
-        """A line is held when its last name is: MLflow may have got only a part of it."""
+    def last_steps(self) -> dict[str, int]:
+        """Return the last step of each kind.
+
+        A line is complete if its last name is there: MLflow may have only a part of it.
+        """
         return {
-            kind: last for kind in ("step", "eval") if (last := self._last(f"{kind}/{_WHOLE}")) is not None
+            kind: last for kind in ("step", "eval") if (last := self._last(f"{kind}/{_COMPLETE}")) is not None
         }
 
     def _last(self, name: str) -> int | None:
-        """The last train step with this metric."""
-        known = self.client.get_metric_history(self.id, name)
-        return max((m.step for m in known), default=None)
+        """Return the last train step with this metric."""
+        history = self.client.get_metric_history(self.id, name)
+        return max((m.step for m in history), default=None)
 
     def write(
         self, kind: str, step: int, time: float, values: dict[str, float], samples: Sequence[Row]
@@ -68,7 +71,7 @@ class MlflowRun:
         if kind not in self._checked and self.begun_before:  # a kill may have left a part of this line
             names = {n: v for n, v in names.items() if (self._last(n) or -1) < step}
         self._checked.add(kind)
-        names[f"{kind}/{_WHOLE}"] = 1.0
+        names[f"{kind}/{_COMPLETE}"] = 1.0
         at = round(time * 1000)
         self.client.log_batch(self.id, metrics=[Metric(n, v, at, step) for n, v in names.items()][:_BATCH])
         if samples:
@@ -79,14 +82,14 @@ class MlflowRun:
         self.client.set_terminated(self.id)
 
 
-_WHOLE = "whole"
-"""Of a line: written after all the others."""
+_COMPLETE = "whole"
+"""Last metric of a line, written after all the others."""
 
 
-def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in config.items():
-        out |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return out
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases. Without a key and without WANDB_MODE it works offline; `wandb sync` sends what it kept."""
+"""Weights & Biases. Without a key and without WANDB_MODE it works offline; `wandb sync` uploads the stored data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rlsys.viewer.trackers.tracker import PROJECT, Row, TrackedRun, last_steps
 
 class WandbRun:
     def __init__(self, run: TrackedRun) -> None:
-        run.place.mkdir(parents=True, exist_ok=True)
-        self._files = list(run.place.glob(f"wandb/*run-*-{run.run_id}/run-{run.run_id}.wandb"))
+        run.storage.mkdir(parents=True, exist_ok=True)
+        self._files = list(run.storage.glob(f"wandb/*run-*-{run.run_id}/run-{run.run_id}.wandb"))
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), id=run.run_id, name=run.name, resume="allow",
-            dir=str(run.place), config=run.config, mode=_mode(),
+            dir=str(run.storage), config=run.config, mode=_mode(),
         )  # fmt: skip
 
-    def written(self) -> dict[str, int]:
-        """From the files of this run's sessions, which W&B keeps in every mode."""
+    def last_steps(self) -> dict[str, int]:
+        """Read the last steps from the files of this run's sessions, which W&B keeps in every mode."""
         return last_steps(history(self._files))
 
     def write(
@@ -36,7 +36,7 @@ class WandbRun:
         if samples:
             columns = list(samples[0])
             row["samples"] = wandb.Table(columns=columns, data=[[s[c] for c in columns] for s in samples])
-        # Committed at once: an evaluation after a step is a row of its own, and a kill finds no row half done.
+        # Committed immediately: an evaluation after a step is a separate row, and a kill leaves no partial row.
         self._run.log({**row, "train_step": step, "_timestamp": time})
 
     def close(self) -> None:
@@ -45,16 +45,16 @@ class WandbRun:
 
 def _mode() -> Any:
     if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
-        return None  # as the environment says
+        return None  # defined by the environment
     try:
-        known = netrc.netrc().authenticators("api.wandb.ai")
+        credentials = netrc.netrc().authenticators("api.wandb.ai")
     except (FileNotFoundError, netrc.NetrcParseError):
-        known = None
-    return None if known else "offline"
+        credentials = None
+    return None if credentials else "offline"
 
 
 def history(files: Sequence[Path]) -> list[tuple[int, dict[str, Any]]]:
-    """(train step, values) of every row in W&B's files; what a kill cut off at an end is left out."""
+    """Return (train step, values) of every row in W&B's files; rows that a kill truncated are skipped."""
     rows = []
     for path in sorted(files):
         for data in records(path.read_bytes()):

@@ -1,8 +1,8 @@
-"""What a tracker is to us, and how one is opened.
+"""Interface of experiment trackers, and their construction.
 
-A tracker keeps one run for a run folder, whatever is stopped and started, under an id that follows from the folder's
-first line of metrics. What it holds already it is asked itself, so that after a kill nothing is written twice and
-nothing is left out.
+A tracker keeps one run for a run folder, across stops and resumes, under an id from the folder's first line of
+metrics. The tracker itself reports the lines it has, so that after a kill no line is written twice and no line is
+lost.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, Protocol
 from rlsys.core.errors import UserError
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
-"""Name in run.trackers -> package that it needs."""
+"""Name in run.trackers -> required package."""
 PROJECT = "rlsys"
 FOLDER = "trackers"
-"""Beside the run folders: where a tracker that is told no other place keeps what it gets, all runs together."""
+"""Folder next to the run folders: default storage of trackers, for all runs together."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """`run_id`: of 16 hexadecimal digits, the same over resumes."""
+    """Run of a tracker. `run_id`: 16 hexadecimal digits, the same after resumes."""
 
     folder: Path
     run_id: str
@@ -35,39 +35,42 @@ class TrackedRun:
     config: dict[str, Any]
 
     @property
-    def place(self) -> Path:
+    def storage(self) -> Path:
         return self.folder.resolve().parent / FOLDER
 
 
 def last_steps(rows: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
-    """Kind of line (step, eval) -> its last train step. `rows`: train step, names of values (KIND/METRIC)."""
-    held: dict[str, int] = {}
+    """Map the kind of line (step, eval) to its last train step. `rows`: train step, names of values (KIND/METRIC)."""
+    last: dict[str, int] = {}
     for step, names in rows:
         for kind in {name.partition("/")[0] for name in names if "/" in name}:
-            held[kind] = max(held.get(kind, 0), step)
-    return held
+            last[kind] = max(last.get(kind, 0), step)
+    return last
 
 
 class Tracker(Protocol):
-    """Raises whatever its package does: the process that feeds it is nobody else's."""
+    """Experiment tracker. It may raise any error of its package: the process that feeds it does nothing else."""
 
-    def written(self) -> dict[str, int]:
-        """Kind of line (step, eval) -> the last train step of which it holds one."""
+    def last_steps(self) -> dict[str, int]:
+        """Map the kind of line (step, eval) to the last train step that the tracker has."""
         ...
 
     def write(
         self, kind: str, step: int, time: float, values: dict[str, float], samples: Sequence[Row]
     ) -> None:
-        """One line of metrics, as `kind/name`, and a table of samples where there are any. `time`: unix seconds."""
+        """Write one line of metrics, as `kind/name`, and a table of samples if there are any.
+
+        `time`: unix seconds.
+        """
         ...
 
     def close(self) -> None:
-        """Everything is with the tracker when this returns."""
+        """Flush everything to the tracker."""
         ...
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UserError for one whose package is not installed."""
+    """Check the trackers. Raises UserError if a package is not installed."""
     for name in names:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise UserError(
@@ -77,5 +80,5 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
-    made: Tracker = importlib.import_module(f"rlsys.viewer.trackers.to_{name}").open_run(run)
-    return made
+    tracker: Tracker = importlib.import_module(f"rlsys.viewer.trackers.to_{name}").open_run(run)
+    return tracker

@@ -14,7 +14,7 @@ from rlsys.algo import build
 from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Samples
 from rlsys.algo.methods.gae import gae
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.algo.registry import TABLE
 from rlsys.algo.segments import discounted_suffix_sum, running_min
 from rlsys.core.errors import UserError
@@ -192,7 +192,7 @@ def test_minimum_variance_by_hand() -> None:
 def test_reinforce_pp_whitens_over_tokens_by_hand() -> None:
     """Rewards 1 on one token, 0 on three: mean 1/4, variance (9/16 + 3/16) / 3 = 1/4."""
     method, samples = build("advantage", "reinforce_pp", eps=0.0), table([1, 0], [0, 0], [1, 3])
-    (got,) = method.per_token(method(samples), samples, [packed([1, 3])], alone)
+    (got,) = method.per_token(method(samples), samples, [packed([1, 3])], single_rank)
     close(got, vector(1.5, -0.5, -0.5, -0.5))
 
 
@@ -200,7 +200,7 @@ def test_reinforce_pp_takes_off_the_kl_to_come_by_hand() -> None:
     """Two tokens with KL 0.1 and 0.3, beta 1, reward 1: 1 - 0.4 and 1 - 0.3; whitened +-1/sqrt 2."""
     method, samples = build("advantage", "reinforce_pp", beta=1.0, eps=0.0), table([1], [0], [2])
     part = packed([2], old=[0.1, 0.3], ref=[0.0, 0.0])
-    (got,) = method.per_token(method(samples), samples, [part], alone)
+    (got,) = method.per_token(method(samples), samples, [part], single_rank)
     close(got, vector(-1, 1) / math.sqrt(2))
 
 
@@ -208,7 +208,7 @@ def test_reinforce_pp_baseline_by_hand() -> None:
     """Rewards 3, 1 | 5, 5 less their groups' means: 1, -1, 0, 0 on 1, 2, 1, 1 tokens, mean -1/5, variance
     (1.44 + 2 * 0.64 + 2 * 0.04) / 4 = 0.7."""
     method, samples = build("advantage", "reinforce_pp_baseline", eps=0.0), table([3, 1, 5, 5], [0, 0, 1, 1])
-    (got,) = method.per_token(method(samples), samples, [packed([1, 2, 1, 1])], alone)
+    (got,) = method.per_token(method(samples), samples, [packed([1, 2, 1, 1])], single_rank)
     close(got, vector(1.2, -0.8, -0.8, 0.2, 0.2) / math.sqrt(0.7))
 
 
@@ -217,7 +217,7 @@ def test_gae_whitens_by_default_by_hand() -> None:
     The critic's targets are those before the whitening."""
     method, samples = build("advantage", "gae"), table([3, 0], [0, 0], [2, 1])
     part = packed([2, 1], values=[1.0, 2.0, 0.5])
-    (got,) = method.per_token(method(samples), samples, [part], alone)
+    (got,) = method.per_token(method(samples), samples, [part], single_rank)
     plain = [1.95 - 2.45 / 3, 1 - 2.45 / 3, -0.5 - 2.45 / 3]
     deviation = math.sqrt(sum(x * x for x in plain) / 2)
     close(got, vector(*plain) / deviation, atol=1e-5, rtol=0)
@@ -234,7 +234,7 @@ def test_gae_skips_masked_tokens_and_sets_returns() -> None:
     """A tool token between two trained ones is not there: the value before it looks at the value after it."""
     method, samples = build("advantage", "gae", gamma=1.0, lam=0.0, whiten=False), table([3], [0], [2])
     part = packed([3], values=[1.0, 99.0, 2.0], mask=[1.0, 0.0, 1.0])
-    (got,) = method.per_token(method(samples), samples, [part], alone)
+    (got,) = method.per_token(method(samples), samples, [part], single_rank)
     close(got, vector(1, 0, 1))  # 0 + 2 - 1; 3 + 0 - 2
     close(part.returns, vector(2, 0, 3))
 
@@ -255,7 +255,7 @@ def test_mssr_by_hand() -> None:
 def test_mssr_bonus_by_hand() -> None:
     """a + min(|a| / 0.4, 2 H): a = -1 with H = 0.5 gives -1 + 1; with H = 9 it is bounded: -1 + 2.5."""
     method, samples = build("advantage", "mssr"), table([1], [0], prompt_index=torch.tensor([1]))
-    (got,) = method.per_token(vector(-1), samples, [packed([2], entropy=[0.5, 9.0])], alone)
+    (got,) = method.per_token(vector(-1), samples, [packed([2], entropy=[0.5, 9.0])], single_rank)
     close(got, vector(0, 1.5))
 
 
@@ -317,7 +317,7 @@ def test_a_shift_of_all_rewards_leaves_the_tokens_of_reinforce_pp(rewards: list[
 
     def tokens(shift: int) -> torch.Tensor:
         samples = table([r + shift for r in rewards], [0, 1, 2, 3])
-        (got,) = method.per_token(method(samples), samples, [part], alone)
+        (got,) = method.per_token(method(samples), samples, [part], single_rank)
         return torch.as_tensor(got)
 
     close(tokens(4), tokens(0), atol=1e-6, rtol=1e-6)

@@ -15,10 +15,10 @@ from rlsys.algo.corrections import Correction
 from rlsys.algo.figures import loss_metrics, mismatch_metrics, mismatch_sums
 from rlsys.algo.losses import View
 from rlsys.algo.methods.d3s import widest_subset
-from rlsys.algo.methods.deferred_samples import PutOff
+from rlsys.algo.methods.deferred_samples import DeferredSamples
 from rlsys.algo.methods.vcpo import effective_share
 from rlsys.algo.objective import Objective
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from tests.helpers.algo_world import DOUBLE, packed, section, table
 
 close = torch.testing.assert_close
@@ -33,9 +33,9 @@ def correct(
     name: str, batch: Batch, anchor: list[float], logp: list[float] | None = None, **params: object
 ) -> Correction:
     plugin, prox = build("correction", name, **params), vector(*anchor)
-    prepared = plugin.prepare([batch], [prox], alone)
+    update_stats = plugin.prepare([batch], [prox], single_rank)
     now = prox if logp is None else vector(*logp)
-    got: Correction = plugin(View(batch, now, prox), prepared)
+    got: Correction = plugin(View(batch, now, prox), update_stats)
     return got
 
 
@@ -86,13 +86,13 @@ def test_tis_normalise_between_mu_and_current_needs_the_current_log_probs_by_han
     """Halfway to now - mu = 2 ln 2 on the token of the version before: weights 2 and 1, mean 1.5."""
     algo = section(anchor="interpolated", corrections=[{"name": "tis", "normalise": True}])
     objective = Objective(algo)
-    assert objective.asks.passes == {"now"}
-    assert not Objective(section(anchor="interpolated", corrections=["tis"])).asks.passes
-    batch = packed([2], versions=[0.0, 1.0], now=[2 * LOG2, 2 * LOG2])
+    assert objective.requirements.passes == {"current"}
+    assert not Objective(section(anchor="interpolated", corrections=["tis"])).requirements.passes
+    batch = packed([2], versions=[0.0, 1.0], current=[2 * LOG2, 2 * LOG2])
     batch.version = 1
     objective.finish(objective.plan(table([1, 0], [0, 0], [2, 2])), [batch])
     objective.prepare([batch])
-    sums = objective(batch.signal("now"), batch)[1]
+    sums = objective(batch.signal("current"), batch)[1]
     assert sums["weight"] == pytest.approx(2)
 
 
@@ -177,7 +177,7 @@ def test_lens_weighs_only_groups_that_hold_transferred_samples_by_hand() -> None
     """a = 1/4: success 1/4, what is left 3/4. Own successes of a group without any are 1, as in any other group.
     a = 0: 1 for all."""
     samples = table(LENS_REWARDS, LENS_GROUPS, transferred=LENS_MOVED)
-    samples = replace(samples, counted=build("selector", "lens")(samples, None) > 0)
+    samples = replace(samples, eligible=build("selector", "lens")(samples, None) > 0)
     plugin = build("correction", "lens")
     weight = plugin.sample_weight(samples)
     close(weight, vector(*[0.75] * 3, 0.25, *[0.75] * 4, *[1.0] * 6, *[1.0] * 5))
@@ -236,7 +236,7 @@ def test_d3s_by_hand() -> None:
     weight = plugin(samples, vector(-3, 1, 0, 3))
     assert weight.tolist() == [1, 0, 0, 1]
     batch = packed([2, 2], advantages=[1, -2, 1, 1], entropy=[0.1, 0.2, 0.3, 9], weight=[1.0, 1, 1, 0])
-    (got,) = plugin.per_token([batch], replace(samples, kept=weight > 0), alone)
+    (got,) = plugin.per_token([batch], replace(samples, selected=weight > 0), single_rank)
     assert (got * batch.weight).tolist() == [0, 1, 1, 0]  # scores 0.1, 0.4, 0.3; two of the four tokens
     assert plugin.denominator_share(weight, samples.lengths.double(), 0) == 4 / 18 * 0.5
     everything = build("selector", "d3s", denominator="all")
@@ -247,7 +247,7 @@ def test_d3s_relaxes_with_time() -> None:
     late = Samples(rewards=torch.zeros(4), group_ids=torch.zeros(4), lengths=torch.ones(4), step=1000)
     plugin = build("selector", "d3s")
     assert plugin(late, vector(-3, 1, 0, 3)).tolist() == [1, 1, 1, 1]
-    assert plugin.per_token([], late, alone) is None
+    assert plugin.per_token([], late, single_rank) is None
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_ttrl_trains_a_share_of_the_votes() -> None:
 
 
 def test_what_is_put_off_is_first_in_first_out_bounded_in_age_and_resumes() -> None:
-    store: PutOff[str] = PutOff(capacity=2, max_age=3)
-    store.put(1, ["a"])
+    store: DeferredSamples[str] = DeferredSamples(capacity=2, max_age=3)
+    store.add(1, ["a"])
     assert store.take(1) == []
-    store.put(3, ["b", "c"])
-    again: PutOff[str] = PutOff(capacity=2, max_age=3)
+    store.add(3, ["b", "c"])
+    again: DeferredSamples[str] = DeferredSamples(capacity=2, max_age=3)
     again.load_state_dict(store.state_dict(str), str)
     assert again.take(4) == ["a", "b"]
     assert store.take(5) == ["b", "c"]  # "a" is four steps old
@@ -376,7 +376,7 @@ def test_brorl_leaves_a_rate_that_was_chosen_for_this_batch() -> None:
     for rewards in ([1, 0] * 4, [1, 0, *[1] * 6], [1] * 8):
         plan = objective.plan(table(rewards, [0, 0, 1, 1, 2, 2, 3, 3]))
         assert objective.lr_factor(plan, plan.rows) == 1
-    again = objective.plan_again(table([1] * 2, [0, 1]), vector(1, -1))
+    again = objective.plan_deferred(table([1] * 2, [0, 1]), vector(1, -1))
     assert objective.lr_factor(again, again.rows) == 0.5  # an extra update on a quarter of the samples
 
 
@@ -413,7 +413,7 @@ def test_mismatch_by_hand() -> None:
 def stepped(objective: Objective, batch: Batch, logp: torch.Tensor) -> dict[str, float]:
     """Metrics of one update on one sample of advantage 1."""
     batch.advantages, batch.weight = torch.ones_like(logp), torch.ones_like(logp)
-    return loss_metrics(objective(logp, batch)[1], objective.asks.needs)
+    return loss_metrics(objective(logp, batch)[1], objective.requirements.needs)
 
 
 def test_a_token_that_is_rejected_is_not_clipped_as_well() -> None:

@@ -12,7 +12,7 @@ from rlsys.algo.batch import Batch
 from rlsys.algo.draws import token_draws
 from rlsys.algo.losses import View
 from rlsys.algo.objective import Objective
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.core.errors import UserError
 from tests.helpers.algo_world import DOUBLE, World, packed, run, section, table
 
@@ -28,15 +28,15 @@ ADVANTAGES, NOW = [3.0, 1.0, -1.0, -3.0], [-0.5, -1.5, -1.0, -3.0]
 
 
 def batch_of(now: list[float] = NOW) -> Batch:
-    return packed([2, 2], mu=list(now), advantages=ADVANTAGES, now=now)
+    return packed([2, 2], mu=list(now), advantages=ADVANTAGES, current=now)
 
 
 def gradient(name: str, batch: Batch, **params: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     plugin = build("loss", name, **params)
-    prepared = plugin.prepare([batch], [batch.mu], alone)
-    assert batch.now is not None
-    leaf = batch.now.clone().requires_grad_()
-    loss, figures = plugin(View(batch, leaf, batch.mu), prepared)
+    update_stats = plugin.prepare([batch], [batch.mu], single_rank)
+    assert batch.current is not None
+    leaf = batch.current.clone().requires_grad_()
+    loss, figures = plugin(View(batch, leaf, batch.mu), update_stats)
     loss.sum().backward()
     assert leaf.grad is not None
     return leaf.grad, figures
@@ -89,7 +89,7 @@ def test_rounding_does_not_choose_between_tokens_that_are_alike() -> None:
         entropy = [1.7 + n for n in noise]
         assert entropy_weights(0.4, [packed([4], entropy=[*entropy, 0.3])]) == [[1, 1, 1, 0]]
         now = [-0.5 + n for n in noise]
-        batch = packed([4], mu=[0.0] * 4, advantages=[1, 1, 1, -1], now=[*now, -0.1])
+        batch = packed([4], mu=[0.0] * 4, advantages=[1, 1, 1, -1], current=[*now, -0.1])
         held.append(gradient("kl_cov", batch, share=0.25)[1]["held_share"].tolist())
     assert held[0] == held[1]
     assert sum(held[0]) == 1
@@ -98,11 +98,11 @@ def test_rounding_does_not_choose_between_tokens_that_are_alike() -> None:
 def test_masked_tokens_are_in_no_mean() -> None:
     batch = packed(
         [3, 2], mu=[*NOW[:2], torch.nan, *NOW[2:]], advantages=[*ADVANTAGES[:2], torch.nan, *ADVANTAGES[2:]],
-        now=[*NOW[:2], torch.nan, *NOW[2:]], mask=[1.0, 1.0, 0.0, 1.0, 1.0],
+        current=[*NOW[:2], torch.nan, *NOW[2:]], mask=[1.0, 1.0, 0.0, 1.0, 1.0],
     )  # fmt: skip
     for name in ("clip_cov", "kl_cov"):
         plugin = build("loss", name, share=0.5)
-        of, cut = plugin.prepare([batch], [batch.mu], alone)
+        of, cut = plugin.prepare([batch], [batch.mu], single_rank)
         assert (of.tokens, of.advantage, of.logp) == (4, 0, -1.5)
         assert math.isfinite(cut)
 
@@ -126,8 +126,8 @@ def test_draws_are_spread_evenly_and_belong_to_row_place_and_version() -> None:
 def test_samples_of_advantage_zero_are_in_the_means(name: str) -> None:
     objective = Objective(section(loss=[name]))
     assert objective.plan(table([1, 0, 1, 1], [0, 0, 1, 1])).rows == [0, 1, 2, 3]
-    assert objective.asks.needs_whole_step
-    assert "now" in objective.asks.needs
+    assert objective.requirements.needs_whole_step
+    assert "current" in objective.requirements.needs
 
 
 def test_bounds_of_covariance_that_keep_nothing_are_refused() -> None:
@@ -139,7 +139,7 @@ def entropy_weights(share: float, parts: list[Batch]) -> list[list[float]]:
     for part in parts:
         part.weight = part.mask
     selector = build("selector", "top_entropy", share=share)
-    return [w.tolist() for w in selector.per_token(parts, table([1], [0]), alone)]
+    return [w.tolist() for w in selector.per_token(parts, table([1], [0]), single_rank)]
 
 
 def test_only_the_most_uncertain_tokens_of_all_parts_are_trained() -> None:

@@ -131,7 +131,7 @@ def test_controllers_hear_an_update_and_go_through_a_checkpoint() -> None:
     batch = packed([2], ref=[-LOG2, -LOG2], advantages=[1.0, 1.0], weight=[1.0, 1.0])
 
     def update(one: Objective) -> dict[str, float]:
-        metrics = loss_metrics(one(vector(0, 0), batch, vector(0.1, 0.1))[1], one.asks.needs)
+        metrics = loss_metrics(one(vector(0, 0), batch, vector(0.1, 0.1))[1], one.requirements.needs)
         one.after_step(list, metrics)
         return metrics
 

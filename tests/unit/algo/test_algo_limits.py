@@ -23,7 +23,7 @@ def whole(rows: list[int]) -> list[list[int]]:
 def on_policy(world: World) -> World:
     """Nothing has moved: every policy gives its tokens the log-probs of the one that sampled them."""
     for sequence in world.sequences:
-        sequence |= {name: sequence["mu"].clone() for name in ("old", "now", "ewma", "behaviour", "logp")}
+        sequence |= {name: sequence["mu"].clone() for name in ("old", "current", "ewma", "behaviour", "logp")}
     return world
 
 

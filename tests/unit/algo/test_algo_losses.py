@@ -12,7 +12,7 @@ from rlsys.algo.batch import Batch
 from rlsys.algo.kl import kl_estimate
 from rlsys.algo.losses import View
 from rlsys.algo.methods.m2po import largest_cap, largest_kept
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from tests.helpers.algo_world import DOUBLE, packed
 
 close = torch.testing.assert_close
@@ -28,8 +28,8 @@ def losses(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """(token losses, gradient of their sum, sums of the figures); the anchor is mu."""
     term, leaf = build("loss", name, **params), torch.tensor(logp, dtype=DOUBLE, requires_grad=True)
-    prepared = term.prepare([batch], [batch.mu], alone) if prepare else None
-    loss, figures = term(View(batch, leaf, batch.mu), prepared)
+    update_stats = term.prepare([batch], [batch.mu], single_rank) if prepare else None
+    loss, figures = term(View(batch, leaf, batch.mu), update_stats)
     loss.sum().backward()
     assert leaf.grad is not None
     sums = {name: float(batch.masked(values).sum()) for name, values in figures.items()}
@@ -120,20 +120,20 @@ def test_kl_and_entropy_and_value_terms_by_hand() -> None:
 
 def test_largest_kept_by_hand() -> None:
     """0.01, 0.04, 0.09, 1: the mean of the first three is 0.0467, of two 0.025; so the cut lies below 0.09."""
-    cut = largest_kept([vector(1, 0.01), vector(0.09, 0.04)], 0.04, alone)
+    cut = largest_kept([vector(1, 0.01), vector(0.09, 0.04)], 0.04, single_rank)
     assert 0.04 < cut < 0.09
 
 
 def test_largest_cap_by_hand() -> None:
     """Squares 0.01 and 1: mean of min(., c^2) = 0.04 at c^2 = 0.07."""
-    cap = largest_cap([vector(0.01, 1)], torch.tensor(2.0, dtype=DOUBLE), 0.04, alone)
+    cap = largest_cap([vector(0.01, 1)], torch.tensor(2.0, dtype=DOUBLE), 0.04, single_rank)
     assert cap == pytest.approx(math.sqrt(0.07), abs=1e-6)
 
 
 def test_m2po_mask_by_hand() -> None:
     """Log-ratios 0.1, 0.2, 0.3, 1: the last two drop out of the budget; the kept have -r A and its gradient."""
     now = [0.1, 0.2, 0.3, 1.0]
-    loss, grad, sums = losses("m2po", tokens(1, -1, 1, -1, now=now), now, prepare=True, form="mask")
+    loss, grad, sums = losses("m2po", tokens(1, -1, 1, -1, current=now), now, prepare=True, form="mask")
     close(loss, vector(-math.exp(0.1), math.exp(0.2), 0, 0))
     close(grad, loss)
     assert sums["clipped"] == 2
@@ -142,7 +142,7 @@ def test_m2po_mask_by_hand() -> None:
 def test_m2po_bounds_by_hand() -> None:
     """Only what a trust region can bite counts: 0.1 (A > 0), -1 (A < 0). The cap sqrt(0.07) bounds all ratios."""
     now = [0.1, -1.0, -5.0]
-    loss, _, sums = losses("m2po", tokens(1, -1, 1, now=now), now, prepare=True)
+    loss, _, sums = losses("m2po", tokens(1, -1, 1, current=now), now, prepare=True)
     close(loss, vector(-math.exp(0.1), math.exp(-math.sqrt(0.07)), -math.exp(-5)), atol=1e-6, rtol=0)
     assert sums["clipped"] == 1
 
@@ -153,35 +153,35 @@ def test_m2po_bounds_do_not_hang_on_the_signs_of_rounding() -> None:
     fresh = [1e-6 if i % 100 < 39 else -1e-6 for i in range(100)]
     term, bounds = build("loss", "m2po"), []
     for sign in (1, -1):
-        batch = tokens(*[1] * 103, now=[*(sign * f for f in fresh), 2.0, 1.0, 1.5])
-        bounds.append(term.prepare([batch], [batch.mu], alone))
+        batch = tokens(*[1] * 103, current=[*(sign * f for f in fresh), 2.0, 1.0, 1.5])
+        bounds.append(term.prepare([batch], [batch.mu], single_rank))
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
     assert bounds[0][1] == pytest.approx(math.exp(math.sqrt(0.04 * 53 / 3)), rel=1e-3)
 
 
 def test_bapo_takes_equal_shares_as_equal_in_any_order() -> None:
     """All ratios 1: C+ = C- = 0.6, but 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in the last bit."""
-    term, parts = build("loss", "bapo"), tokens(0.1, 0.2, 0.3, -0.3, -0.2, -0.1, now=[0.0] * 6)
-    other = tokens(0.3, 0.2, 0.1, -0.1, -0.2, -0.3, now=[0.0] * 6)
-    found = [term.prepare([batch], [batch.mu], alone) for batch in (parts, other)]
+    term, parts = build("loss", "bapo"), tokens(0.1, 0.2, 0.3, -0.3, -0.2, -0.1, current=[0.0] * 6)
+    other = tokens(0.3, 0.2, 0.1, -0.1, -0.2, -0.3, current=[0.0] * 6)
+    found = [term.prepare([batch], [batch.mu], single_rank) for batch in (parts, other)]
     assert found == [(0.6, 1.2)] * 2
 
 
 def test_m2po_within_budget_clips_nothing_and_a_floor_holds() -> None:
     now = [0.1, -0.1]
-    assert losses("m2po", tokens(1, -1, now=now), now, prepare=True)[2]["clipped"] == 0
+    assert losses("m2po", tokens(1, -1, current=now), now, prepare=True)[2]["clipped"] == 0
     term = build("loss", "m2po", floor_low=0.3, floor_high=0.5)
-    wild = tokens(1, -1, now=[3.0, -3.0])
-    low, high = term.prepare([wild], [wild.mu], alone)
+    wild = tokens(1, -1, current=[3.0, -3.0])
+    low, high = term.prepare([wild], [wild.mu], single_rank)
     assert (low, high) == (pytest.approx(0.7), pytest.approx(1.5))
 
 
 def test_bapo_by_hand() -> None:
     """C+ = min(2, high), C- = max(1/2, low) * 2. At the start 1.2 and 1.2: a target of 0.9 is met at once. A target
     of 1.5 is out of reach: `low` rises to 0.9 (C- = 1.8) in vain, then `high` to its maximum, where C+ = 2 < 2.7."""
-    batch = tokens(1, -2, now=[LOG2, -LOG2])
-    assert build("loss", "bapo", target=0.9).prepare([batch], [batch.mu], alone) == (0.6, 1.2)
-    assert build("loss", "bapo", target=1.5).prepare([batch], [batch.mu], alone) == (0.9, 3.0)
+    batch = tokens(1, -2, current=[LOG2, -LOG2])
+    assert build("loss", "bapo", target=0.9).prepare([batch], [batch.mu], single_rank) == (0.6, 1.2)
+    assert build("loss", "bapo", target=1.5).prepare([batch], [batch.mu], single_rank) == (0.9, 3.0)
     path = build("loss", "bapo", low_min=0.6, low_max=0.8, high_min=1.2, high_max=1.4, step=0.1).path()
     expected = [(0.6, 1.2), (0.7, 1.2), (0.8, 1.2), (0.8, 1.3), (0.8, 1.4)]
     assert [tuple(round(x, 6) for x in p) for p in path] == expected
@@ -189,21 +189,23 @@ def test_bapo_by_hand() -> None:
 
 def test_bapo_raises_the_upper_bound_until_positives_have_their_share() -> None:
     """C- = max(1, low) = 1 whatever `low`; C+ = min(2, high): 1.45 is met at high = 1.5."""
-    batch = tokens(1, -1, now=[LOG2, 0.0])
-    low, high = build("loss", "bapo", target=1.45, step=0.1).prepare([batch], [batch.mu], alone)
+    batch = tokens(1, -1, current=[LOG2, 0.0])
+    low, high = build("loss", "bapo", target=1.45, step=0.1).prepare([batch], [batch.mu], single_rank)
     assert (low, high) == (pytest.approx(0.9), pytest.approx(1.5))
 
 
 @pytest.mark.parametrize("name", ["clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce", "m2po", "bapo"])
 def test_at_ratio_one_every_policy_loss_has_the_policy_gradient(name: str) -> None:
     """d loss / d logp = -A on fresh tokens: the methods differ only off-policy."""
-    _, grad, _ = losses(name, tokens(1, -2, 0.5, now=[0.0] * 3), [0.0] * 3, prepare=name in ("m2po", "bapo"))
+    _, grad, _ = losses(
+        name, tokens(1, -2, 0.5, current=[0.0] * 3), [0.0] * 3, prepare=name in ("m2po", "bapo")
+    )
     close(grad, vector(-1, 2, -0.5))
 
 
 @pytest.mark.parametrize("name", ["clip", "dual_clip", "gspo", "cispo", "sapo", "reinforce", "m2po", "bapo"])
 @pytest.mark.parametrize("gap", [50.0, -50.0])
 def test_log_ratios_of_fifty_stay_finite(name: str, gap: float) -> None:
-    batch = tokens(1, -1, now=[gap, gap])
+    batch = tokens(1, -1, current=[gap, gap])
     loss, grad, _ = losses(name, batch, [gap, gap], prepare=name in ("m2po", "bapo"))
     assert torch.isfinite(loss).all() and torch.isfinite(grad).all()

@@ -134,7 +134,7 @@ def test_a_term_of_weight_zero_changes_nothing(algo: dict[str, Any]) -> None:
     world, losses = World(), algo.get("loss", ["clip"])
     world.samples = replace(world.samples, rewards=world.samples.rewards.index_fill(0, torch.arange(5), 1.0))
     for sequence in world.sequences[:5]:
-        for name in ("old", "now", "logp"):
+        for name in ("old", "current", "logp"):
             sequence[name] = sequence["mu"] + 0.01 * (sequence[name] - sequence["mu"])
     plain = run(world, section(**algo), whole)
     assert len(plain.rows) < 20
@@ -241,10 +241,10 @@ def test_bounds_of_a_second_update_come_from_its_own_log_probs_by_hand() -> None
     batch = packed([1], advantages=[1.0], weight=[1.0])
     shares = []
     for now in (0.1, 0.5):
-        batch.now = torch.tensor([now], dtype=DOUBLE)
+        batch.current = torch.tensor([now], dtype=DOUBLE)
         objective.prepare([batch])
         sums = objective(torch.tensor([0.5], dtype=DOUBLE), batch)[1]
-        shares.append(loss_metrics(sums, objective.asks.needs)["clip_share"])
+        shares.append(loss_metrics(sums, objective.requirements.needs)["clip_share"])
     assert shares == [0, 1]
 
 
@@ -264,11 +264,11 @@ def test_the_extra_update_trains_what_was_put_off_with_the_advantages_of_its_gro
 
 
 def test_needs_name_exactly_the_passes() -> None:
-    assert Objective(section()).asks.passes == frozenset()
-    assert Objective(section(anchor="old")).asks.passes == {"old"}
-    assert Objective(section(loss=["m2po"])).asks.passes == {"now"}
-    assert Objective(section(loss=["clip", "kl", "entropy"])).asks.passes == {"ref", "entropy"}
-    assert Objective(section(anchor="behaviour")).asks.passes == {"old", "behaviour"}
+    assert Objective(section()).requirements.passes == frozenset()
+    assert Objective(section(anchor="old")).requirements.passes == {"old"}
+    assert Objective(section(loss=["m2po"])).requirements.passes == {"current"}
+    assert Objective(section(loss=["clip", "kl", "entropy"])).requirements.passes == {"ref", "entropy"}
+    assert Objective(section(anchor="behaviour")).requirements.passes == {"old", "behaviour"}
 
 
 def test_a_missing_signal_is_named() -> None:
@@ -298,7 +298,7 @@ def test_at_an_age_of_one_the_clip_bounds_the_whole_ratio() -> None:
     batch = packed([1], mu=[-1.0], versions=[6.0], advantages=[1.0], weight=[1.0])
     batch.version = 7
     logp = torch.tensor([-1.0 + math.log(1.25)], dtype=DOUBLE)
-    assert loss_metrics(objective(logp, batch)[1], objective.asks.needs)["clip_share"] == 1
+    assert loss_metrics(objective(logp, batch)[1], objective.requirements.needs)["clip_share"] == 1
 
 
 def test_behaviour_falls_back_to_old_and_counts_it() -> None:
@@ -317,10 +317,13 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
     world = World()
     algo = section(advantage="dr_grpo", reducer={"name": "constant", "length": 9})
     objective = Objective(algo)
-    assert not objective.asks.needs_whole_step
-    assert not Objective(section()).asks.needs_whole_step
-    assert Objective(section(loss=["bapo"], hooks=["vcpo"])).asks.needs_whole_step == ("Bapo", "EssScaling")
-    assert Objective(section(advantage="reinforce_pp_baseline")).asks.needs_whole_step == (
+    assert not objective.requirements.needs_whole_step
+    assert not Objective(section()).requirements.needs_whole_step
+    assert Objective(section(loss=["bapo"], hooks=["vcpo"])).requirements.needs_whole_step == (
+        "Bapo",
+        "EssScaling",
+    )
+    assert Objective(section(advantage="reinforce_pp_baseline")).requirements.needs_whole_step == (
         "ReinforcePPBaseline",
     )
     one = run(world, algo, whole)

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.algo.batch import Batch
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.algo.registry import SECTION_KINDS, TABLE
 from rlsys.config import read_layers
 from rlsys.config.algo import AlgoSection
-from rlsys.trainer.logprobs import aligned
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.logprobs import align_to_tokens
+from rlsys.trainer.model.context_parallel import Share
 from tests.helpers.algo_world import Outcome, World, all_of_it, run
 from tests.helpers.gloo_ranks import on_gloo_ranks
 
@@ -93,7 +93,7 @@ def through_the_trainers_share(part: Batch, values: Tensor) -> Tensor:
     )
     share = Share.of(packed, 1, dist.group.WORLD, torch.device("cpu"))
     behind = values.roll(-1)[share.source.clamp(min=0)]
-    return aligned(share, torch.where(share.source >= 0, behind, torch.zeros_like(behind)))
+    return align_to_tokens(share, torch.where(share.source >= 0, behind, torch.zeros_like(behind)))
 
 
 def whole(rows: list[int]) -> list[list[int]]:
@@ -108,7 +108,7 @@ def on_rank(ranks: int, rank: int) -> dict[str, dict[str, Outcome]]:
     found = {}
     for name, algo in cases().items():
         dp = run(world(name), algo, partial(one_part_each, rank), added_up)
-        cp = run(world(name), algo, whole, alone, through_the_trainers_share)
+        cp = run(world(name), algo, whole, single_rank, through_the_trainers_share)
         found[name] = {"dp2": dp, "cp2": cp}
     return found
 

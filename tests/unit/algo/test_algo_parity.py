@@ -79,7 +79,7 @@ class Padded:
 
     def batch(self) -> Batch:
         total = sum(LENGTHS)
-        names = ("mu", "old", "now", "ref", "values", "entropy")
+        names = ("mu", "old", "current", "ref", "values", "entropy")
         fields = {name: self.flat(getattr(self, name)) for name in names}
         return Batch(
             tokens=torch.zeros(total, dtype=torch.long), cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0),

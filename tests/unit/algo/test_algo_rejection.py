@@ -12,7 +12,7 @@ from rlsys.algo import build
 from rlsys.algo.batch import Batch
 from rlsys.algo.losses import View
 from rlsys.algo.objective import Objective
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.core.errors import UserError
 from tests.helpers.algo_world import DOUBLE, World, on_ranks, packed, run, section, table
 
@@ -24,8 +24,8 @@ D = [LOG2, 0.0, -LOG2, 0.0]
 def kept(batch: Batch, gap: list[float], **params: object) -> list[bool]:
     anchor = torch.tensor(gap, dtype=DOUBLE)
     plugin = build("correction", "rejection", **params)
-    prepared = plugin.prepare([batch], [anchor], alone)
-    weight, keep = plugin(View(batch, anchor, anchor), prepared)
+    update_stats = plugin.prepare([batch], [anchor], single_rank)
+    weight, keep = plugin(View(batch, anchor, anchor), update_stats)
     assert (weight == 1).all()
     return list(keep.tolist())
 

@@ -26,7 +26,7 @@ from rlsys.algo.methods.lens_groups import purified
 from rlsys.algo.methods.similarity import most_alike
 from rlsys.algo.methods.ttrl_groups import majority
 from rlsys.algo.methods.xrpo_groups import student_quantile
-from rlsys.algo.planners import Accept, Drop, Hold, More, Planner, decide, start_size
+from rlsys.algo.planners import Accept, AddSamples, Drop, Hold, Planner, decide, start_size
 from rlsys.algo.registry import TABLE
 from rlsys.core.types import Sample, SampleGroup, Status
 
@@ -83,7 +83,7 @@ def test_dars_by_hand() -> None:
 
 def test_dars_has_two_stages_and_remembers_them() -> None:
     dars = build("planner", "dars", signal="plain")
-    assert dars.decide(group([1, 0, 0, 0, 0, 0, 1, 0])) == More(8)
+    assert dars.decide(group([1, 0, 0, 0, 0, 0, 1, 0])) == AddSamples(8)
     again = build("planner", "dars", signal="plain")
     again.load_state_dict(dars.state_dict())
     assert again.decide(group([0] * 16)) == Accept()
@@ -118,7 +118,7 @@ def grown(xrpo: Planner, success: Callable[[int], float], count: int) -> dict[in
 
     def decided(group_id: int) -> None:
         decision = xrpo.decide(live[group_id])
-        if isinstance(decision, More):
+        if isinstance(decision, AddSamples):
             before = [s.reward for s in live[group_id].samples]
             live[group_id] = group(before + rewards(group_id, decision.samples), group_id, group_id)
             decided(group_id)
@@ -170,7 +170,7 @@ def test_xrpo_holds_groups_until_their_round_closes() -> None:
     assert (xrpo.waiting(), xrpo.released()) == (frozenset(), {0, 1})
     assert [xrpo.decide(group([0, 1], i, i)) for i in range(2)] == [
         Accept(),
-        More(2),
+        AddSamples(2),
     ]  # of equal scores, by a draw
     assert xrpo.decide(group([0, 1, 1, 0], 1, 1)) == Hold()  # in the next one, but not new
     again = build("planner", "xrpo", groups=3, samples=2, share=0.5, exemplars=0)
@@ -181,7 +181,7 @@ def test_xrpo_holds_groups_until_their_round_closes() -> None:
         assert planner.decide(group([1, 0], 5, 5)) == Hold()
         planner.close_round()  # nothing else can come; the half that was left and the new half make one group
         decisions = {i: planner.decide(group(r, i, i)) for i, r in ((1, [0, 1, 1, 0]), (5, [1, 0]))}
-        assert decisions == {1: Accept(), 5: More(2)}
+        assert decisions == {1: Accept(), 5: AddSamples(2)}
         planner.decide(group([1, 0], 7, 7))
         planner.forget(7)
         assert not planner.waiting()
@@ -190,14 +190,14 @@ def test_xrpo_holds_groups_until_their_round_closes() -> None:
 def test_planners_remember_nothing_of_a_group_that_is_done_or_gone() -> None:
     aoi = build("planner", "aoi", samples=1)
     for group_id in (0, 1):
-        aoi.hear_guidance(group_id, [1, 2])
-        assert aoi.decide(group([0, 0], group_id)) == More(1, (1, 2))
+        aoi.receive_guidance(group_id, [1, 2])
+        assert aoi.decide(group([0, 0], group_id)) == AddSamples(1, (1, 2))
     assert aoi.decide(group([0, 0, 1], 0)) == Accept()
     aoi.forget(1)
     assert aoi.state_dict() == {"mined": []}
 
     xrpo = build("planner", "xrpo", groups=1, samples=2, share=1.0, exemplars=0)
-    assert xrpo.decide(group([0, 1], 3, 3)) == More(2)
+    assert xrpo.decide(group([0, 1], 3, 3)) == AddSamples(2)
     assert xrpo.state_dict()["grown"] == [3]
     xrpo.forget(3)
     assert xrpo.state_dict()["grown"] == []
@@ -209,7 +209,7 @@ def test_xrpo_gives_nothing_to_a_group_that_is_full() -> None:
 
 
 def test_a_planner_without_probes_adds_no_sample_for_them() -> None:
-    assert build("planner", "fixed").hear_probes(0, [1.0]) == 0
+    assert build("planner", "fixed").receive_probes(0, [1.0]) == 0
 
 
 def test_a_released_group_goes_on_where_it_was_held() -> None:
@@ -283,7 +283,7 @@ def test_xrpo_shows_the_solved_problems_most_like_the_one_that_nobody_solves() -
     assert xrpo.seeded_prompt(hard) == expected
     hard.samples[-1].prompt_ids = [4, 5]  # as of one that was seeded: the group's own prompt is the first's
     assert xrpo.seeded_prompt(hard) == expected
-    assert xrpo.decide(hard) == More(3, expected)
+    assert xrpo.decide(hard) == AddSamples(3, expected)
     again = build("planner", "xrpo")
     again.load_state_dict(json.loads(json.dumps(xrpo.state_dict())))
     assert again.seeded_prompt(hard) == expected
@@ -306,11 +306,11 @@ def test_lens_cleans_hard_prompts_once_and_spares_protected_tokens() -> None:
     lens = build("planner", "lens", share=0.25)
     hard = group([0, 0, 0, 0])
     assert lens.decide(hard) == Accept()  # nobody scored its prompt
-    lens.hear_scores(0, [0, 0, 5, 0], [False] * 4)
-    assert lens.decide(hard) == More(4, (5, 6, 8))
-    lens.hear_scores(0, [0, 0, 5, 0], [False] * 4)
+    lens.receive_scores(0, [0, 0, 5, 0], [False] * 4)
+    assert lens.decide(hard) == AddSamples(4, (5, 6, 8))
+    lens.receive_scores(0, [0, 0, 5, 0], [False] * 4)
     assert lens.decide(hard) == Accept()
-    lens.hear_scores(1, [0, 0, 5, 0], [False] * 4)
+    lens.receive_scores(1, [0, 0, 5, 0], [False] * 4)
     assert lens.decide(group([1, 1, 0, 0], 1)) == Accept()
 
 
@@ -331,7 +331,7 @@ def test_vade_is_deterministic_resumes_and_never_draws_a_prompt_twice_at_once() 
     drawn = [one.index(g) for g in range(6)]
     assert sorted(drawn) == list(range(6))
     assert [one.index(g) for g in range(6)] == drawn
-    one.hear(group([1, 0], 2, drawn[2]))
+    one.on_rewards(group([1, 0], 2, drawn[2]))
     other.load_state_dict(one.state_dict())
     assert one.index(6) == other.index(6) == drawn[2]  # the only one that is free
 
@@ -351,15 +351,15 @@ def test_vade_learns_which_prompts_are_of_medium_difficulty() -> None:
     for g in range(600):
         prompt = vade.index(g)
         visits[prompt] += g >= 200
-        vade.hear(group([float((g * 8 + i) % 5 < 5 * truth[prompt]) for i in range(8)], g, prompt))
+        vade.on_rewards(group([float((g * 8 + i) % 5 < 5 * truth[prompt]) for i in range(8)], g, prompt))
     assert sum(visits[p] for p in range(16, 20)) > 0.5 * sum(visits.values())
 
 
 def test_vade_forgets() -> None:
     vade = build("prompt", "vade", pool=2, all_decay=0.5)
-    vade.hear(group([1] * 8, 0, 0))
+    vade.on_rewards(group([1] * 8, 0, 0))
     assert vade.posterior()[0].tolist() == [9, 1]
-    vade.hear(group([1], 1, 1))
+    vade.on_rewards(group([1], 1, 1))
     assert vade.posterior()[0].tolist() == [5, 2]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.algo.contract import kind_of, promises
+from rlsys.algo.contract import check_promises, kind_of
 from rlsys.cli.main import main
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
@@ -18,23 +18,23 @@ import torch
 from rlsys.algo.losses import Loss
 from rlsys.algo.corrections import CorrectionPlugin
 
-def plain(view, prepared):
+def plain(view, update_stats):
     """-r A."""
     return -view.ratio * view.advantages, {}
 
-def noisy(view, prepared):
+def noisy(view, update_stats):
     return -view.ratio * view.advantages * torch.rand(()), {}
 
-def of_its_piece(view, prepared):
+def of_its_piece(view, update_stats):
     return -view.ratio * view.advantages / view.ratio.detach().mean(), {}
 
-def infinite(view, prepared):
+def infinite(view, update_stats):
     return -view.ratio / (view.advantages - view.advantages), {}
 
 class Named(Loss):
     """-r A."""
 
-    def __call__(self, view, prepared):
+    def __call__(self, view, update_stats):
         return -view.ratio * view.advantages, {}
 '''
 
@@ -46,7 +46,7 @@ def module(tmp_path: Path) -> Path:
 
 
 def lines(name: str, kind: str = "loss", *overrides: str) -> list[str]:
-    return list(promises(load_config(QUICKSTART, overrides), kind, name))
+    return list(check_promises(load_config(QUICKSTART, overrides), kind, name))
 
 
 def test_a_loss_that_keeps_its_promises(module: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from rlsys.algo import build
 from rlsys.algo.losses import View
 from rlsys.algo.objective import Objective
 from rlsys.algo.planners import Accept, Drop
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.core.types import Sample, SampleGroup
 from tests.helpers.algo_world import DOUBLE, World, packed, run, section, table
 
@@ -24,9 +24,9 @@ def whole(rows: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_a_dropped_token_is_in_no_mean_of_the_covariance(name: str) -> None:
     """Advantages 3, 1, -1 and log-probs -0.5, -1.5, -1 of the counted tokens: means 1 and -1."""
-    values = {"advantages": [3.0, 1.0, -1.0, 9.0], "now": [-0.5, -1.5, -1.0, -7.0]}
-    batch = packed([4], mu=values["now"], weight=[1.0, 1.0, 0.5, 0.0], **values)
-    of, _ = build("loss", name, share=0.5).prepare([batch], [batch.mu], alone)
+    values = {"advantages": [3.0, 1.0, -1.0, 9.0], "current": [-0.5, -1.5, -1.0, -7.0]}
+    batch = packed([4], mu=values["current"], weight=[1.0, 1.0, 0.5, 0.0], **values)
+    of, _ = build("loss", name, share=0.5).prepare([batch], [batch.mu], single_rank)
     assert (of.tokens, of.advantage, of.logp) == (3, 1, -1)
 
 
@@ -90,7 +90,7 @@ def test_equal_rewards_make_an_update_only_where_a_term_acts_without_advantages(
     assert plan.trained == (tuple(plan.rows) if acts else ())
     columns = {
         "old": [-1.0] * 8,
-        "now": [-1.0] * 8,
+        "current": [-1.0] * 8,
         "entropy": [1.0] * 8,
         "values": [0.5] * 8,
         "ref": [-1.0] * 8,
@@ -139,7 +139,7 @@ def test_the_largest_value_of_a_group_is_that_of_one_of_its_sequences() -> None:
     part = packed([1, 1], [-1.0, -1.0], advantages=[1.0, 1.0], weight=[1.0, 1.0])
     part.rows, part.groups = torch.tensor([0, 0]), torch.tensor([0])
     anchor = part.mu + torch.tensor([0.1, 0.2], dtype=DOUBLE)
-    assert plugin.prepare([part], [anchor], alone).tolist() == pytest.approx([0.02])
+    assert plugin.prepare([part], [anchor], single_rank).tolist() == pytest.approx([0.02])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_selectors_that_act_before_see_what_those_before_them_leave() -> None:
     """ttrl leaves 4 of 8, grpo_roc half of these."""
     selectors = ["ttrl", {"name": "grpo_roc", "penalty": "length", "least": 0}]
     plan = Objective(section(selectors=selectors)).plan(table([1.0, 0.0] * 4, [0] * 8, [3] * 8))
-    assert int(plan.counted.sum()) == 2
+    assert int(plan.eligible.sum()) == 2
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rlsys.algo.batch import Samples
 from rlsys.algo.losses import View
 from rlsys.algo.objective import Objective
 from rlsys.algo.preflight import check, notes
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
 from rlsys.core.types import Status
@@ -80,7 +80,7 @@ class ScriptedTrainer:
             pack=lambda unread: pack(unread, 4096),
             score=self._score,
             logprobs=lambda batch: [s.logp for s in self._score(batch)],
-            sum_over_dp=alone,
+            sum_over_dp=single_rank,
         )
 
     @staticmethod
@@ -323,7 +323,7 @@ def token_gradients(sequences: int, loss: str = "clip", advantage: Any = None, *
     g = torch.Generator().manual_seed(0)
     mu = -torch.rand(8, generator=g, dtype=DOUBLE).repeat(2) - 0.1
     part = packed(
-        lengths, mu.tolist(), old=(mu + 0.02).tolist(), now=(mu + 0.02).tolist(), ref=(mu - 0.05).tolist(),
+        lengths, mu.tolist(), old=(mu + 0.02).tolist(), current=(mu + 0.02).tolist(), ref=(mu - 0.05).tolist(),
         sum_pi_squared=[0.4] * n,
     )  # fmt: skip
     part.rows = torch.tensor([0] * sequences + [1])
@@ -332,7 +332,7 @@ def token_gradients(sequences: int, loss: str = "clip", advantage: Any = None, *
     plan = objective.plan(samples)
     assert plan.rows == [0, 1]
     objective.finish(plan, [part])
-    if objective.asks.prepares:
+    if objective.requirements.prepares:
         objective.prepare([part])
     drift = torch.linspace(0.2, -0.3, 8, dtype=DOUBLE).repeat(2)
     leaf = (part.mu + drift).requires_grad_()
@@ -394,7 +394,7 @@ def test_numbers_n7_d3s_keeps_its_share_of_what_an_earlier_selector_left() -> No
     plan = Objective(section(selectors=["ttrl", {"name": "d3s", "samples_start": 0.5}])).plan(
         replace(world.samples, step=0)
     )
-    left = int(plan.counted.sum())
+    left = int(plan.eligible.sum())
     assert len(plan.rows) <= math.ceil(left / 2), f"{len(plan.rows)} of {left} kept; expected half"
 
 
@@ -495,7 +495,7 @@ def test_numbers_n10_branch_grpo_trains_a_shared_stretch_once_or_says_so() -> No
         return
     samples = replace(
         table([1.0, 1.0, 0.0, 0.0], [0] * 4, [6] * 4),
-        place=torch.arange(4), stem=torch.tensor([-1, 0, 0, -1]), fork_at=torch.tensor([0, 4, 4, 0]),
+        index_in_group=torch.arange(4), stem=torch.tensor([-1, 0, 0, -1]), fork_at=torch.tensor([0, 4, 4, 0]),
     )  # fmt: skip
     objective = Objective(section(advantage="branch_grpo"))
     plan = objective.plan(samples)
@@ -613,10 +613,10 @@ def test_numbers_n6_the_sequences_of_a_sample_may_be_in_different_micro_batches(
             n, last = sum(lengths), number == len(cuts) - 1
             own = slice(tokens, tokens + n)
             values = {
-                "old": mu[own] + 0.02, "now": now[own], "ref": mu[own] - 0.05,
+                "old": mu[own] + 0.02, "current": now[own], "ref": mu[own] - 0.05,
                 "sum_pi_squared": torch.full((n,), 0.4, dtype=DOUBLE),
             }  # fmt: skip
-            other = {"old": mu + 0.02, "now": now, "ref": mu - 0.05, "sum_pi_squared": values["old"][:0]}
+            other = {"old": mu + 0.02, "current": now, "ref": mu - 0.05, "sum_pi_squared": values["old"][:0]}
             other["sum_pi_squared"] = torch.full((8,), 0.4, dtype=DOUBLE)
             joined = {k: torch.cat([v, other[k]]) if last else v for k, v in values.items()}
             part = packed(
@@ -624,16 +624,16 @@ def test_numbers_n6_the_sequences_of_a_sample_may_be_in_different_micro_batches(
                 **{k: v.tolist() for k, v in joined.items()},
             )  # fmt: skip
             before = sum(len(c) for c in cuts[:number])
-            part.places = [*range(before, before + len(lengths)), *([0] if last else [])]
+            part.sequence_index = [*range(before, before + len(lengths)), *([0] if last else [])]
             part.rows = torch.tensor([*[0] * len(lengths), *([1] if last else [])])
             parts.append(part)
             tokens += n
         plan = objective.plan(samples)
         objective.finish(plan, parts)
-        objective.prepare(parts, several=objective.asks.whole_samples)
+        objective.prepare(parts, split_samples=objective.requirements.whole_samples)
         found = []
         for part in parts:
-            leaf = part.signal("now").clone().requires_grad_()
+            leaf = part.signal("current").clone().requires_grad_()
             (objective(leaf, part)[0] / plan.denominator).backward()
             assert leaf.grad is not None
             found.append(leaf.grad[part.rows[part.ids] == 0])

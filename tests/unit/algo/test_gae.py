@@ -9,7 +9,7 @@ from rlsys.algo import build
 from rlsys.algo.batch import Batch
 from rlsys.algo.methods.gae import gae
 from rlsys.algo.objective import Objective
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from tests.helpers.algo_world import DOUBLE, World, packed, run, section, table
 
 close = torch.testing.assert_close
@@ -23,7 +23,7 @@ def estimate(part: Batch, rewards: list[float], **params: object) -> tuple[torch
     """Advantages and returns of one packed batch, without whitening."""
     method = build("advantage", "gae", whiten=False, **params)
     samples = table(rewards, list(range(len(rewards))), part.lengths.long().tolist())
-    (found,) = method.per_token(method(samples), samples, [part], alone)
+    (found,) = method.per_token(method(samples), samples, [part], single_rank)
     return found, part.signal("returns")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo import build
-from rlsys.algo.contract import kind_of, promises
+from rlsys.algo.contract import check_promises, kind_of
 from rlsys.algo.methods.dft import Dft
 from rlsys.algo.methods.otr import Otr
 from rlsys.algo.registry import TABLE
@@ -19,7 +19,7 @@ from rlsys.algo.sft.preferences import Dpo
 from rlsys.config import load_config
 from rlsys.config.algo import Spec
 from rlsys.core.errors import UserError
-from rlsys.trainer.sft.sft import made_loss
+from rlsys.trainer.sft.sft import build_loss
 from tests.helpers.gloo_ranks import on_gloo_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,11 +93,11 @@ def test_at_temperature_one_otr_is_dft() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_loss_keeps_its_promises_and_has_a_recipe(name: str) -> None:
-    told = list(promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", name))
+    told = list(check_promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", name))
     assert told[0].startswith(f"made: imitation {name}, evidence ") and len(told) == 3
     assert kind_of(name) == "imitation"
     config = load_config(ROOT / "configs/imitation" / f"{name}.yaml")
-    assert config.sft.loss.name == name and isinstance(made_loss(config.sft.loss), Imitation)
+    assert config.sft.loss.name == name and isinstance(build_loss(config.sft.loss), Imitation)
 
 
 OWN = """
@@ -112,22 +112,26 @@ class Mean(Imitation):
         return -tokens.logp.mean()
 def compared(answers):
     "What sees whole answers."
-    return -(answers.chosen(answers.logp) - answers.rejected(answers.logp)).mean()
+    return -(answers.select_chosen(answers.logp) - answers.select_rejected(answers.logp)).mean()
 """
 
 
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    half = made_loss(Spec(name=f"{tmp_path}/own.py:Half"))
+    half = build_loss(Spec(name=f"{tmp_path}/own.py:Half"))
     assert isinstance(half, Imitation) and half(Tokens(torch.tensor([-2.0]))).tolist() == [1.0]
-    assert not isinstance(made_loss(Spec(name=f"{tmp_path}/own.py:compared")), Imitation)
-    assert isinstance(made_loss(Spec(name="dpo")), Dpo)
+    assert not isinstance(build_loss(Spec(name=f"{tmp_path}/own.py:compared")), Imitation)
+    assert isinstance(build_loss(Spec(name="dpo")), Dpo)
     with pytest.raises(UserError, match=r"of 8 tokens it gives \[\] losses; expected one for each"):
-        list(promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", f"{tmp_path}/own.py:Mean"))
+        list(
+            check_promises(
+                load_config(ROOT / "configs/quickstart.yaml"), "imitation", f"{tmp_path}/own.py:Mean"
+            )
+        )
 
 
 def test_a_wrong_name_gets_the_right_one() -> None:
     with pytest.raises(UserError, match=r"sft\.loss = 'crossentropy': .*did you mean cross_entropy"):
-        made_loss(Spec(name="crossentropy"))
+        build_loss(Spec(name="crossentropy"))
     with pytest.raises(UserError, match=r"beta = 2\.0: expected at most 1"):
         build("imitation", "otr", beta=2.0)

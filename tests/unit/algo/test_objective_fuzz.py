@@ -13,7 +13,7 @@ import torch
 
 from rlsys.algo import build
 from rlsys.algo.losses import View
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.algo.registry import TABLE
 from rlsys.algo.token_advantages import whiten_tokens
 from tests.helpers.algo_world import DOUBLE, packed, table
@@ -46,7 +46,9 @@ def test_a_deviation_over_n_minus_1_of_the_step_changes_with_a_second_copy() -> 
     """Rewards 1, 0: deviation sqrt(1/2); twice, sqrt(1/3). Exempt from `duplicate`: gae, reinforce_pp, mapo, mssr."""
     for copies, deviation in ((1, 0.5**0.5), (2, (1 / 3) ** 0.5)):
         part = packed([1] * 2 * copies)
-        (found,) = whiten_tokens([torch.tensor([1.0, 0.0] * copies, dtype=DOUBLE)], [part], alone, eps=0.0)
+        (found,) = whiten_tokens(
+            [torch.tensor([1.0, 0.0] * copies, dtype=DOUBLE)], [part], single_rank, eps=0.0
+        )
         assert float(found[0]) == pytest.approx(0.5 / deviation)
 
 
@@ -70,7 +72,9 @@ def test_a_rounded_number_of_tokens_is_no_share() -> None:
     for copies, kept in ((1, 2), (2, 3)):
         part = packed([3] * copies, entropy=[1.0, 2.0, 3.0, 1.5, 2.5, 3.5][: 3 * copies])
         part.weight = torch.ones(3 * copies)
-        (found,) = build("selector", "top_entropy", share=0.5).per_token([part], table([0.0], [0]), alone)
+        (found,) = build("selector", "top_entropy", share=0.5).per_token(
+            [part], table([0.0], [0]), single_rank
+        )
         assert int(found.sum()) == kept
 
 
@@ -98,7 +102,9 @@ def test_gae_makes_an_episode_of_each_sequence() -> None:
     for lengths, expected in (([4], [0.125, 0.25, 0.5, 1.0]), ([2, 2], [0.5, 1.0, 0.5, 1.0])):
         part = packed(lengths, values=[0.0] * 4)
         part.rows = torch.zeros(len(lengths), dtype=torch.long)
-        (found,) = method.per_token(torch.tensor([1.0], dtype=DOUBLE), table([1.0], [0], [4]), [part], alone)
+        (found,) = method.per_token(
+            torch.tensor([1.0], dtype=DOUBLE), table([1.0], [0], [4]), [part], single_rank
+        )
         assert found.tolist() == pytest.approx(expected)
 
 

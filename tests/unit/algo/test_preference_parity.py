@@ -161,7 +161,7 @@ def test_pairs_with_a_reference(
     expected = trainer._metrics["train"]["rewards/margins"][0]
     if name == "dpo":
         rewards = loss.rewards(answers)
-        lead = answers.chosen(rewards) - answers.rejected(rewards)
+        lead = answers.select_chosen(rewards) - answers.select_rejected(rewards)
         assert float(lead.mean()) == pytest.approx(expected, abs=1e-6)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algo import build
-from rlsys.algo.contract import promises
+from rlsys.algo.contract import check_promises
 from rlsys.algo.registry import TABLE
 from rlsys.algo.sft.preferences import Answers
 from rlsys.config import load_config
@@ -97,13 +97,13 @@ def test_pairs_are_found_wherever_they_stand() -> None:
         pair=torch.tensor([2, 0, 1, 0, 1, 2]), liked=torch.tensor([True, False, True, True, False, False])
     )
     values = torch.arange(6)
-    assert answers.chosen(values).tolist() == [3, 2, 0]
-    assert answers.rejected(values).tolist() == [1, 4, 5]
+    assert answers.select_chosen(values).tolist() == [3, 2, 0]
+    assert answers.select_rejected(values).tolist() == [1, 4, 5]
 
 
 @pytest.mark.parametrize("name", TABLE["preference"])
 def test_every_loss_keeps_its_promises(name: str) -> None:
-    told = list(promises(load_config(ROOT / "configs/quickstart.yaml"), "preference", name))
+    told = list(check_promises(load_config(ROOT / "configs/quickstart.yaml"), "preference", name))
     assert told[0].startswith(f"made: preference {name}, evidence R")
     assert len(told) == 3
 

@@ -43,10 +43,10 @@ def test_its_tokens_are_there_after_pruning_and_over_a_checkpoint(tmp_path: Path
     buffer.flush()
 
     first = objective(capacity=99)
-    plan = first.plan(sample_table(light, 1, first.asks.needs))
+    plan = first.plan(sample_table(light, 1, first.requirements.needs))
     assert len(plan.deferred) == 4
     with SegmentReader(tmp_path) as segments:
-        assert first.put_off(plan, light, 1, segments.load) == []
+        assert first.defer(plan, light, 1, segments.load) == []
     buffer.prune(1)
     buffer.flush()
     with pytest.raises(RunError, match=r"sample 0: 5 tokens in the ledger, but 0 in its segments"):
@@ -55,7 +55,7 @@ def test_its_tokens_are_there_after_pruning_and_over_a_checkpoint(tmp_path: Path
     second = objective(capacity=4)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     nothing = replace(plan, deferred=[])
-    due = second.put_off(nothing, [], 2)
+    due = second.defer(nothing, [], 2)
     wanted = [group.samples[row] for row in plan.deferred]
     found = sorted(
         (g.samples[0] for g, _ in due), key=lambda s: s.index

@@ -11,7 +11,7 @@ from rlsys.algo import build
 from rlsys.algo.batch import Batch
 from rlsys.algo.methods import optimal_token_baseline
 from rlsys.algo.objective import Objective
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.config.algo import AlgoSection
 from tests.helpers.algo_world import DOUBLE, packed, table
 
@@ -25,7 +25,7 @@ def vector(*values: float) -> torch.Tensor:
 def advantages(part: Batch, rewards: list[float], groups: list[int], **params: object) -> torch.Tensor:
     method = build("advantage", "optimal_token_baseline", **params)
     samples = table(rewards, groups, part.lengths.long().tolist())
-    (found,) = method.per_token(method(samples), samples, [part], alone)
+    (found,) = method.per_token(method(samples), samples, [part], single_rank)
     assert isinstance(found, torch.Tensor)
     return found
 

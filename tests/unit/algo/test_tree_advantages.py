@@ -11,7 +11,7 @@ import torch
 from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Batch
 from rlsys.algo.methods.branch_grpo import Node, by_depth, paths
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.algo.registry import build
 from tests.helpers.algo_world import DOUBLE, World, packed, table
 from tests.helpers.tree_cases import depth_wise_advantages, token_names
@@ -55,11 +55,11 @@ def test_every_token_has_the_advantage_that_brute_force_finds(seed: int) -> None
     stems, forks = random_tree(r, 6)
     texts = token_names(stems, forks, [12] * 6)
     rewards = [r.choice([0.0, 0.5, 1.0]) for _ in texts]
-    tree = {"place": torch.arange(6), "stem": torch.tensor(stems), "fork_at": torch.tensor(forks)}
-    samples = replace(table(rewards, [0] * 6, [12] * 6, **tree), counted=torch.ones(6, dtype=torch.bool))
+    tree = {"index_in_group": torch.arange(6), "stem": torch.tensor(stems), "fork_at": torch.tensor(forks)}
+    samples = replace(table(rewards, [0] * 6, [12] * 6, **tree), eligible=torch.ones(6, dtype=torch.bool))
     batch = packed([12] * 6)
     method = build("advantage", "branch_grpo")
-    (found,) = method.per_token(method(samples), samples, [batch], alone)
+    (found,) = method.per_token(method(samples), samples, [batch], single_rank)
     expected = torch.tensor(depth_wise_advantages(rewards, texts), dtype=DOUBLE).flatten()
     assert torch.allclose(found, expected, atol=1e-9)
 
@@ -74,11 +74,11 @@ def test_branches_of_a_dropped_stem_still_share_its_tokens(seed: int) -> None:
     left = sorted(r.sample(range(6), 4))
     tree = {"place": torch.arange(6), "stem": torch.tensor(stems), "fork_at": torch.tensor(forks)}
     counted = torch.tensor([row in left for row in range(6)])
-    samples = replace(table(rewards, [0] * 6, [12] * 6, **tree), counted=counted)
+    samples = replace(table(rewards, [0] * 6, [12] * 6, **tree), eligible=counted)
     batch = packed([12] * 4)
     batch.rows = torch.tensor(left)
     method = build("advantage", "branch_grpo")
-    (found,) = method.per_token(method(samples), samples, [batch], alone)
+    (found,) = method.per_token(method(samples), samples, [batch], single_rank)
     expected = depth_wise_advantages([rewards[row] for row in left], [texts[row] for row in left])
     assert torch.allclose(found, torch.tensor(expected, dtype=DOUBLE).flatten(), atol=1e-9)
 
@@ -91,9 +91,9 @@ def test_a_shared_stretch_is_trained_once_by_the_samples_that_are_kept() -> None
         "fork_at": torch.tensor([0, 2, 2, 0]),
     }
     every, kept = torch.ones(4, dtype=torch.bool), torch.tensor([True, True, False, True])
-    samples = replace(table([1.0, 0.0, 1.0, 0.0], [0] * 4, [4] * 4, **tree), counted=every, kept=kept)
+    samples = replace(table([1.0, 0.0, 1.0, 0.0], [0] * 4, [4] * 4, **tree), eligible=every, selected=kept)
     batch, method = packed([4] * 4), build("advantage", "branch_grpo", eps=0.0)
-    (found,) = method.per_token(method(samples), samples, [batch], alone)
+    (found,) = method.per_token(method(samples), samples, [batch], single_rank)
     tokens = found.view(4, 4)[kept]
     root = 0.5**0.5  # of the means 2/3 and 0, deviation with n - 1
     assert float(tokens[:2, 0].sum()) == pytest.approx(root)
@@ -110,9 +110,9 @@ def test_equal_rewards_of_any_size_are_no_advantage(reward: float) -> None:
 def test_without_forks_it_is_grpo() -> None:
     world = World()
     lone = {"stem": torch.full((20,), -1), "fork_at": torch.zeros(20).long()}
-    samples = replace(world.samples, counted=torch.ones(20, dtype=torch.bool), **lone)
+    samples = replace(world.samples, eligible=torch.ones(20, dtype=torch.bool), **lone)
     part: Batch = world.part(range(20))
     method = build("advantage", "branch_grpo")
-    (found,) = method.per_token(method(samples), samples, [part], alone)
+    (found,) = method.per_token(method(samples), samples, [part], single_rank)
     plain = part.masked(part.expand(grpo(samples.reward, samples.group_ids, eps=1e-8)))
     assert torch.allclose(found, plain, atol=1e-12)

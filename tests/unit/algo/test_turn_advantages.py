@@ -15,7 +15,7 @@ from rlsys.algo.methods.gae import Gae
 from rlsys.algo.methods.mapo import mapo
 from rlsys.algo.methods.ui_s1 import ui_s1
 from rlsys.algo.objective import Objective
-from rlsys.algo.reduction import alone
+from rlsys.algo.reduction import single_rank
 from rlsys.algo.turn_advantages import turn_returns
 from rlsys.core.errors import UserError
 from rlsys.core.spans import TurnReward, VersionSpan
@@ -114,10 +114,10 @@ def test_gae_rewards_each_turn_on_its_last_token_by_hand() -> None:
     )  # fmt: skip
     for lam, hand in ((1.0, [2.5, 0.0, 1.0, 1.0]), (0.0, [1.5, 0.0, 1.0, 1.0])):
         advantage: Gae = build("advantage", "gae", timestep="turn", rewards="turns", lam=lam, whiten=False)
-        (found,) = advantage.per_token(samples.reward, samples, [part], alone)
+        (found,) = advantage.per_token(samples.reward, samples, [part], single_rank)
         assert found.tolist() == pytest.approx(hand)
     whole: Gae = build("advantage", "gae", timestep="turn", lam=0.0, whiten=False)
-    (found,) = whole.per_token(samples.reward, samples, [part], alone)
+    (found,) = whole.per_token(samples.reward, samples, [part], single_rank)
     assert found.tolist() == pytest.approx([0.5, 0.0, 2.0, 2.0]), "all of the reward at the end"
 
 

@@ -16,7 +16,7 @@ from launch.engine_join import check as check_joiner
 from launch.engine_join import tp_size, unit_name
 from rlsys.cli.main import main
 from rlsys.config import Config
-from rlsys.config.rollout import JOINED, EngineConfig
+from rlsys.config.rollout import JOINED_POOL, EngineConfig
 from rlsys.core.errors import UserError
 from rlsys.core.membership import FOLDER, Member, read_members, remove_member, write_member
 from rlsys.core.owner import Owner, claim
@@ -173,7 +173,7 @@ async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) 
         write_member(owner, D, 1, active=True)
         await asyncio.sleep(3)
         told = {e.url: (e.pool, e.cost, e.chain) for e in rig.router._pool.engines}
-        assert told == {A: ("far", 0.25, None), C: ("far", 0.25, 0), D: (JOINED, 1.0, None)}
+        assert told == {A: ("far", 0.25, None), C: ("far", 0.25, 0), D: (JOINED_POOL, 1.0, None)}
         await rig.push()
         assert rig.router.stats()["pool_far_serving"] == 2
         write_member(owner, C, 1, "far", active=False)

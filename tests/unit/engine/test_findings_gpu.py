@@ -164,7 +164,7 @@ def test_gpu_p7_make_room_collects_the_buckets_that_were_sent(monkeypatch: pytes
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
     control = SimpleNamespace(wait_for_all=lambda: None)
     launch = SimpleNamespace(release_memory=True)
-    Trainer.make_room(SimpleNamespace(config=SimpleNamespace(launch=launch), control=control))  # type: ignore[arg-type]
+    Trainer.release_unused_memory(SimpleNamespace(config=SimpleNamespace(launch=launch), control=control))  # type: ignore[arg-type]
     assert "ipc_collect" in calls, f"make_room calls {calls}"
 
 
@@ -343,7 +343,7 @@ def test_gpu_p12_counting_tokens_does_not_wait_for_the_device() -> None:
     )  # fmt: skip
     replay = LayerReplay(router)  # type: ignore[arg-type]
     scores = torch.rand(16, 8, generator=torch.Generator().manual_seed(0))
-    replay.counted = torch.ones(16, dtype=torch.int64)
+    replay.token_counts = torch.ones(16, dtype=torch.int64)
     replay.target = torch.tensor([[0, 1]] * 16)
     with HostReads() as reads:
         replay.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))

@@ -16,7 +16,7 @@ from rlsys.core.owner import Owner
 from rlsys.core.spans import TopLogprobs, VersionSpan
 from rlsys.core.types import Sample, Segment
 from rlsys.engine_requests import RefusedPrompt
-from rlsys.planning.teacher import AWAY, build_teacher
+from rlsys.planning.teacher import UNAVAILABLE, build_teacher
 from rlsys.rollout.dry_run import dry_run
 from tests.helpers.router_rig import PROMPT, routing, sample
 
@@ -100,11 +100,11 @@ async def test_a_teacher_is_not_asked_about_more_than_it_holds(
     teacher = build_teacher(
         teaching(tmp_path / "teacher", 64), "http://t:1", Owner(tmp_path, 1, "k"), session
     )
-    monkeypatch.setattr(teacher, "_patience", 0.2)
+    monkeypatch.setattr(teacher, "_timeout_s", 0.2)
     long = sample(prompt=[1] * 30)
     long.append(Segment([5] * 40, [-0.5] * 40, [VersionSpan(1, 0, 40)]))
-    reason = await teacher.ask(long)
-    assert reason is not None and not reason.startswith(AWAY), reason
+    reason = await teacher.score(long)
+    assert reason is not None and not reason.startswith(UNAVAILABLE), reason
     assert "70 tokens" in reason and not session.asked
     assert teacher.counts["teacher_unanswered"] == 1
 

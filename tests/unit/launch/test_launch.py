@@ -19,7 +19,7 @@ from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
 from launch.ports import choose_ports, free_ports
 from launch.rundir import open_run_dir
 from rlsys.config import Config, load_config
-from rlsys.config.beside import teacher_config
+from rlsys.config.sidecar_servers import teacher_config
 from rlsys.core.errors import UserError
 from rlsys.engine.launch_args import engine_command as served_by
 from rlsys.planner.layout import NodeShare, lay_out
@@ -299,7 +299,7 @@ def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path: Path) -> None
 
 def test_a_run_folder_is_made_once_and_resumed_with_other_steps(tmp_path: Path) -> None:
     where = f"run.dir={tmp_path / 'run'}"
-    with open_run_dir(config(f"run.dir={where}"), quiet) as run:
+    with open_run_dir(config(where), quiet) as run:
         assert not run.resumed
         begin(run.path)
     with open_run_dir(config(where, "trainer.steps=99"), quiet) as run:

@@ -72,7 +72,7 @@ def test_what_cannot_be_a_row_is_counted(tmp_path: Path, capsys: pytest.CaptureF
     ]  # fmt: skip
     labels = [(row["completion_ids"], row["label"]) for row in made.of("labels", group)]
     assert labels == [([1], True), ([2], True), ([6], True)]
-    assert made.left_out == 2, "of several sequences; tokens that are gone"
+    assert made.excluded == 2, "of several sequences; tokens that are gone"
     (pair,) = made.of("pairs", group)
     assert (pair["chosen_ids"], pair["rejected_ids"], pair["margin"]) == ([2], [1], 1.5)
     assert list(made.of("chats", group)) == [], "the best one was cut off"

@@ -128,7 +128,7 @@ def test_a_table_counts_samples_and_their_trained_tokens_whatever_their_sequence
     packed = [TrainSample.of(q, row) for row, s in enumerate([split, plain]) for q in s.trained_sequences]
     (batch,) = pack(packed, 64)
     assert int(batch.mask.sum()) == 9
-    assert sorted(zip(batch.rows.tolist(), batch.places, strict=True)) == [(0, 0), (0, 1), (1, 0)]
+    assert sorted(zip(batch.rows.tolist(), batch.sequence_index, strict=True)) == [(0, 0), (0, 1), (1, 0)]
 
 
 def test_the_reward_is_for_all_conversations_and_the_last_word_comes_last() -> None:

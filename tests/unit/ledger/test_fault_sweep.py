@@ -202,7 +202,7 @@ class WrittenAtOnce:
         except OSError as e:
             self.error = str(e)
 
-    def done(self, wait: bool) -> bool:
+    def is_done(self, wait: bool) -> bool:
         return wait
 
     def finalize(self) -> None: ...
@@ -213,9 +213,9 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0))
     monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
-    for made in ("_replicas", "get_default_save_sharded_strategy", "FullyParallelSaveStrategyWrapper"):
+    for made in ("_replica_group", "get_default_save_sharded_strategy", "FullyParallelSaveStrategyWrapper"):
         monkeypatch.setattr(checkpoint, made, lambda *_: None)
-    monkeypatch.setattr(checkpoint, "Writing", WrittenAtOnce)
+    monkeypatch.setattr(checkpoint, "TensorWrite", WrittenAtOnce)
     monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda *_, **__: None)
     policy: Any = SimpleNamespace(model=SimpleNamespace(lora=None))
     acknowledged: dict[Path, int] = {}
@@ -232,7 +232,7 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
         found = checkpoint.steps(folder / "checkpoints")
         assert max(found, default=0) >= acknowledged[folder], what
         for step in found:
-            assert manifest.damaged(checkpoint.path_of(folder / "checkpoints", step)) == [], what
+            assert manifest.find_damage(checkpoint.path_of(folder / "checkpoints", step)) == [], what
         again = checkpoint.Checkpoints(folder / "checkpoints", 1, Alone())  # type: ignore[arg-type]
         again.begin(9, [policy])
         assert again.finish(wait=True) == 9, what

@@ -152,9 +152,9 @@ def test_a_search_rests_and_goes_on(run: Path) -> None:
     import re
 
     texts = RunTexts(run)
-    page = texts.page(SampleQuery(limit=20), re.compile("17"), look=3)
-    assert ([s.sample.sample_id for s in page.samples], page.next_skip, page.looked) == ([3], 3, 3)
-    assert [s.sample.sample_id for s in texts.every(SampleQuery(limit=20), re.compile("17"), 9)] == [3, 1]
+    page = texts.page(SampleQuery(limit=20), re.compile("17"), max_searched=3)
+    assert ([s.sample.sample_id for s in page.samples], page.next_skip, page.searched) == ([3], 3, 3)
+    assert [s.sample.sample_id for s in texts.iterate(SampleQuery(limit=20), re.compile("17"), 9)] == [3, 1]
 
 
 @pytest.mark.parametrize(

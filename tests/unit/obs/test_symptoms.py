@@ -18,7 +18,7 @@ from rlsys.obs.progress import LiveProgress, PlainProgress
 from rlsys.obs.report import render_page
 from rlsys.obs.summary import summarise
 from rlsys.obs.symptoms import QUIET, RULES, History, SymptomMonitor, find_symptoms
-from rlsys.trainer.recorder import Recorder, told_samples
+from rlsys.trainer.recorder import Recorder, samples_for_warning
 
 CURVES = Path(__file__).parents[2] / "data" / "curves"
 MODEL = Path(__file__).parents[3] / "configs" / "models" / "quickstart-moe"
@@ -237,13 +237,13 @@ def groups() -> list[SampleGroup]:
 
 def test_samples_that_show_the_symptom() -> None:
     def told(name: str) -> list[Entry]:
-        return told_samples(name, groups(), lambda ids: " ".join(map(str, ids)), lambda sample: sample)
+        return samples_for_warning(name, groups(), lambda ids: " ".join(map(str, ids)), lambda sample: sample)
 
     assert [s["prompt"] for s in told("no_signal")] == ["20", "21", "22"]
     assert told("at_the_cap")[0] == {"prompt": "23", "response": "31 31 31", "tokens": 3, "reward": 0.0}
     assert told("held_out_falls")[0]["reward"] == 1.0
-    assert told_samples("no_signal", [], str, lambda sample: sample) == []
-    (long, *_) = told_samples("no_signal", groups(), lambda ids: "x" * 5000, lambda sample: sample)
+    assert samples_for_warning("no_signal", [], str, lambda sample: sample) == []
+    (long, *_) = samples_for_warning("no_signal", groups(), lambda ids: "x" * 5000, lambda sample: sample)
     assert len(long["response"]) < 1300 and " [...] " in long["response"]
 
 

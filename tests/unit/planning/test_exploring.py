@@ -29,21 +29,21 @@ def rewarded(group_id: int, *rewards: float) -> SampleGroup:
 
 def test_sizes_by_hand() -> None:
     planner = Explore(probes=4, first=2, largest=10)
-    assert planner.size(6) == 2 and planner.limit(2) == 10 and planner.wants_probes(0) == 4
+    assert planner.size(6) == 2 and planner.limit(2) == 10 and planner.needs_probes(0) == 4
     assert [planner.size_for(p) for p in (0, 0.25, 0.5, 0.75, 1)] == [2, 8, 10, 8, 2]
-    assert planner.hear_probes(0, [1, 0, 0, 0]) == 6, "8 in all"
-    assert planner.hear_probes(1, [1, 1]) == 0
-    assert planner.hear_probes(2, []) == 4, "rollout.group_size, as nobody could try it out"
-    assert planner.wants_probes(0) == 0
+    assert planner.receive_probes(0, [1, 0, 0, 0]) == 6, "8 in all"
+    assert planner.receive_probes(1, [1, 1]) == 0
+    assert planner.receive_probes(2, []) == 4, "rollout.group_size, as nobody could try it out"
+    assert planner.needs_probes(0) == 0
     assert planner.counts == {"explored": 2, "explored_not": 1}
 
 
 def test_a_restart_asks_again_for_what_has_no_size_yet_alone() -> None:
     planner, after = Explore(), Explore()
-    planner.hear_probes(3, [1, 0])
+    planner.receive_probes(3, [1, 0])
     after.load_state_dict(planner.state_dict())
-    assert after.wants_probes(3) == 0 < after.wants_probes(4)
-    after.closed(rewarded(3, 1, 0), kept=True)
+    assert after.needs_probes(3) == 0 < after.needs_probes(4)
+    after.on_decided(rewarded(3, 1, 0), accepted=True)
     planner.forget(3)
     assert planner.state_dict() == after.state_dict() == {"means": {}}
 
@@ -53,8 +53,8 @@ def test_the_correlation_is_of_ranks_of_groups_that_are_kept() -> None:
     probes = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
     samples = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (9.0, 9.0)]
     for i, (probed, made) in enumerate(zip(probes, samples, strict=True)):
-        planner.hear_probes(i, probed)
-        planner.closed(rewarded(i, *made), kept=i < 3)  # the last one is filtered
+        planner.receive_probes(i, probed)
+        planner.on_decided(rewarded(i, *made), accepted=i < 3)  # the last one is filtered
     assert planner.counts["explore_correlation"] == pytest.approx(1)
     assert rank_correlation([(1, 1), (2, 2)]) is None and rank_correlation([(1, 1), (1, 2), (1, 3)]) is None
     assert rank_correlation([(1, 9), (2, 5), (3, 1)]) == pytest.approx(-1)

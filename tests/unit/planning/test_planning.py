@@ -265,12 +265,12 @@ def test_each_group_keeps_the_words_of_its_template(tmp_path: Path) -> None:
     texts = [plan.prompt(i).text for i in range(20)]
     assert len({t.replace(str(i), "N", 1) for i, t in enumerate(texts)}) > 3
     group = SampleGroup(3, 3, [Sample(3, 3, 0, plan.prompt(3).ids, 0)])
-    assert plan.again(group) == plan.prompt(3)
+    assert plan.restored_prompt(group) == plan.prompt(3)
     group.samples[0].prompt_ids = [1]
     with pytest.raises(UserError, match="prompt 3 is not what it was"):
-        plan.again(group)
+        plan.restored_prompt(group)
     group.samples[0].own_prompt = True  # an agent's
-    assert plan.again(group) == plan.prompt(3)
+    assert plan.restored_prompt(group) == plan.prompt(3)
     with pytest.raises(UserError, match="gives whole chats"):
         [planning(tmp_path, prompt="prompt_augmentation").prompt(i) for i in range(9)]
 

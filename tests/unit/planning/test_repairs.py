@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.algo.planners import Accept, More, Prefix
+from rlsys.algo.planners import Accept, AddSamples, Prefix
 from rlsys.algo.preflight import check
 from rlsys.algo.registry import build
 from rlsys.cli.preflight import check_start
@@ -93,15 +93,15 @@ def test_scope_repairs_a_group_without_success_once() -> None:
     scope = build("planner", "scope", repairs=2)
     assert scope.limit(4) == 6
     group = SampleGroup(0, 0, [failed("1", i) for i in range(3)])
-    assert scope.wants_repairs(group) == [0, 1]
+    assert scope.needs_repairs(group) == [0, 1]
     prefixes = (Prefix(0, 1, (9,)), Prefix(1, 0, (8,)))
-    scope.hear_repairs(0, prefixes)
-    assert scope.decide(group) == More(2, prefixes=prefixes)
+    scope.receive_repairs(0, prefixes)
+    assert scope.decide(group) == AddSamples(2, prefixes=prefixes)
     again = build("planner", "scope", repairs=2)
     again.load_state_dict(scope.state_dict())
-    assert again.wants_repairs(group) == () and again.decide(group) == Accept()
+    assert again.needs_repairs(group) == () and again.decide(group) == Accept()
     won = SampleGroup(1, 0, [failed("1", 0), failed("1", 1, reward=1.0)])
-    assert scope.wants_repairs(won) == () and scope.decide(won) == Accept()
+    assert scope.needs_repairs(won) == () and scope.decide(won) == Accept()
     assert scope.decide(SampleGroup(2, 0, [failed("1")])) == Accept(), "nobody found anything"
 
 

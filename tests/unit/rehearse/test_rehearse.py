@@ -50,7 +50,7 @@ def test_one_rank_stands_for_each_kind_of_stage() -> None:
     """256 ranks in 8 stages of 32. DeepSeek's first stage has three dense layers, so stage 1 is the fullest."""
     v3 = load_config(ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml")
     assert kinds_of_rank(v3, DEEPSEEK) == [0, 32, 224]
-    assert kinds_of_rank(v3, DEEPSEEK, every=True) == [0, 32, 64, 96, 128, 160, 192, 224]
+    assert kinds_of_rank(v3, DEEPSEEK, every_stage=True) == [0, 32, 64, 96, 128, 160, 192, 224]
     assert [stage_of(v3, r) for r in (0, 31, 32, 255)] == [0, 0, 1, 7]
     assert [name_of_kind(s, 8) for s in (0, 1, 7)] == ["first stage", "stage 1", "last stage"]
     assert node_of(v3)(7) == 0 and node_of(v3)(8) == 1
@@ -94,15 +94,15 @@ def test_memory_counts_storages_once_and_until_they_are_freed() -> None:
     a = torch.zeros(10)
     memory.see(a)
     memory.see(a[2:4])  # a view has the same storage
-    assert memory.held == {"weights": 40}
+    assert memory.nonzero == {"weights": 40}
     memory.kind = "activations"
     b = torch.zeros(100)
     memory.see(b)
     memory.see(b, "communication")
-    assert memory.held == {"weights": 40, "communication": 400}
+    assert memory.nonzero == {"weights": 40, "communication": 400}
     del b
     gc.collect()
-    assert memory.held == {"weights": 40}
+    assert memory.nonzero == {"weights": 40}
     assert sum(memory.peak.values()) == 440
     memory.new_peak()
     assert memory.peak == {"weights": 40}
@@ -133,7 +133,7 @@ def test_floating_tensors_are_fake_and_small_integers_are_real() -> None:
         product = torch.zeros(1 << 20, 1 << 14) @ torch.zeros(1 << 14, 8)  # 64 GB that nobody allocates
     assert product.shape == (1 << 20, 8)
     meter.begin("")
-    assert meter.memory.now["weights"] >= 4 * (1 << 20) * 8
+    assert meter.memory.current["weights"] >= 4 * (1 << 20) * 8
 
 
 def test_a_real_mask_decides_shapes_and_what_is_not_known_is_told() -> None:
@@ -298,7 +298,7 @@ def test_every_stand_in_says_why_and_of_what() -> None:
     made = stand_ins.STAND_INS
     assert len({s.name for s in made}) == len(made)
     for stand_in in made:
-        assert stand_in.why and stand_in.upstream and hasattr(stand_in.owner, stand_in.attribute)
+        assert stand_in.reason and stand_in.upstream and hasattr(stand_in.owner, stand_in.attribute)
 
 
 @pytest.mark.parametrize("stand_in", stand_ins.STAND_INS, ids=lambda s: s.name)

@@ -440,7 +440,7 @@ def test_a_manifest_says_how_long_the_save_took(tmp_path: Path) -> None:
     """A session that has not saved yet knows from the one before whether a save fits; before: it never tried."""
     manifest.write(tmp_path, 3, None, {}, 12.5)
     assert manifest.seconds(tmp_path) == 12.5
-    assert manifest.damaged(tmp_path) == []
+    assert manifest.find_damage(tmp_path) == []
 
 
 def test_a_foreign_lock_is_waited_for(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from rlsys.segments.route_records import (
     read_routes,
 )
 from rlsys.trainer.model.routing import decode
-from rlsys.trainer.pack import Unread, pack
+from rlsys.trainer.pack import LazySample, pack
 from tests.helpers.route_cases import LAYERS, TOPK, chosen, writer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -178,13 +178,13 @@ def test_batches_are_those_of_routes_in_the_answers(tmp_path: Path) -> None:
         samples = trained(buffer, group, 1)
         with SegmentReader(folder) as reader:
             for layers in (None, [0, 1, 2], [3, 4]):
-                (micro,) = pack([Unread(s, i, reader, layers) for i, s in enumerate(samples)], 100)
+                (micro,) = pack([LazySample(s, i, reader, layers) for i, s in enumerate(samples)], 100)
                 packed.append(
                     decode(micro.routes, len(micro.tokens), LAYERS, TOPK, layers).numpy().tobytes()
                     + micro.tokens.numpy().tobytes()
                     + micro.mu.numpy().tobytes()
                 )
-            assert pack([Unread(samples[0], 0, reader, [])], 100)[0].routes == [], (
+            assert pack([LazySample(samples[0], 0, reader, [])], 100)[0].routes == [], (
                 "without replay none is read"
             )
         buffer.close()

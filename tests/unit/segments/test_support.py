@@ -17,7 +17,7 @@ from rlsys.core.types import Prompt, Sample, Segment
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments import support
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import TrainSample, pack
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -28,7 +28,7 @@ from rlsys.ledger.samples import SampleQuery
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planner.memory import budget, model_size
 from rlsys.planning import teacher as teacher_module
-from rlsys.planning.teacher import AWAY, EngineTeacher
+from rlsys.planning.teacher import UNAVAILABLE, EngineTeacher
 from rlsys.rollout.preflight import check_names
 from rlsys.segments import teacher_logprobs
 from rlsys.segments.records import FOLDER, Kind, SegmentReader, SequenceKey, encode
@@ -281,7 +281,7 @@ async def test_a_dead_teacher_censors_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many more groups in a row than would stop a run for any other reason; when it is back, samples are scored."""
-    monkeypatch.setattr(teacher_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(teacher_module, "RETRY_SECONDS", 0.0)
     client = Teacher()
     client.away, back_at = True, 12
     config = make_config(tmp_path)
@@ -299,14 +299,14 @@ async def test_a_dead_teacher_censors_and_the_run_goes_on(
         reasons = {
             s.sample.censor_reason for s in r.manager.samples(SampleQuery(status="censored", limit=100))
         }
-        assert {reason and reason.partition(":")[0] for reason in reasons} == {AWAY}
+        assert {reason and reason.partition(":")[0] for reason in reasons} == {UNAVAILABLE}
 
 
 async def test_a_teacher_that_comes_back_in_time_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is told once that it is away, and once that it is back."""
-    monkeypatch.setattr(teacher_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(teacher_module, "RETRY_SECONDS", 0.0)
     client = Teacher()
     client.away = True
     async with rig(make_config(tmp_path), teacher=teacher_of(client)) as r:
@@ -327,7 +327,7 @@ async def test_a_teacher_that_comes_back_in_time_costs_nothing(
 
 async def test_a_servers_own_fault_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that dies may answer with an error first."""
-    monkeypatch.setattr(teacher_module, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(teacher_module, "RETRY_SECONDS", 0.0)
     client = Teacher()
     client.refusal, client.status = "out of memory", 500
     async with rig(make_config(tmp_path), teacher=teacher_of(client)) as r:
@@ -358,7 +358,7 @@ async def test_a_teacher_that_refuses_stops_the_run(tmp_path: Path) -> None:
 def taught(row: int, prompt: list[int], response: list[int]) -> TrainSample:
     n = len(response)
     made = teacher_logprobs.encode(*said(prompt, response))
-    return TrainSample(prompt, response, [-0.5] * n, [1] * n, row, opinions=made)
+    return TrainSample(prompt, response, [-0.5] * n, [1] * n, row, teacher_logprobs=made)
 
 
 def test_they_are_packed_at_their_tokens() -> None:
@@ -390,7 +390,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
         [-0.5],
         [1],
         1,
-        opinions=teacher_logprobs.encode(np.zeros((1, 2), np.int32), -np.ones((1, 2), "f4")),
+        teacher_logprobs=teacher_logprobs.encode(np.zeros((1, 2), np.int32), -np.ones((1, 2), "f4")),
     )
     with pytest.raises(RunError, match="2 most probable ids at each token of some samples, 3 of others"):
         pack([taught(0, [1], [5, 6]), other], 100)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rlsys.convert.prefixes import computed, cost, group_of
 from rlsys.trainer.model.attention import Padding, Rectangle
-from rlsys.trainer.model.share import Share
-from rlsys.trainer.pack import MicroBatch, Shared, TrainSample, build, pack
+from rlsys.trainer.model.context_parallel import Share
+from rlsys.trainer.pack import MicroBatch, PrefixSharing, TrainSample, build, pack
 from rlsys.trainer.prefixes import Prefixes, in_order, shared_tokens
 
 
@@ -108,7 +108,7 @@ answers = st.lists(
 
 @given(prompts, answers, st.integers(1, 40), st.integers(1, 3), st.sampled_from(["yes", "by route"]))
 def test_every_sample_is_packed_once_within_the_budget(
-    asked: list[list[int]], made: list[tuple[int, list[int]]], budget: int, dp: int, shared: Shared
+    asked: list[list[int]], made: list[tuple[int, list[int]]], budget: int, dp: int, shared: PrefixSharing
 ) -> None:
     samples = [sample(asked[p % len(asked)], r, i) for i, (p, r) in enumerate(made)]
     ranks = [pack(samples, budget, rank, dp, shared=shared, crossover=50.0) for rank in range(dp)]
@@ -135,14 +135,14 @@ def test_a_share_computes_each_shared_token_once(
     share = share_of(micro)
     whole = share_of(build(samples, "no"))
     assert len(share.tokens) == sum(micro.computed_lengths) <= len(whole.tokens)
-    assert share.tokens[share.place].tolist() == micro.tokens.tolist()
-    assert share.source[share.place].le(torch.arange(len(micro.tokens))).all()
+    assert share.tokens[share.padded_index].tolist() == micro.tokens.tolist()
+    assert share.source[share.padded_index].le(torch.arange(len(micro.tokens))).all()
     assert int(share.times().sum()) == len(micro.tokens)
     places = [torch.arange(n) for n in micro.sequence_lengths]
-    assert share.position_ids[share.place].tolist() == torch.cat(places).tolist()
+    assert share.position_ids[share.padded_index].tolist() == torch.cat(places).tolist()
     last = torch.zeros(len(micro.tokens), dtype=torch.bool)
     last[micro.cu_seqlens[1:].long() - 1] = True
-    assert share.following[share.place][~last].tolist() == micro.tokens.roll(-1)[~last].tolist()
+    assert share.following[share.padded_index][~last].tolist() == micro.tokens.roll(-1)[~last].tolist()
     for k, own, before in zip(micro.prefixes, micro.computed_lengths, share.prefixes, strict=False):
         assert len(before) == k and own > 0
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from rlsys.segments import support
-from rlsys.trainer.logprobs import aligned
-from rlsys.trainer.model.share import Share
+from rlsys.trainer.logprobs import align_to_tokens
+from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import TrainSample, pack
 from tests.helpers.gloo_ranks import on_gloo_ranks
 
@@ -45,11 +45,11 @@ def expected(share: Share, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tens
     logp = (logits / TEMPERATURE).masked_fill(~allowed, -torch.inf).log_softmax(-1)
     probs = logp.exp()
     entropy = -(probs * logp.masked_fill(~allowed, 0.0)).sum(-1)
-    chosen = aligned(share, logp[torch.arange(len(logits)), share.following])
-    spread = aligned(share, entropy)
+    chosen = align_to_tokens(share, logp[torch.arange(len(logits)), share.following])
+    spread = align_to_tokens(share, entropy)
     loss(chosen, spread).backward()
     assert logits.grad is not None
-    return chosen.detach(), spread.detach(), aligned(share, (probs**2).sum(-1)).detach(), logits.grad
+    return chosen.detach(), spread.detach(), align_to_tokens(share, (probs**2).sum(-1)).detach(), logits.grad
 
 
 def loss(logp: Tensor, entropy: Tensor) -> Tensor:

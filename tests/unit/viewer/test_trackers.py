@@ -35,7 +35,7 @@ class InMemory:
     def __init__(self, run: TrackedRun) -> None:
         self.runs.append(run)
 
-    def written(self) -> dict[str, int]:
+    def last_steps(self) -> dict[str, int]:
         return {kind: step for kind, step, _, _ in self.held}
 
     def write(

@@ -85,7 +85,9 @@ def _delivered(rank: int) -> dict[str, str]:
     """What `rank` of two hashes of a push; nobody receives it."""
     config = load_config(ROOT / "configs/quickstart.yaml", ["parallel.tp=2"])
     control = SimpleNamespace(gather=lambda value: [value], to_main=lambda value: [value])
-    trainer: Any = SimpleNamespace(config=config, served=TINY, rank=rank, is_main=rank == 0, control=control)
+    trainer: Any = SimpleNamespace(
+        config=config, served_config=TINY, rank=rank, is_main=rank == 0, control=control
+    )
     trainer.served_tensors = lambda: iter(tensors())
     ticket = WeightUpdate(weight_version=1, engines=[], canaries=[])
     return WeightPush(cast(Trainer, trainer), PushPlan({}, group=False)).push(ticket).digests[0]

@@ -1,4 +1,4 @@
-"""The models that an objective wants beside the policy: a critic, a teacher."""
+"""Auxiliary models of an objective besides the policy: a critic and a teacher."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from rlsys.trainer.trainer import Trainer
 
 
 def add_models(policy: Trainer, objective: Objective) -> None:
-    """Before the first step, and before a checkpoint is loaded: it holds the critic. Collective."""
+    """Add the critic and the teacher that the objective requires. Collective.
+
+    Call it before the first step and before a checkpoint is loaded, because the checkpoint contains the critic.
+    """
     if objective.critic is not None:
         add_critic(policy, objective.critic)
     teacher = policy.config.algo.teacher
-    if "divergence" in objective.asks.passes and (teacher is None or teacher.engine is None):
+    if "divergence" in objective.requirements.passes and (teacher is None or teacher.engine is None):
         add_teacher(policy)
