@@ -292,7 +292,7 @@ def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path: Path) -> None
     where = f"run.dir={tmp_path / 'run'}"
     with open_run_dir(config(where, "data.source=misspelt"), quiet):
         pass
-    with open_run_dir(config(f"run.dir={where}"), quiet) as run:
+    with open_run_dir(config(where), quiet) as run:
         assert not run.resumed
         assert load_config(run.path / "config.yaml").data.source != "misspelt"
 
