@@ -64,16 +64,22 @@ def subtree(nodes: Sequence[list[Node]], in_tree: Sequence[bool]) -> list[list[N
         for node in nodes[row]:
             members.setdefault(node, set()).add(row)
     out = []
-    for own, present in zip(nodes, in_tree, strict=True):
-        forks = [node for previous, node in pairwise(own) if present and members[previous] != members[node]]
-        out.append([*own[:1], *forks] if present else [])
+    for sample_nodes, present in zip(nodes, in_tree, strict=True):
+        forks = [
+            node
+            for previous, node in pairwise(sample_nodes)
+            if present and members[previous] != members[node]
+        ]
+        out.append([*sample_nodes[:1], *forks] if present else [])
     return out
 
 
 def sharers(nodes: Sequence[list[Node]], trained: Sequence[bool]) -> list[list[int]]:
     """Count the trained samples of a group that have each of a sample's nodes, in order."""
-    count = Counter(node for own, trains in zip(nodes, trained, strict=True) if trains for node in own)
-    return [[count[node] for node in own] for own in nodes]
+    count = Counter(
+        node for sample_nodes, trains in zip(nodes, trained, strict=True) if trains for node in sample_nodes
+    )
+    return [[count[node] for node in sample_nodes] for sample_nodes in nodes]
 
 
 def by_depth(rewards: Tensor, tree: Sequence[list[Node]], eps: float = 1e-8) -> list[list[tuple[int, float]]]:
