@@ -136,9 +136,10 @@ class Recorder:
         write({item.nodeid: known.get(item.nodeid, Result(NOT_RUN, 0.0, "")) for item in session.items})
 
     def pytest_sessionfinish(self) -> None:
+        commit = head()
         # A skipped test is not a result: `--until` skips what does not fit.
         results = {
-            nodeid: Result(outcome, round(self._seconds[nodeid], 1), head())
+            nodeid: Result(outcome, round(self._seconds[nodeid], 1), commit)
             for nodeid, outcome in self._outcomes.items()
             if outcome != "skipped"
         }
