@@ -85,7 +85,7 @@ def through_the_trainers_share(part: Batch, values: Tensor) -> Tensor:
         cu_seqlens=part.cu_seqlens,
         computed_lengths=part.cu_seqlens.diff().tolist(),
         prefixes=[],
-        asked=None,
+        targets=None,
         support_at=None,
         support_ids=None,
         teacher_ids=None,

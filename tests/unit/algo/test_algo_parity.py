@@ -65,7 +65,7 @@ class Padded:
         self.rewards = torch.rand(B, 2, generator=g, dtype=DOUBLE)
         self.token_rewards = torch.zeros(B, L, dtype=DOUBLE)
         self.token_rewards[torch.arange(B), torch.tensor(LENGTHS) - 1] = self.rewards[:, 0]
-        self.now, self.entropy = self.old, self.values.abs()
+        self.current, self.entropy = self.old, self.values.abs()
         self.truncated = torch.zeros(B, dtype=torch.bool)
 
     def flat(self, padded: Tensor) -> Tensor:

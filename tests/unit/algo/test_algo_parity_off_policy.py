@@ -67,7 +67,7 @@ def test_verl_losses_for_stale_samples(
 ) -> None:
     data = Padded()
     data.old, data.logp = data.old - 2, data.logp - 2  # below 0: dppo takes probabilities
-    data.now = data.logp
+    data.current = data.logp
     policy = SimpleNamespace(**COV, dro_beta=0.3)
     config = actor(libraries, policy_loss=policy, **{"clip_ratio_c": 1e4, **fields})
     advantages = steep(data)

@@ -270,7 +270,7 @@ def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) 
             ["algo.anchor=behaviour", "algo.loss=[m2po,kl]"],
             [
                 "what was interrupted, before the weights change that sampled it",
-                "the whole step, since M2PO needs now before the loss",
+                "the whole step, since M2PO needs current before the loss",
                 "the whole step with the reference's weights",
             ],
         ),

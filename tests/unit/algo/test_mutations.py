@@ -30,7 +30,7 @@ LONG = "a" * 300
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.group_size=1e20", "rollout.group_size = '1e20': "),
+        ("rollout.group_size=1e20", "rollout.group_size = 1e+20: "),
         ("rollout.group_size=100000000000000000000.0", "rollout.group_size = 1e+20: "),
         (
             "rollout.group_size=1000000",

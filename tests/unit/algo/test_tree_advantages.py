@@ -72,7 +72,7 @@ def test_branches_of_a_dropped_stem_still_share_its_tokens(seed: int) -> None:
     texts = token_names(stems, forks, [12] * 6)
     rewards = [r.choice([0.0, 0.5, 1.0]) for _ in texts]
     left = sorted(r.sample(range(6), 4))
-    tree = {"place": torch.arange(6), "stem": torch.tensor(stems), "fork_at": torch.tensor(forks)}
+    tree = {"index_in_group": torch.arange(6), "stem": torch.tensor(stems), "fork_at": torch.tensor(forks)}
     counted = torch.tensor([row in left for row in range(6)])
     samples = replace(table(rewards, [0] * 6, [12] * 6, **tree), eligible=counted)
     batch = packed([12] * 4)
@@ -86,7 +86,7 @@ def test_branches_of_a_dropped_stem_still_share_its_tokens(seed: int) -> None:
 def test_a_shared_stretch_is_trained_once_by_the_samples_that_are_kept() -> None:
     """Three samples share two tokens; one of them was cut off. Its reward counts, its tokens are not trained."""
     tree = {
-        "place": torch.arange(4),
+        "index_in_group": torch.arange(4),
         "stem": torch.tensor([-1, 0, 0, -1]),
         "fork_at": torch.tensor([0, 2, 2, 0]),
     }

@@ -227,7 +227,7 @@ def test_wrong_types_and_near_names_are_told_in_our_words(override: str, why: st
         ),
         (
             "trainer.total_epochs=3",
-            "trainer.total_epochs: a field of verl; here it is trainer.steps, the train steps of the whole run",
+            "trainer.total_epochs: a field of verl; here it is trainer.epochs",
         ),
         (
             "rollout_batch_size=32",

@@ -39,7 +39,7 @@ def test_memory_is_released_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("cpu")
 def test_a_cpu_engine() -> None:
     argv, env = command(max_total_tokens=999, extra_args=["--log-level", "warning"])
-    assert argv[1:3] == ["-m", "rlsys.engine.server"]
+    assert argv[1:4] == ["-P", "-m", "rlsys.engine.server"]
     assert option(argv, "--port") == "3100"
     assert option(argv, "--device") == "cpu"
     assert option(argv, "--max-total-tokens") == "999"

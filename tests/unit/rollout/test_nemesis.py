@@ -161,7 +161,7 @@ def test_it_sees_a_trainer_that_comes_back(folder: Path, monkeypatch: pytest.Mon
 
 def test_it_sees_a_sample_that_kills_engines_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 8."""
-    monkeypatch.setattr(failure_policy, "DEATHS_CENSORED", 10**6)
+    monkeypatch.setitem(vars(failure_policy.SAMPLES), "deaths", 10**6)
     assert seen(folder, [], "poison", poison=POISON)
 
 
