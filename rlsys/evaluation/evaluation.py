@@ -176,12 +176,19 @@ async def respond(
         await rewards.close()
 
 
-async def evaluate(config: Config, identities: Mapping[str, Identity]) -> EvalResult:
-    """Evaluate the model that these engines serve, by URL, on the held-out prompts and every named set."""
+async def evaluate(
+    config: Config, identities: Mapping[str, Identity], answers: Path | None = None
+) -> EvalResult:
+    """Evaluate the model that these engines serve, by URL, on the held-out prompts and every named set.
+
+    Args:
+        answers: file for the responses to the held-out prompts.
+    """
     tokenizer = Tokenizer.of(config)
     items = eval_items(build_source(config, tokenizer), config.eval.prompts)
     verdicts = await respond(config, tokenizer, identities, items, greedy_turns)
-    write_answers(config.run.dir / ANSWERS_FILE, tokenizer, items, verdicts)
+    if answers is not None:
+        write_answers(answers, tokenizer, items, verdicts)
     result = judge(items, verdicts, len(items))
     async with open_engines(config, identities) as engines:
         router = build_router(config, engines, tokenizer, skip_attestation=True)
@@ -238,7 +245,7 @@ def main() -> None:
         owner, _ = owner_of_process(config.run.dir)
         metrics = MetricsWriter(config.run.dir)
         identities = {url: engine_identity(owner, url) for url in args.engine}
-        result = asyncio.run(evaluate(config, identities))
+        result = asyncio.run(evaluate(config, identities, config.run.dir / ANSWERS_FILE))
         metrics.write("eval", 0, **result.metrics())
         metrics.close()
 

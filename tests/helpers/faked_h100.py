@@ -72,7 +72,7 @@ def resolved(path: Path) -> dict[str, Any]:
     from sglang.srt.server_args import prepare_server_args
 
     try:
-        arguments = prepare_server_args(argv[3:])
+        arguments = prepare_server_args(argv[argv.index("-m") + 2 :])
         arguments.resolve_once()
         settings = arguments.resolved_dict()
     except (Exception, SystemExit) as e:  # noqa: BLE001 - whatever it ends with is the answer
