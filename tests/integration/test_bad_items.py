@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from rlsys.config import load_config
-from rlsys.core.seeds import stable_hash
 from rlsys.core.types import LONGEST_REASON, CensorCause, Sample
-from rlsys.data import Tokenizer, build_source
+from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.samples import SampleQuery
 from rlsys.obs.metrics import read_metrics
@@ -104,6 +103,18 @@ def spoilt(row: dict[str, Any], bad: str) -> dict[str, Any]:
     return {**row, "bad": bad}
 
 
+def source_of(
+    folder: Path, rows: list[dict[str, Any]], held: list[dict[str, Any]]
+) -> tuple[PromptSource, tuple[str, ...]]:
+    """The source of these rows, which are written to files, and its settings."""
+    for name, lines in (("rows", rows), ("held", held)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    params = {"path": f"{folder}/rows.jsonl", "heldout_path": f"{folder}/held.jsonl"}
+    overrides = ("data.source=jsonl", f"data.params={json.dumps(params)}", f"data.reward={OWN}:reward")
+    config = load_config(ROOT / "configs/quickstart.yaml", [f"run.dir={folder}/x", *overrides])
+    return build_source(config, Tokenizer(config.model.path)), overrides
+
+
 def write_rows(folder: Path, bad: list[str]) -> tuple[str, ...]:
     """Rows in such an order that each step meets one of each bad kind, and a good one last. Returns what the config
     has to say of them."""
@@ -115,18 +126,16 @@ def write_rows(folder: Path, bad: list[str]) -> tuple[str, ...]:
         spoilt(next(made), "too long"),
         spoilt(next(made), "half an emoji"),
     ]
-    order = [spoilt(next(made), kind) if kind else next(made) for _ in range(STEPS + 1) for kind in step]
-    places = sorted(range(len(order)), key=lambda i: stable_hash((0, 0), 0, i, bits=64))
+    kinds = step * (STEPS + 1)
+    plain = [next(made) for _ in kinds]
+    order = [spoilt(row, kind) if kind else row for row, kind in zip(plain, kinds, strict=True)]
+    numbered = [{**row, "number": i} for i, row in enumerate(plain)]
+    source = source_of(folder, numbered, held)[0]  # the order depends on the number of rows alone
     rows: list[dict[str, Any]] = [{} for _ in order]
-    for row, place in zip(order, places, strict=True):
-        rows[place] = row
-    for name, lines in (("rows", rows), ("held", held)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    params = {"path": f"{folder}/rows.jsonl", "heldout_path": f"{folder}/held.jsonl"}
-    overrides = ("data.source=jsonl", f"data.params={json.dumps(params)}", f"data.reward={OWN}:reward")
-    config = load_config(ROOT / "configs/quickstart.yaml", [f"run.dir={folder}/x", *overrides])
-    source = build_source(config, Tokenizer(config.model.path))
-    assert [source.train(i).entry.get("bad", "") for i in range(len(order))] == step * (STEPS + 1)
+    for index, row in enumerate(order):
+        rows[source.train(index).entry["number"]] = row
+    source, overrides = source_of(folder, rows, held)
+    assert [source.train(i).entry.get("bad", "") for i in range(len(order))] == kinds
     return overrides
 
 
@@ -148,9 +157,9 @@ def test_a_run_outlives_one_item_of_each_bad_kind_a_step(
     )  # fmt: skip
     assert explained.returncode == 0, explained.stderr
     assert (
-        f"{9 + 1} rows cannot be read" in explained.stdout
-        and "held-out prompts cannot be used" in explained.stdout
-    )
+        f"{STEPS + 1 + 1} rows cannot be read" in explained.stdout
+    )  # those of the steps, and a held-out one
+    assert f"{STEPS + 1 + 1} rows are too long" in explained.stdout
     on_policy = ("rollout.over_provision=1", "rollout.max_staleness=0", "eval.every=4")
     session = Session(run, f"trainer.steps={STEPS}", *on_policy, *overrides)
     try:
