@@ -6,11 +6,11 @@ from tests.gate import names
 
 RECORDED = {
     "rlsys": 14,
-    "rlsys/agents": 159,
+    "rlsys/agents": 157,
     "rlsys/algo": 2,
     "rlsys/config": 1,
     "rlsys/convert": 154,
-    "rlsys/data": 200,
+    "rlsys/data": 197,
     "rlsys/engine": 156,
     "rlsys/engine_requests": 21,
     "rlsys/environments": 98,
