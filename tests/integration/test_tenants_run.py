@@ -266,5 +266,7 @@ def test_the_client_is_told_what_is_not_served(server: Server) -> None:
         path = alice("save", model="m", name="mine")
         assert "not found" in bob.fails("load", model="theirs", path=path, optimizer=False)
         alice("sampler_of", sampler="base", base_model=MODEL)
-        assert "token id 1000 is outside" in alice.fails("sample", sampler="base", prompt=[1000], max_tokens=1)
+        assert "token id 1000 is outside" in alice.fails(
+            "sample", sampler="base", prompt=[1000], max_tokens=1
+        )
         assert len(alice("sample", sampler="base", prompt=PROMPT, n=3, max_tokens=4)) == 3, "it still serves"
