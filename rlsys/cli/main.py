@@ -202,8 +202,8 @@ def resume_point(run: Path) -> str:
     if checkpoint >= last_step:
         return f"after train step {last_step}, which is saved"
     newest = f"the newest checkpoint is of step {checkpoint}" if checkpoint else "no checkpoint exists"
-    repeated = f"{checkpoint + 1} to {last_step}" if last_step > checkpoint + 1 else str(last_step)
-    return f"after train step {last_step}; {newest}, so train step {repeated} will be repeated"
+    repeated = f"steps {checkpoint + 1} to {last_step}" if last_step > checkpoint + 1 else f"step {last_step}"
+    return f"after train step {last_step}; {newest}, so train {repeated} will be repeated"
 
 
 def request_requeue(config: Config, run: Path, backend: Backend, display: Display) -> None:

@@ -18,6 +18,7 @@ from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hash_shares import hash_shares
 from rlsys.core.errors import RlsysError
+from rlsys.obs.role import end_with_parent
 from rlsys.rehearse import world
 from rlsys.rehearse.figures import HOST, Figures
 from rlsys.rehearse.kinds import Request, micro_batches, node_of, stage_of
@@ -102,6 +103,7 @@ def move_to_host(kinds: dict[str, int], share: float) -> None:
 
 
 def main() -> None:
+    end_with_parent()  # an interrupted `rlsys rehearse` leaves no rank behind
     warnings.filterwarnings("ignore")
     raw = json.load(sys.stdin)
     try:
