@@ -196,8 +196,13 @@ def supervise(
 
 
 def resume_point(run: Path) -> str:
-    """Describe the last train step of a stopped run, and the checkpoint from which it continues."""
+    """Describe the last train step of a stopped run, and the checkpoint from which it continues.
+
+    Empty if no train step is done, as in an evaluation.
+    """
     last_step = read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
+    if not last_step:
+        return ""
     checkpoint = newest_checkpoint_step(run)
     if checkpoint >= last_step:
         return f"after train step {last_step}, which is saved"

@@ -178,3 +178,29 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="0"):
         main.main(["--version"])
     assert capsys.readouterr().out == f"rlsys {metadata.version('rlsys')}\n"
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoints", "expected"),
+    [
+        (0, [], ""),
+        (1, [], "after train step 1; no checkpoint exists, so train step 1 will be repeated"),
+        (
+            12,
+            [5, 10],
+            "after train step 12; the newest checkpoint is of step 10, so train steps 11 to 12 will be repeated",
+        ),
+        (10, [10], "after train step 10, which is saved"),
+    ],
+)
+def test_a_stop_names_the_steps_that_will_be_repeated(
+    steps: int, checkpoints: list[int], expected: str, tmp_path: Path
+) -> None:
+    lines = [{"kind": "step", "step": step, "time": float(step)} for step in range(1, steps + 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in checkpoints:
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    (tmp_path / "checkpoints" / "step-000099.partial").mkdir(parents=True)
+    assert main.resume_point(tmp_path) == expected
