@@ -34,11 +34,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
-SAME = 3e-6
+SAME = 1e-6
 """Relative, of loss, gradient norm and metric. The stub takes the kernels and the order of sums that ours take, so
-that what is left is a few roundings (seen: 5e-8 from equal weights, 1.6e-6 in later steps). A stub that rounds
+that what is left is a few roundings (seen: 5e-8 from equal weights, 7e-7 in later steps). A stub that rounds
 otherwise does not stay within it: Adam's first steps have the size of the learning rate whatever the gradient's is,
 and amplify what the first step only shows."""
+
+SAME_OF = {"Qwen2ForCausalLM": 3e-6}
+"""Wider bounds of families; Qwen2's gradient norm of a later step differs by 1.6e-6, in each run on one machine."""
 
 
 def close(a: Any, b: Any) -> bool:
@@ -49,7 +52,7 @@ def close(a: Any, b: Any) -> bool:
 def test_a_familys_steps_are_those_of_the_local_layers(seen: dict[str, Any], family: str) -> None:
     plain, stub = (seen[which]["trained"][family] for which in ("plain", "stub"))
     for mine, theirs in zip(stub["steps"], plain["steps"], strict=True):
-        assert mine == pytest.approx(theirs, rel=SAME)
+        assert mine == pytest.approx(theirs, rel=SAME_OF.get(family, SAME))
     for name in ("before", "after"):
         assert close(stub[name], plain[name])
 
