@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WATCH = """
 import sys
-if sys.orig_argv[1:3] == ["-m", "rlsys.train"]:
+if "rlsys.train" in sys.orig_argv:
     import json, os, threading
     walk, seen, on, main = [], set(), False, threading.get_ident()
     ROOT = os.environ["STEP_PATH_ROOT"]

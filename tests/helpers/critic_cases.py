@@ -16,6 +16,8 @@ from rlsys.trainer.trainer import Trainer
 from tests.helpers import signal_cases
 
 WARM_UP = 1
+OF_LAYOUT = ("padding_share", "shared_share")
+"""Metrics of how a layout packs its samples: ranks pad and share prefixes within their own micro-batches."""
 
 
 def start(run: Path, *overrides: str) -> tuple[Trainer, Critic, Objective]:
@@ -35,7 +37,7 @@ def step(trainer: Trainer, objective: Objective, number: int) -> dict[str, Any]:
     """Metrics of one train step on the recorded batch."""
     taken = signal_cases.single_rewards(signal_cases.stale(signal_cases.recorded()))
     metrics = train_step(trainer, objective, replace(taken, train_step=number))
-    return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k != "padding_share"}
+    return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k not in OF_LAYOUT}
 
 
 def save(trainer: Trainer, objective: Objective, number: int) -> None:
