@@ -41,7 +41,7 @@ from rlsys.router.engine_checksums import ChecksumVerifier
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.gathered_push import GatheredPush
 
-METHODS = ("tensor", "broadcast", "disk", "disk_delta")
+METHODS = ("auto", "broadcast", "disk", "disk_delta")
 GB = 1e9
 
 
@@ -164,7 +164,7 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
         "seconds_per_gb": per_gb, "first_push_seconds": first, "bytes_sent": sent,
         "summary": {
             **{f"{m}_ratio_to_copy": median[m] / median["copy"] for m in METHODS},
-            "tensor_ratio_to_floor": median["tensor"] / (2 * median["copy"]),
+            "auto_ratio_to_floor": median["auto"] / (2 * median["copy"]),
             "broadcast_ratio_to_floor": median["broadcast"] / (median["loopback"] + median["copy"]),
             "hashes_ratio_to_hashlib": median["hashes"] / median["hashlib"],
         },
@@ -182,7 +182,7 @@ async def main_async(args: argparse.Namespace) -> dict[str, Any]:
             num_hidden_layers=layers, vocab_size=1024, head_dim=64,
         )  # fmt: skip
         say("starting the engine")
-        with running_engine(config_for("tensor", model, folder / "run"), folder) as url:
+        with running_engine(config_for("auto", model, folder / "run"), folder) as url:
             async with make_session() as session:
                 return await bench(EngineClient(url, session), model, folder, args.repeats)
 

@@ -29,7 +29,7 @@ from rlsys.core.identity import config_path, engine_identity, write_config
 from rlsys.core.interfaces import is_loopback
 from rlsys.core.owner import Owner, current_owner
 from rlsys.obs import coordinator
-from rlsys.planner.layout import on_cuda
+from rlsys.planner.layout import lay_out, on_cuda, push_plan
 
 POLL_SECONDS = 0.5
 LOST_RUN_SECONDS = 60.0
@@ -109,10 +109,11 @@ def check(config: Config, host: str, pool: str | None, *, local: bool) -> None:
             f"attested; expected one of {', '.join(map(str, tps))}, or --pool NAME for the size of a pool"
         )
     method, relayed = config.weights.method, config.engine.chain_of(pool) is not None
-    if not relayed and method == "tensor" and (on_cuda(config) or not local):
+    by_memory = method == "auto" and not on_cuda(config) and not push_plan(config, lay_out(config)).group
+    if not relayed and not local and by_memory:
         raise UserError(
-            "weights.method = tensor needs memory shared with the trainer, which a joining engine does not have; the "
-            "run needs weights.method=broadcast, sharded or disk"
+            "all engines of the run open memory of its machine (weights.method = auto), which an engine on another "
+            "machine cannot; the run needs weights.method=broadcast or disk"
         )
     if not local and host in ("127.0.0.1", "localhost", "0.0.0.0"):
         raise UserError(

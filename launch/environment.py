@@ -84,7 +84,9 @@ def _shares_memory(config: Config, kind: Kind) -> bool:
 
     Neither works with expandable segments. Ranks of an engine share memory for their all-reduce.
     """
-    return kind == "engine" or (kind == "trainer" and config.weights.method in ("tensor", "adapter"))
+    method = config.weights.method
+    near = config.launch.placement == "colocated" and method in ("auto", "broadcast")
+    return kind == "engine" or (kind == "trainer" and (near or method == "adapter"))
 
 
 def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = None) -> dict[str, str]:

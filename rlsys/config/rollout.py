@@ -145,7 +145,7 @@ class PoolConfig(Section):
     relay: bool = False
     """Send weights to the first engine only, which passes them on to the next, and so on. For engines behind a slow
     link: it is crossed once, by what has changed, compressed. The trainer's first rank and each of these engines then
-    keep a copy of the model in host memory. Needs weights.method = tensor or broadcast, which are for all others."""
+    keep a copy of the model in host memory. Needs weights.method = auto or broadcast, which are for all others."""
 
 
 OWN_ARGS = (
@@ -351,9 +351,10 @@ class RouterConfig(Section):
 
 
 class WeightsConfig(Section):
-    method: Literal["tensor", "broadcast", "sharded", "disk", "disk_delta", "adapter"] = "tensor"
-    """How weights travel. tensor: buckets that each engine takes from a trainer rank of its machine.
-    broadcast: buckets through a process group, to any machine. sharded: from the trainer ranks that own the
+    method: Literal["auto", "broadcast", "sharded", "disk", "disk_delta", "adapter"] = "auto"
+    """How weights travel. auto: in buckets; an engine opens the memory of trainer ranks on its GPUs (without GPUs, on
+    its machine), and all others get them through a process group. broadcast: the same, on CPU hosts through a process
+    group to every engine. sharded: from the trainer ranks that own the
     tensors, all at once, so that none gathers or sends the whole model; for engines on GPUs of their own. disk: a
     safetensors folder that all share. disk_delta: the same, changed tensors only. adapter:
     the adapters of trainer.lora alone, on one machine; engines keep model.path and compute with both."""
@@ -373,7 +374,9 @@ class WeightsConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_deleted(cls, values: Any) -> Any:
-        """Folders of older runs have deleted options that were not set."""
-        if isinstance(values, dict) and values.get("uncompared", 0) is None:
-            return {name: value for name, value in values.items() if name != "uncompared"}
-        return values
+        """Read run folders of earlier versions: deleted options that were not set, and `tensor`, a case of auto."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("uncompared", 0) is None:
+            values = {name: value for name, value in values.items() if name != "uncompared"}
+        return values | {"method": "auto"} if values.get("method") == "tensor" else values

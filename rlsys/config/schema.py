@@ -201,9 +201,9 @@ class Config(Section):
         """Check that the layout supports a chain of engines that relays weights."""
         if not self.engine.chains:
             return self
-        if self.weights.method not in ("tensor", "broadcast"):
+        if self.weights.method not in ("auto", "broadcast"):
             conflict = (
-                f"with weights.method = {self.weights.method}; use tensor or broadcast for the other engines"
+                f"with weights.method = {self.weights.method}; use auto or broadcast for the other engines"
             )
         elif self.launch.placement == "colocated":
             conflict = (
@@ -380,7 +380,7 @@ class Config(Section):
         if self.engine.return_routes:
             return "experts of tokens that drafts gave were never compared, engine.return_routes = true; use false"
         if self.weights.method == "adapter":
-            return "engines do not draft with adapters, weights.method = adapter; use tensor"
+            return "engines do not draft with adapters, weights.method = adapter; use auto"
         if self.router.interruption != "abort":
             return f"only aborts were tried, router.interruption = {self.router.interruption}; use abort"
         return ""

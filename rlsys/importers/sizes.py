@@ -103,8 +103,6 @@ def set_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None
         set_field("launch.placement", "disaggregated", "placement")
     else:
         set_field("launch.release_memory", True, "placement")
-    if nodes > 1 or s.engine_gpus is not None:
-        set_field("weights.method", "broadcast", "nodes", "gpus", *of_engines)
     draft.consumed.update(n for setting_names in names.values() for n in setting_names)
 
 

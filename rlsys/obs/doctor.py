@@ -133,9 +133,9 @@ def _nvcc() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Check /dev/shm, which transports weights if weights.method is tensor."""
+    """Check /dev/shm, which transports weights to engines of this machine."""
     if not os.path.isdir("/dev/shm"):
-        return Finding("shared memory", "no /dev/shm", "use weights.method=disk")
+        return Finding("shared memory", "no /dev/shm", "use weights.method=broadcast")
     free = shutil.disk_usage("/dev/shm").free / 1e9
     return Finding("shared memory", f"{free:.1f} GB free in /dev/shm", "used for weight buckets")
 

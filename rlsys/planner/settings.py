@@ -86,7 +86,6 @@ def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, dict[str, 
             "launch": {**launch, "placement": "colocated"},
             "parallel": {"dp": gpus // of_model},
             "engine": {"count": gpus // tp},
-            "weights": {"method": "tensor"},
         },
     )
     least = math.lcm(of_model, p.pp * p.ep * p.expert_tp)
@@ -99,7 +98,6 @@ def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, dict[str, 
                 "launch": {**launch, "placement": "disaggregated", "release_memory": False},
                 "parallel": {"dp": trained_on // of_model},
                 "engine": {"count": count},
-                "weights": {"method": "broadcast"},
             },
         )
 

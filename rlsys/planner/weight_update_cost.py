@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.planner.layout import on_cuda
+from rlsys.planner.layout import lay_out, on_cuda, push_plan
 from rlsys.weights.shard_plan import SendersPlan, plan_senders
 
 GB = 1e9
-RATES = {"tensor": 20.0, "broadcast": 10.0, "sharded": 10.0, "disk": 1.0, "disk_delta": 1.0, "adapter": 20.0}
+RATES = {"memory": 20.0, "broadcast": 10.0, "sharded": 10.0, "disk": 1.0, "disk_delta": 1.0, "adapter": 20.0}
 """Assumed GB/s of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
 HASH_RATES = {True: 1000.0, False: 1.0}
 """Assumed GB/s of hashing. With CUDA, by rlsys/ops/tensor_digest.py: its 28 integer instructions per word allow
@@ -24,7 +24,7 @@ def sender_plan(config: Config, hf: HFConfig) -> SendersPlan:
 
 def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, str]]:
     """Describe a weight update, for `explain`. `size`: bytes of the model as it is sent."""
-    method = config.weights.method
+    method = _slowest_transport(config)
     of_link = " a link" if method == "sharded" else ""
     takes = f"{short(size / GB / rate(config), 2)} s at {RATES[method]:g} GB/s{of_link}"
     facts = [("a weight push", f"{_gb(size)} GB to each engine, about {takes} ({method})")]
@@ -60,7 +60,14 @@ def hashing(config: Config, size: float) -> tuple[float, float]:
 def rate(config: Config) -> float:
     """Return the GB/s to one engine; with a sharded push, over the links of all of its ranks."""
     links = min(config.engine.tps) if config.weights.method == "sharded" else 1
-    return RATES[config.weights.method] * links
+    return RATES[_slowest_transport(config)] * links
+
+
+def _slowest_transport(config: Config) -> str:
+    """Return weights.method; for auto, whether all engines open memory or some need a process group."""
+    if config.weights.method != "auto":
+        return config.weights.method
+    return "memory" if len(push_plan(config, lay_out(config)).memory) == config.engine.count else "broadcast"
 
 
 def push_rounds(config: Config) -> int:

@@ -2,7 +2,7 @@
 
 The ranks that the plan names send (rlsys.weights.push_plan); rank 0 writes folders.
 
-tensor, broadcast   flattened buckets, see rlsys.weights.transports; one is sent while the next is gathered
+auto, broadcast     flattened buckets, see rlsys.weights.transports; one is sent while the next is gathered
                     (engines of pools with `relay` get the same buckets through rlsys.weights.relay_push)
 disk                a safetensors folder on a path that trainer and engines share: `update_weights_from_disk`
 disk_delta          the same with only the tensors that have changed since the last push (frozen layers, an adapter);

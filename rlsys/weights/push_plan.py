@@ -84,8 +84,8 @@ def plan_push(
 ) -> PushPlan:
     """Choose the transport of each engine.
 
-    `tensor` uses memory only; `broadcast` memory between ranks of one GPU, else a group; `sharded` groups
-    only, one for each sender (rlsys.weights.shard_plan).
+    `auto` uses memory between ranks of one GPU (without GPUs, of one machine), else a group; `broadcast` the same,
+    but without GPUs groups only; `sharded` groups only, one for each sender (rlsys.weights.shard_plan).
 
     Args:
         trainer: location of each trainer rank.
@@ -95,33 +95,31 @@ def plan_push(
         chains: engines that are reached by relay, whatever the method for all others is.
 
     Raises:
-        UserError: an engine is unreachable by this method, or a group would contain two ranks of one GPU.
+        UserError: a group would contain two ranks of one GPU, or an engine in a chain is on several machines.
     """
     if method == "sharded":
         if gpus:
             _refuse_shared(trainer, engines)
         return PushPlan({}, group=True)
-    if method not in ("tensor", "broadcast"):
+    if method not in ("auto", "broadcast"):
         return PushPlan({}, group=False)
     relayed = {index for chain in chains for index in chain}
     for index in relayed:
         _refuse_spread(index, engines[index])
-    shared = _same_gpu(trainer, engines) if gpus else _same_host(trainer, engines)
+    if gpus:
+        shared = _same_gpu(trainer, engines)
+    else:
+        shared = _same_host(trainer, engines) if method == "auto" else {}
     shared = {index: ranks for index, ranks in shared.items() if index not in relayed}
-    if method == "tensor":
-        for index in range(len(engines)):
-            if index not in shared and index not in relayed:
-                _refuse_memory(index, trainer, engines[index], gpus)
-        return PushPlan(shared, group=False, chains=chains)
-    if not gpus:
-        shared = {}
     members = [
         location
         for index, locations in enumerate(engines)
         if index not in shared and index not in relayed
         for location in locations
     ]
-    return PushPlan(shared, group=True, sender=_sender(trainer, members) if gpus else 0, chains=chains)
+    # Without GPUs, an engine that joins opens the memory of rank 0 if all others open memory.
+    group = gpus or method == "broadcast" or bool(members)
+    return PushPlan(shared, group=group, sender=_sender(trainer, members) if gpus else 0, chains=chains)
 
 
 def check_group(members: Sequence[DeviceLocation]) -> None:
@@ -170,9 +168,9 @@ def _sender(trainer: Sequence[DeviceLocation], members: Sequence[DeviceLocation]
         if location not in members:
             return rank
     raise UserError(
-        f"weights.method = broadcast: each trainer rank, first on {trainer[0]}, shares its GPU with an engine that "
-        "also uses other GPUs, and an NCCL group cannot contain two ranks of one GPU. Place each engine either on "
-        "the trainer's GPUs only or on other GPUs only, or use weights.method=disk"
+        f"each trainer rank, first on {trainer[0]}, shares its GPU with an engine that also uses other GPUs, and an "
+        "NCCL group that sends weights cannot contain two ranks of one GPU. Place each engine either on the "
+        "trainer's GPUs only or on other GPUs only, or use weights.method=disk"
     )
 
 
@@ -181,7 +179,7 @@ def _refuse_spread(index: int, locations: Sequence[DeviceLocation]) -> None:
     if len(nodes := {location.node for location in locations}) > 1:
         raise UserError(
             f"engine.pools: relay = true requires each engine to be on one machine, but engine-{index} is on "
-            f"{len(nodes)}; use a smaller tp, or weights.method=broadcast without relay"
+            f"{len(nodes)}; use a smaller tp, or no relay"
         )
 
 
@@ -194,22 +192,5 @@ def _refuse_shared(trainer: Sequence[DeviceLocation], engines: Sequence[Sequence
         ):
             raise UserError(
                 f"weights.method = sharded: the trainer and engine-{index} both use {shared_location}, and an NCCL "
-                "group cannot contain two ranks of one GPU; use weights.method=broadcast"
+                "group cannot contain two ranks of one GPU; use weights.method=auto"
             )
-
-
-def _refuse_memory(
-    index: int, trainer: Sequence[DeviceLocation], locations: Sequence[DeviceLocation], gpus: bool
-) -> None:
-    nodes = {candidate.node for candidate in trainer}
-    location = next(
-        candidate
-        for candidate in locations
-        if (candidate not in trainer if gpus else candidate.node not in nodes)
-    )
-    medium = "a GPU that trainer and engine share" if gpus else "a machine that trainer and engine share"
-    host = str(location) if gpus else f"node {location.node}"
-    raise UserError(
-        f"weights.method = tensor needs {medium}, but engine-{index} is on {host}, which has no trainer rank; "
-        "use weights.method=broadcast, or disk"
-    )

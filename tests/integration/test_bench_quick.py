@@ -40,8 +40,8 @@ def test_trainer() -> None:
 
 @pytest.mark.slow
 def test_weight_sync() -> None:
-    to_copy = {f"{m}_ratio_to_copy" for m in ("tensor", "broadcast", "disk", "disk_delta")}
-    to_floor = {"tensor_ratio_to_floor", "broadcast_ratio_to_floor", "hashes_ratio_to_hashlib"}
+    to_copy = {f"{m}_ratio_to_copy" for m in ("auto", "broadcast", "disk", "disk_delta")}
+    to_floor = {"auto_ratio_to_floor", "broadcast_ratio_to_floor", "hashes_ratio_to_hashlib"}
     assert summary("weight_sync").keys() == to_copy | to_floor
 
 

@@ -138,7 +138,7 @@ async def test_a_full_engine_interrupted_gives_back_every_token(engine_config: C
         assert stats["lost"] == 0
 
 
-@pytest.mark.parametrize("method", ["tensor", "broadcast", "disk", "disk_delta"])
+@pytest.mark.parametrize("method", ["auto", "broadcast", "disk", "disk_delta"])
 async def test_a_push_is_exact(method: str, engine_config: Config, engine: str, tmp_path: Path) -> None:
     weights = engine_config.weights.model_copy(update={"method": method})
     run = engine_config.run.model_copy(update={"dir": tmp_path})

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize(
     "method",
-    ["tensor", pytest.param("broadcast", marks=pytest.mark.slow)],  # it waits a minute for an engine to join
+    ["auto", pytest.param("broadcast", marks=pytest.mark.slow)],  # it waits a minute for an engine to join
 )
 async def test_a_second_trainer_with_an_old_ticket_is_refused(
     engine: str, engine_config: Config, method: str

@@ -70,7 +70,7 @@ MOMENTS: dict[str, Callable[[Path], int]] = {
 """A moment is when such a count has grown."""
 
 PARTS = 14
-TRANSPORTS = ("tensor", "broadcast", "disk")
+TRANSPORTS = ("auto", "broadcast", "disk")
 KILLS = [(victim, moment) for victim in VICTIMS for moment in MOMENTS]
 random.Random(0).shuffle(KILLS)
 

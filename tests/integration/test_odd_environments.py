@@ -40,7 +40,7 @@ CASES = {
     "proxies": Case("`http_proxy`, `https_proxy` and `all_proxy` name a dead port", env=PROXIES),
     "shared memory": Case(
         "`/dev/shm` of 64 MB", "mount -t tmpfs -o size=64m tmpfs /dev/shm", own=("--mount",),
-        words=("weights.method=tensor",),
+        words=("weights.method=auto",),
     ),
     "descriptors": Case(
         "256 file descriptors (hard limit)", "ulimit -n 256", line=r"256 .*descriptors|descriptors.* 256"

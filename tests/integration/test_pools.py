@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 SEED = 40
 
 
-@pytest.mark.parametrize("method", ["tensor", "broadcast", "disk"])
+@pytest.mark.parametrize("method", ["auto", "broadcast", "disk"])
 async def test_engines_of_one_and_of_two_ranks_take_the_same_push(
     engine_config: Config, tmp_path: Path, method: str
 ) -> None:

@@ -144,7 +144,7 @@ def test_a_push_reaches_every_rank_of_an_engine(engine_config: Config, tmp_path:
     config = merged(engine_config, changed)
 
     async def all_methods(url: str) -> None:
-        for i, method in enumerate(("tensor", "broadcast", "disk", "disk_delta")):
+        for i, method in enumerate(("auto", "broadcast", "disk", "disk_delta")):
             of_method = {"weights": {"method": method}, "run": {"dir": tmp_path / method}}
             async with stack(merged(config, of_method), url) as s:
                 _, metrics = await s.push(WIDE[i % 2])

@@ -109,7 +109,7 @@ class Run:
         return any(self.made[url] > before[url] for url in self.made if url not in urls)
 
 
-@pytest.mark.parametrize("method", ["tensor", "broadcast"])
+@pytest.mark.parametrize("method", ["auto", "broadcast"])
 async def test_one_engine_generates_while_the_other_takes_weights(
     engine_config: Config, tmp_path: Path, method: str
 ) -> None:

@@ -20,7 +20,7 @@ MODEL = "model.path=configs/models/quickstart-moe"
 TINY = (*SMALL, "trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4")
 
 
-@pytest.mark.parametrize("method", ["tensor", "broadcast"])
+@pytest.mark.parametrize("method", ["auto", "broadcast"])
 def test_every_socket_of_a_run_is_loopback_and_in_the_table(method: str, tmp_path: Path) -> None:
     """Two trainer ranks, so that process groups have peers."""
     words = (f"run.dir={tmp_path / 'run'}", f"weights.method={method}", "parallel.ep=2", *TINY)
@@ -36,7 +36,7 @@ def test_neither_a_long_tmpdir_nor_a_host_name_without_address_ends_a_run(tmp_pa
     their own machine by its name, for 300 s at a time."""
     long = tmp_path / ("d" * 120)
     long.mkdir()
-    words = (f"run.dir={tmp_path / 'run'}", "weights.method=tensor", *TINY)
+    words = (f"run.dir={tmp_path / 'run'}", "weights.method=auto", *TINY)
     nameless = (
         ("unshare", "--uts", "sh", "-c", 'hostname nosuchhost; exec "$@"', "sh") if os.geteuid() == 0 else ()
     )

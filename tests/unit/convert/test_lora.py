@@ -91,7 +91,7 @@ def test_an_adapter_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_model_does_not_have_is_refused(family: str, overrides: dict[str, Any], told: str) -> None:
-    method = {"method": overrides.pop("weights", "tensor")}
+    method = {"method": overrides.pop("weights", "auto")}
     made = Config.model_validate(
         {"model": {"path": "m"}, "trainer": {"lora": {"rank": 4, **overrides}}, "weights": method}
     )

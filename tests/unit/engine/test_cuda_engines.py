@@ -91,9 +91,11 @@ def test_memory_that_is_handed_over_lies_in_no_expandable_segment(
 
 def test_a_trainer_that_hands_nothing_over_keeps_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOCATORS[0], "expandable_segments:True")
-    kept = allocators("trainer", "weights.method=broadcast", path=APART)
+    kept = allocators("trainer", path=APART)
     assert kept == {ALLOCATORS[0]: "expandable_segments:True"}
-    assert "True" not in allocators("engine", "weights.method=broadcast", path=APART)[ALLOCATORS[0]]
+    assert "True" not in allocators("engine", path=APART)[ALLOCATORS[0]]
+    colocated = allocators("trainer", "weights.method=broadcast")
+    assert "True" not in colocated[ALLOCATORS[0]], "engines on the trainer's GPUs open its memory"
 
 
 def test_explain_says_that_expandable_segments_are_left_out(

@@ -25,7 +25,7 @@ def places(*numbers: int, per_node: int = 8) -> list[DeviceLocation]:
 def test_each_engine_rank_gets_its_weights_from_the_trainer_rank_on_its_gpu() -> None:
     trainer = places(*range(16))
     engines = [places(*range(4 * i, 4 * i + 4)) for i in range(4)]
-    for method in ("tensor", "broadcast"):
+    for method in ("auto", "broadcast"):
         plan = plan_push(trainer, engines, method, gpus=True)
         assert plan.memory == {i: tuple(range(4 * i, 4 * i + 4)) for i in range(4)}
     assert plan.owners(2, 4) == (8, 9, 10, 11)
@@ -47,14 +47,6 @@ def test_what_nccl_would_refuse_is_refused_before_the_start() -> None:
         plan_push(places(0), [places(0, 1)], "broadcast", gpus=True)
     with pytest.raises(UserError, match=r"two ranks of one NCCL group on GPU 3 of node 1"):
         check_group([DeviceLocation(1, 3), DeviceLocation(0, 3), DeviceLocation(1, 3)])
-    with pytest.raises(
-        UserError, match=r"tensor needs a GPU that trainer and engine share.* engine-1 is on GPU 1 of node 0"
-    ):
-        plan_push(places(0), [places(0), places(1)], "tensor", gpus=True)
-    with pytest.raises(
-        UserError, match=r"tensor needs a machine that trainer and engine share.* engine-0 is on node 1"
-    ):
-        plan_push([DeviceLocation(0, 0)], [[DeviceLocation(1, 0)]], "tensor", gpus=False)
 
 
 def test_a_sharded_push_goes_by_groups_and_shares_no_gpu() -> None:
@@ -72,7 +64,13 @@ def test_without_gpus_the_ranks_of_a_host_take_turns() -> None:
         [DeviceLocation(1, 0), DeviceLocation(1, 1)],
         [DeviceLocation(0, 2)],
     ]
-    assert plan_push(trainer, engines, "tensor", gpus=False).memory == {0: (0, 1), 1: (2, 2), 2: (0,)}
+    assert plan_push(trainer, engines, "auto", gpus=False) == PushPlan(
+        {0: (0, 1), 1: (2, 2), 2: (0,)}, group=False
+    )
+    spread = [*engines, [DeviceLocation(2, 0)]]
+    assert plan_push(trainer, spread, "auto", gpus=False) == PushPlan(
+        {0: (0, 1), 1: (2, 2), 2: (0,)}, group=True
+    ), "the engine on another machine gets its weights from a process group"
     assert plan_push(trainer, engines, "broadcast", gpus=False) == PushPlan({}, group=True)
     assert plan_push(trainer, engines, "disk", gpus=False) == PushPlan({}, group=False)
 
