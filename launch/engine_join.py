@@ -120,7 +120,7 @@ def check(config: Config, host: str, pool: str | None, *, local: bool) -> None:
             f"--host {host}: the run is on another machine; give an address of this machine that it can reach"
         )
     loopback_only = config.launch.nodes == 1 and is_loopback(config.engine.host)
-    if not relayed and not local and loopback_only and method in ("broadcast", "sharded"):
+    if not relayed and not local and loopback_only and method in ("auto", "broadcast", "sharded"):
         raise UserError(
             f"--host {host}: engine.host = {config.engine.host}, so the run's process groups listen on loopback; "
             "start the run with an address of its machine as engine.host, or with weights.method=disk"

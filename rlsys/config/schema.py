@@ -349,9 +349,7 @@ class Config(Section):
         if self.trainer.lora is None:
             return "expected trainer.lora; without it the whole model changes"
         if self.launch.nodes > 1:
-            return (
-                f"the memory of one machine carries them, launch.nodes = {self.launch.nodes}; use broadcast"
-            )
+            return f"the memory of one machine carries them, launch.nodes = {self.launch.nodes}; use auto"
         if self.router.interruption != "abort":
             interruption = self.router.interruption
             return (
@@ -359,7 +357,7 @@ class Config(Section):
                 "use abort"
             )
         if self.launch.release_memory:
-            return "engines would lose model.path with launch.release_memory = true; use tensor, or false"
+            return "engines would lose model.path with launch.release_memory = true; use auto, or false"
         if self.model.fp8 != "none":
             return (
                 f"engines would need model.path in FP8 from the start, model.fp8 = {self.model.fp8}; use none"

@@ -123,7 +123,7 @@ def test_ranks_that_share_experts_but_nothing_else_are_refused() -> None:
             "weights.method=adapter router.interruption=retract launch.placement=disaggregated",
             "engines keep an adapter that samples in flight use, router.interruption = retract",
         ),
-        ("weights.method=adapter launch.nodes=2 launch.backend=slurm", "launch.nodes = 2; use broadcast"),
+        ("weights.method=adapter launch.nodes=2 launch.backend=slurm", "launch.nodes = 2; use auto"),
     ],
 )
 def test_what_cannot_be_with_adapters_is_one_line(override: str, told: str) -> None:

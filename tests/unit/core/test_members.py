@@ -209,7 +209,13 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("sections", "host", "pool", "local", "error"),
     [
-        ({}, "10.0.0.7", None, False, r"weights.method = tensor needs memory shared with the trainer"),
+        (
+            {},
+            "10.0.0.7",
+            None,
+            False,
+            r"engines of the run open memory .* \(weights.method = auto\), which an engine on another",
+        ),
         (
             {"weights": {"method": "broadcast"}},
             "127.0.0.1",

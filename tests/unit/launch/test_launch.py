@@ -265,13 +265,10 @@ def test_nodes_of_a_trainer_meet_and_an_engine_spans_two() -> None:
     assert "node 1 (n1):\ntrainer-1   [GPU 0,1] " in describe_plan(plan)
 
 
-def test_memory_is_not_shared_between_machines() -> None:
+@pytest.mark.parametrize("method", ["auto", "broadcast", "disk"])
+def test_an_engine_on_another_machine_than_the_trainer_gets_its_weights(method: str) -> None:
     apart = ("launch.nodes=2", "launch.backend=slurm", "launch.placement=disaggregated")
-    with pytest.raises(
-        UserError, match=r"weights\.method = tensor .* engine-0 is on node 1, which has no trainer rank; use"
-    ):
-        planned(*apart)
-    assert planned(*apart, "weights.method=disk").roles[0].node == 1
+    assert planned(*apart, f"weights.method={method}").roles[0].node == 1
 
 
 def test_ports_beyond_the_last_are_refused() -> None:
