@@ -101,8 +101,8 @@ def _split(text: str, variables: Mapping[str, str]) -> list[list[str]]:
 
     def marker(match: re.Match[str]) -> str:
         if match[1] in variables:
-            rest = "" if match[0].startswith("${") else match[0][1 + len(match[1]) :]
-            return variables[match[1]] + _EXPANSION.sub(marker, rest)
+            suffix = "" if match[0].startswith("${") else match[0][1 + len(match[1]) :]
+            return variables[match[1]] + _EXPANSION.sub(marker, suffix)
         return f"@@unset:{match[1]}@@" if match[1] else "@@output:@@"
 
     try:

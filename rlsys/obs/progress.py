@@ -168,7 +168,7 @@ def plain_step(view: RunView) -> str:
         f"{number('tokens_per_s')} tok/s  length p50/p99 {lengths}  "
         f"off-policy {number('off_policy_share', '.0%')}  in flight/parked/ready {counts}  "
         f"{number('time_step', '.1f')} s = {parts}  ETA {format_clock(view.eta_seconds)}"
-        f"{f'  censored: {lost}' if (lost := censored(view.step)) else ''}"
+        f"{f'  censored: {counts_text}' if (counts_text := censored(view.step)) else ''}"
     )
 
 
@@ -295,8 +295,8 @@ def _numbers(view: RunView) -> Table:
     table.add_row("resumed samples", f"{view.resumed_samples:,}", "samples", counts)
     mismatch = f"mean {number('mismatch_mean', '.1e')}   p99.9 {number('mismatch_p999', '.1e')}"
     table.add_row("loss", number("loss", ".4f"), "|logp - mu|", mismatch)
-    if lost := censored(view.step):
-        table.add_row("censored", lost)
+    if counts_text := censored(view.step):
+        table.add_row("censored", counts_text)
     return table
 
 

@@ -70,8 +70,8 @@ def _censored(steps: list[dict[str, Any]]) -> dict[str, int]:
     totals, previous = Counter[str](), dict[str, int]()
     for counts in map(censored_by_cause, steps):
         for cause, n in counts.items():
-            before = previous.get(cause, 0)
-            totals[cause] += n - before if n >= before else n
+            previous_count = previous.get(cause, 0)
+            totals[cause] += n - previous_count if n >= previous_count else n
         previous = counts
     return dict(totals)
 
