@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,10 +163,11 @@ def build_client_plan(
     ports: Ports,
     engine_command: EngineCommand,
     module: str,
+    arguments: Sequence[str] = (),
 ) -> LaunchPlan:
-    """Build a plan of engines and one process, `module`, that sends prompts to them."""
+    """Build a plan of engines and one process, `module` with `arguments`, that sends prompts to them."""
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
-    command = module_command(module, "--config", _run_config(config))
+    command = module_command(module, "--config", _run_config(config), *arguments)
     command += [argument for url in urls for argument in ("--engine", url)]
     client_role = Role(module.rpartition(".")[2], "trainer", command)
     return LaunchPlan([*roles, client_role], nodes, config.run.dir, _shared(config))

@@ -105,9 +105,13 @@ class RoleProcess:
                 message, code = parsed
                 if self.exit_code not in (code, _ENDED_BY_OTHER_RANK):
                     break
-                if code == UserError.exit_code:
-                    return UserError(message)
-                return RoleFailed(message, [], self_reported=True)
+                error = (
+                    UserError(message)
+                    if code == UserError.exit_code
+                    else RoleFailed(message, [], self_reported=True)
+                )
+                error.origin = f"{self.role.name}; its log: {self.log}"
+                return error
         return RoleFailed(f"{self.role.name} {event}; its log: {self.log}", lines[-LAST_LINES:])
 
     def _output(self) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from rlsys.config import Config, dump_config, identity_fields, load_run_config
-from rlsys.core.errors import UserError, disk_errors
+from rlsys.core.errors import RlsysError, UserError, disk_errors
 from rlsys.core.owner import Owner, claim
 from rlsys.core.run_files import CONFIG_FILE, EVALUATIONS_FOLDER
 from rlsys.core.sockets import make_folder, remove_folder
@@ -76,11 +76,25 @@ def open_run_dir(config: Config, report: Callable[[str], None]) -> Iterator[RunD
             write_atomically(path / CONFIG_FILE, dump_config(config))
         sockets = make_folder()
         try:
-            yield RunDir(path, fd, resumed, claim(path, sockets))
+            run_dir = RunDir(path, fd, resumed, claim(path, sockets))
+            with _end_logged(run_dir.log("supervisor.log")):
+                yield run_dir
         finally:
             remove_folder(sockets)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _end_logged(log: Path) -> Iterator[None]:
+    """Write the error that ends the run to the supervisor's log, whose last lines `rlsys status` shows."""
+    try:
+        yield
+    except RlsysError as e:
+        text = " ".join(str(e).split()) + (f" ({e.origin})" if e.origin else "")
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as f:
+            f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ended: {text}\n")
+        raise
 
 
 def _lock(fd: int, config: Config, report: Callable[[str], None]) -> None:

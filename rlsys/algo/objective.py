@@ -187,9 +187,10 @@ class Objective:
         return torch.stack([term.acts_on(advantages, rewards) for term in self.losses]).any(0)
 
     def trains(self, parts: Sequence[Batch], reduce: Reduce = single_rank) -> bool:
-        """Whether a token of an update, in all its parts on all ranks, has a gradient. After `finish`.
+        """Whether a token of an update, in all its parts on all ranks, can have a gradient. After `finish`.
 
-        Without one, the optimizer would move the weights by its momentum alone.
+        Without one, the optimizer would move the weights by its momentum alone. Clips and corrections, which the loss
+        applies, may leave none: its sum `effective` is then 0.
         """
         acting = [self._acts_on(part.signal("advantages"), part.signal("rewards")) for part in parts]
         counts = [
@@ -357,6 +358,7 @@ class Objective:
         share, none = batch.signal("weight"), Correction(torch.ones_like(view.anchor), view.keep)
         corrected = {ratio: self._corrected(view, of) for ratio, of in self._correction_anchors.items()}
         total, clipped = logp.new_zeros(()), torch.zeros_like(view.keep)
+        effective, acting = torch.zeros_like(view.keep), (batch.signal("advantages"), batch.signal("rewards"))
         corrections: list[Correction] = []
         figures: Figures = {"tokens": torch.ones_like(view.anchor)}
         for term in self.losses:
@@ -371,7 +373,9 @@ class Objective:
             corrections += [Correction(weight, keep)] if term.policy else []
             scale = share * weight * keep
             total = total + batch.masked(torch.where(scale != 0, loss * scale, torch.zeros_like(loss))).sum()
-            clipped = clipped | (keep & term_figures.pop("clipped", clipped))
+            clips = keep & term_figures.pop("clipped", torch.zeros_like(keep))
+            clipped = clipped | clips
+            effective = effective | ((scale != 0) & ~clips & term.acts_on(*acting))
             figures |= term_figures
         figures["weight"] = corrections[0].weight if corrections else none.weight
         accepted = torch.stack([c.keep for c in corrections]).any(0) if corrections else view.keep
@@ -384,6 +388,7 @@ class Objective:
         sums = {name: torch.where(is_counted, v.detach(), zeros).sum() for name, v in figures.items()}
         rejected, active = view.keep & ~accepted, batch.active
         sums |= {"active": active.sum(), "active_lost": (active & (clipped | rejected)).sum()}
+        sums["effective"] = effective.sum()
         return total, sums | mismatch_sums(logp, batch, clipped, rejected)
 
     def _corrected(self, view: View, name: AnyAnchor) -> Correction:

@@ -95,10 +95,18 @@ def sft(args: argparse.Namespace) -> int:
     config = pin_models(load_config(args.config, args.overrides))
     check_model(config)
     layout = lay_out(config)
+
+    @functools.cache
+    def check_first_step() -> None:
+        from rlsys.cli.preflight import check_answers  # imports torch
+
+        check_answers(config)
+        check_build(config)
+
     supervise(
         config,
         lambda b: build_sft_plan(config, layout, b.nodes, choose_ports(config, layout, b.free_ports)),
-        functools.cache(lambda: check_build(config)),
+        check_first_step,
     )
     print(f"model: {config.run.dir / 'model'}")
     return 0
@@ -133,8 +141,9 @@ def evaluate(args: argparse.Namespace) -> int:
         def plan(backend: Backend) -> LaunchPlan:
             ports = choose_ports(config, layout, backend.free_ports)
             return build_client_plan(
-                config, layout, backend.nodes, ports, engine_command, "rlsys.evaluation.evaluation"
-            )
+                config, layout, backend.nodes, ports, engine_command, "rlsys.evaluation.evaluation",
+                ("--step", str(subject.step)),
+            )  # fmt: skip
 
         supervise(config, plan, use_stderr=args.json)
     entry = read_metrics(config.run.dir).evals[-1]

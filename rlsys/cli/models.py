@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,12 @@ class Subject:
     def name(self) -> str:
         """Name for people."""
         return str(self.model)
+
+    @property
+    def step(self) -> int:
+        """Train step of a checkpoint or an export; 0 for another model."""
+        match = re.fullmatch(r"step-(\d+)", self.model.name)
+        return int(match[1]) if match else 0
 
     @contextmanager
     def serving_config(self) -> Iterator[Config]:

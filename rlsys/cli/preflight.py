@@ -34,9 +34,14 @@ def check_fine_tuning(config: Config) -> list[str]:
     lines = [str(mismatch) for mismatch in mismatches().values()]
     if not config.model.path.exists():
         return [*lines, f"NOT CHECKED: {config.model.path} does not exist: rows and layers"]
-    next(iter(trace_batches(config, Tokenizer.of(config), 0)))
+    check_answers(config)
     trial.check_build(config)
     return lines
+
+
+def check_answers(config: Config) -> None:
+    """Check the rows of the first step of `rlsys sft`. Raises UserError for one that cannot be trained."""
+    next(iter(trace_batches(config, Tokenizer.of(config), 0)))
 
 
 def check_start(config: Config) -> list[str]:

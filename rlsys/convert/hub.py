@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from rlsys.config import Config, load_config
-from rlsys.config.shipped import exists
+from rlsys.config.shipped import exists, find_model
 from rlsys.core.hub import fetch_snapshot, snapshot_name
 from rlsys.core.model_folder import WEIGHT_SUFFIXES
 
@@ -22,7 +22,7 @@ _CONFIG, _MODEL, _TEACHER = "config.yaml", "model.path", "algo.teacher."
 
 
 def find_folder(path: Path, field: str, *, weights: bool = True, commit: str | None = None) -> Path:
-    """`path`, or the snapshot of the hub's model that it names.
+    """`path`, the shipped folder or the snapshot of the hub's model that it names.
 
     A path that exists is never taken for a name.
 
@@ -34,6 +34,7 @@ def find_folder(path: Path, field: str, *, weights: bool = True, commit: str | N
     Raises:
         UserError: The name's model cannot be had.
     """
+    path = find_model(path)
     match = _NAME.fullmatch(str(path))
     if match is None or exists(path):
         return path

@@ -19,6 +19,8 @@ class RlsysError(Exception):
     """
 
     exit_code = 1
+    origin = ""
+    """The role of a run that reported the error, and its log."""
 
     def __str__(self) -> str:
         line = _BREAK.sub(" ", super().__str__())

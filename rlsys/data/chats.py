@@ -201,9 +201,11 @@ def written(
         own = message["role"] == "assistant"
         text = tokenizer.apply_chat([*prompt, *answer[: i + 1]], generate=not own, tools=tools)
         if not text.startswith(so_far):
+            last = "; or imitate the last turn alone (sft.params: {train: last})" if i else ""
             raise UserError(
                 f"the chat template writes the chat otherwise once turn {len(prompt) + i + 1} is there: what the "
-                "model would have written cannot be told; give the answer as a text, or imitate the last turn alone"
+                f"model would have written cannot be told, because it does not begin with {so_far[-30:]!r} any more; "
+                f"give the turns before as prompt, and as completion the text that the model writes after them{last}"
             )
         piece = tokenizer.encode(text[len(so_far) :])
         ends = [k + 1 for k, token in enumerate(piece) if token in stop_ids]

@@ -40,6 +40,7 @@ KINDS = {
     "too_long": "rows are too long, and are left out",
     "unreadable": "rows cannot be read, and are left out",
     "unanswered": "rows have no right answer",
+    "empty_answer": "rows have an empty right answer",
 }
 
 
@@ -83,6 +84,8 @@ def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Lim
                 continue
             if "answer" not in prompt.entry:
                 counts.add("unanswered", prompt.location)
+            elif not str(prompt.entry["answer"]).strip():
+                counts.add("empty_answer", prompt.location)
             try:
                 limits.check_prompt(prompt.ids)
             except RefusedPrompt as e:

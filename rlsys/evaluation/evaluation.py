@@ -107,7 +107,9 @@ def judge(items: list[EvalItem], verdicts: list[Verdict], prompts: int) -> EvalR
         truncated=sum(s.status is Status.TRUNCATED for s, _ in items),
         weight_version=one_version([s for s, _ in items]),
         same_answer=most_common_fraction([v.answer for v in judged]),
-        constant=most_common_fraction([reference_answer(p) for _, p in items]),
+        constant=most_common_fraction(
+            [reference_answer(p) for (_, p), v in zip(items, verdicts, strict=True) if v.reward is not None]
+        ),
         reward=sum(v.reward for v in judged if v.reward is not None) / len(judged),
         left_out=prompts - len(judged),
     )
@@ -237,6 +239,7 @@ def main() -> None:
     parser.add_argument(
         "--engine", action="append", required=True, metavar="URL", help="address of an SGLang server"
     )
+    parser.add_argument("--step", type=int, default=0, metavar="N", help="train step of the model")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
@@ -246,7 +249,7 @@ def main() -> None:
         metrics = MetricsWriter(config.run.dir)
         identities = {url: engine_identity(owner, url) for url in args.engine}
         result = asyncio.run(evaluate(config, identities, config.run.dir / ANSWERS_FILE))
-        metrics.write("eval", 0, **result.metrics())
+        metrics.write("eval", args.step, **result.metrics())
         metrics.close()
 
     run_role(run)

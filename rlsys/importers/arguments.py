@@ -59,7 +59,7 @@ def read_arguments(
     if path is not None and is_script(text, path):
         run = run_script(path, arguments, variables, gpus)
     else:
-        run = ScriptRun(_split(text))
+        run = ScriptRun(_split(text, variables or {}))
     commands: list[list[str]] = []
     for argv in run.commands:
         if argv[:3] == ["ray", "job", "submit"] and "--" in argv:
@@ -90,8 +90,8 @@ def is_script(text: str, path: Path) -> bool:
     return text.startswith("#!") or path.suffix in (".sh", ".bash", ".slurm", ".sbatch")
 
 
-def _split(text: str) -> list[list[str]]:
-    """Split a command line as a shell does; expansions that are left become markers.
+def _split(text: str, variables: Mapping[str, str]) -> list[list[str]]:
+    """Split a command line as a shell does; expansions other than of `variables` become markers.
 
     Raises:
         UserError: it is no command line.
@@ -100,6 +100,9 @@ def _split(text: str) -> list[list[str]]:
         return [text.strip("\0").split("\0")]
 
     def marker(match: re.Match[str]) -> str:
+        if match[1] in variables:
+            suffix = "" if match[0].startswith("${") else match[0][1 + len(match[1]) :]
+            return variables[match[1]] + _EXPANSION.sub(marker, suffix)
         return f"@@unset:{match[1]}@@" if match[1] else "@@output:@@"
 
     try:

@@ -102,8 +102,10 @@ class ScriptRun:
         if match is None:
             return None
         if match[1].lower() == "unset":
-            kind = "an argument of the script" if match[2].startswith("$") else "a variable"
-            return f"{match[2]}: {kind} that is not set"
+            is_argument = match[2].startswith("$")
+            kind = "an argument of the script" if is_argument else "a variable"
+            option = "--arguments TEXT" if is_argument else f"--env {match[2]}=VALUE"
+            return f"{match[2]}: {kind} that is not set; {option} gives it"
         return f"what `{self.names.get(match[2], 'another program')}` prints is not known"
 
     def source_text(self, text: str) -> str:

@@ -44,6 +44,12 @@ def mismatch_counts(gaps: Iterable[float]) -> list[int]:
     return counts
 
 
+def censored_by_cause(entry: Mapping[str, Any]) -> dict[str, int]:
+    """Return the censored samples of a `step` line by cause, without zeros; since the process started."""
+    prefix = "censored_samples_"
+    return {key.removeprefix(prefix): int(n) for key, n in entry.items() if key.startswith(prefix) and n}
+
+
 def merge_counts(histograms: Iterable[Sequence[int]]) -> list[int]:
     """Sum histograms."""
     total = [0] * (len(MISMATCH_EDGES) - 1)

@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlsys.obs.metrics import censored_by_cause
 from rlsys.obs.symptoms import QUIET, sentence
 
 _RECENT = 10
@@ -137,6 +138,7 @@ class PlainProgress:
             self._line(
                 f"eval at step {entry['step']}: held-out accuracy {entry['accuracy']:.3f} "
                 f"on {entry['prompts']} prompts, mean length {show(entry.get('mean_length'), '.1f')}"
+                f"{left_out(entry.get('left_out'))}"
             )
             for name in set_names(entry):
                 self._line(f"eval at step {entry['step']}: {set_line(name, entry)}")
@@ -166,7 +168,21 @@ def plain_step(view: RunView) -> str:
         f"{number('tokens_per_s')} tok/s  length p50/p99 {lengths}  "
         f"off-policy {number('off_policy_share', '.0%')}  in flight/parked/ready {counts}  "
         f"{number('time_step', '.1f')} s = {parts}  ETA {format_clock(view.eta_seconds)}"
+        f"{f'  censored: {counts_text}' if (counts_text := censored(view.step)) else ''}"
     )
+
+
+def censored(entry: dict[str, Any]) -> str:
+    """Format the censored groups of a `step` line, and their samples by cause; empty without any."""
+    causes = censored_by_cause(entry)
+    groups = int(entry.get("censored") or 0)
+    by_cause = f" ({', '.join(f'{cause} {n:,}' for cause, n in causes.items())} samples)" if causes else ""
+    return f"{groups:,} groups{by_cause}" if groups or causes else ""
+
+
+def left_out(prompts: float | None) -> str:
+    """Format the number of prompts without a response or a verdict; empty without any."""
+    return f", {prompts:g} left out" if prompts else ""
 
 
 def evaluation_lines(entry: dict[str, Any]) -> list[str]:
@@ -174,6 +190,7 @@ def evaluation_lines(entry: dict[str, Any]) -> list[str]:
     lines = [
         f"{entry['model']}: accuracy {entry['accuracy']:.4f} on {entry['prompts']} prompts, "
         f"mean length {entry['mean_length']:.1f} tokens, {entry['truncated']} truncated"
+        f"{left_out(entry.get('left_out'))}"
     ]
     return lines + [set_line(name, entry) for name in set_names(entry)]
 
@@ -194,7 +211,7 @@ def set_line(name: str, entry: dict[str, Any]) -> str:
     return (
         f"{name}: {scores} on {values['prompts']:g} prompts x {values['samples']:g}, mean length "
         f"{values['mean_length']:.1f}, "
-        f"{values['truncated']:g} truncated"
+        f"{values['truncated']:g} truncated{left_out(values.get('left_out'))}"
     )
 
 
@@ -278,6 +295,8 @@ def _numbers(view: RunView) -> Table:
     table.add_row("resumed samples", f"{view.resumed_samples:,}", "samples", counts)
     mismatch = f"mean {number('mismatch_mean', '.1e')}   p99.9 {number('mismatch_p999', '.1e')}"
     table.add_row("loss", number("loss", ".4f"), "|logp - mu|", mismatch)
+    if counts_text := censored(view.step):
+        table.add_row("censored", counts_text)
     return table
 
 

@@ -105,6 +105,8 @@ def summary_table(run_dir: Path, summary: dict[str, Any]) -> Table:
 def _value(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(n)}" for name, n in value.items()) or "0"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

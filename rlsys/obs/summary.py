@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
-from rlsys.obs.metrics import Metrics, merge_counts, mismatch_quantile
+from rlsys.obs.metrics import Metrics, censored_by_cause, merge_counts, mismatch_quantile
 
 
 def summarise(metrics: Metrics) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
         "eval_accuracy_before": evals[0]["accuracy"] if evals else None,
         "eval_accuracy_after": evals[-1]["accuracy"] if len(evals) > 1 else None,
         "eval_prompts": evals[-1].get("prompts") if evals else None,
+        "eval_left_out": evals[-1].get("left_out") if evals else None,
         "loss_first": first.get("loss"),
         "loss_last": last.get("loss"),
         "reward_first": first.get("reward"),
@@ -37,6 +39,7 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
         "staleness_max": max((s["staleness_max"] for s in steps if "staleness_max" in s), default=None),
         "expired_groups": last.get("expired"),
         "censored_groups": last.get("censored"),
+        "censored_samples": _censored(steps) if "censored" in last else None,
         "cache_share": last.get("cache_share"),
         **{f"{part}_seconds": _sum(steps, f"time_{part}") for part in ("rollout", "train", "sync")},
         "warnings": len(metrics.warnings),
@@ -60,6 +63,17 @@ def _mismatch(steps: list[dict[str, Any]]) -> dict[str, float | None]:
         "p999_abs_logprob_diff": mismatch_quantile(counts, 0.999),
         "max_abs_logprob_diff": mismatch_quantile(counts, 1.0),
     }
+
+
+def _censored(steps: list[dict[str, Any]]) -> dict[str, int]:
+    """Sum the censored samples by cause over processes: a count below the previous one begins at 0 again."""
+    totals, previous = Counter[str](), dict[str, int]()
+    for counts in map(censored_by_cause, steps):
+        for cause, n in counts.items():
+            previous_count = previous.get(cause, 0)
+            totals[cause] += n - previous_count if n >= previous_count else n
+        previous = counts
+    return dict(totals)
 
 
 def _sum(entries: list[dict[str, Any]], key: str) -> float | None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlsys.algo.group_rewards import GroupReward, Response
-from rlsys.algo.planners import Decision, Planner, decide, largest_size, start_size
+from rlsys.algo.planners import AddSamples, Decision, Planner, decide, largest_size, start_size
 from rlsys.algo.prompts import PromptChooser, Template
 from rlsys.algo.registry import make_all
 from rlsys.config import Config
@@ -206,8 +206,18 @@ class Planning:
                     planner.receive_guidance(group.group_id, ids)
 
     def decide(self, group: SampleGroup) -> Decision:
-        """Decide about a group whose samples all have their rewards."""
-        return decide(self._planners, group)
+        """Decide about a group whose samples all have their rewards.
+
+        Raises TypeError or ValueError for what is no decision.
+        """
+        decision: object = decide(self._planners, group)
+        if not isinstance(decision, Decision):
+            raise TypeError(f"decide returned {decision!r}, expected Accept, Drop, AddSamples or Hold")
+        if isinstance(decision, AddSamples) and decision.samples > (
+            room := self.largest - len(group.samples)
+        ):
+            raise ValueError(f"AddSamples.samples = {decision.samples}: limit leaves room for {room}")
+        return decision
 
     def waiting(self) -> set[int]:
         """Return the ids of groups that wait for others, to be decided with them."""

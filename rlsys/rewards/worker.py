@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.core.imports import source_location
 from rlsys.core.process_pool import serve
 from rlsys.rewards import make_scores
 from rlsys.rewards.signatures import is_async
+from rlsys.rewards.workers import location_and_row
 
 
 def prepare(message: bytes) -> Callable[[bytes], list[Any]]:
@@ -31,4 +31,4 @@ def prepare(message: bytes) -> Callable[[bytes], list[Any]]:
 
 
 if __name__ == "__main__":
-    serve(prepare, source_location)
+    serve(prepare, location_and_row)

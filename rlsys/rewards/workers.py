@@ -21,6 +21,26 @@ class RewardError(Exception):
     """The reward function raised, its process died, or its service refused: a type and a message."""
 
 
+class Row(dict[str, Any]):
+    """The row of a prompt, for a reward function: the KeyError of a key that it lacks names it, in a note."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt.entry)
+        self._name = prompt.location or f"prompt {prompt.index}"
+
+    def __missing__(self, key: object) -> Any:
+        hint = " (data.keys.answer=KEY selects another key)" if key == "answer" and self else ""
+        error = KeyError(key)
+        error.add_note(f": {self._name} has no {key}; its keys: {', '.join(self) or 'none'}{hint}")
+        raise error
+
+
+def location_and_row(error: BaseException) -> str:
+    """Return the location of the user's code that raised the error, and the row that lacks a key, if one does."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return source_location(error) + "".join(n for n in notes if isinstance(error, KeyError))
+
+
 async def contained(score: Awaitable[Any]) -> Any:
     """What an async reward function gives. Raises RewardError for what is no Exception: a task that ends with
     SystemExit or KeyboardInterrupt ends its event loop."""

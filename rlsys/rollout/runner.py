@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Collection, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from rlsys.algo.planners import Accept, AddSamples, Decision, Hold
@@ -20,7 +21,7 @@ from rlsys.core.imports import source_location
 from rlsys.core.seeds import sample_seed
 from rlsys.core.texts import shorten, valid_text
 from rlsys.core.types import LONGEST_REASON, CensorCause, GroupState, Prompt, Sample, SampleGroup, Status
-from rlsys.generators.censoring import PROMPT_REFUSED, FailedSamples, boundary, prompt_name
+from rlsys.generators.censoring import PROMPT_REFUSED, Censored, FailedSamples, boundary, prompt_name
 from rlsys.ledger.buffer import DEAD, RolloutBuffer
 from rlsys.ledger.commit_scheduler import CommitScheduler
 from rlsys.planning.planning import Planning
@@ -132,12 +133,13 @@ class SampleRunner:
         """End the tasks of these groups after an interrupt, and move them to a state that is never trained."""
         await self.stop(_tasks_of(groups))
         for group in groups:
-            self._prompts.pop(group.group_id, None)
             self._admitted_at.pop(group.group_id, None)
             if group.state is GroupState.ACTIVE:
                 for sample in group.samples:
                     self._spans.end(sample, sample.censor_reason or f"its group is {state.value}")
-                self._planning.close(group, rewarded=False)
+                with boundary(self._group_name(group)):
+                    self._planning.close(group, rewarded=False)
+            self._prompts.pop(group.group_id, None)
             self._buffer.finish(group, state)
         self._save_planning()
         self._pending = deque(p for p in self._pending if p[0].state is GroupState.ACTIVE)
@@ -246,8 +248,10 @@ class SampleRunner:
         self._buffer.replay_log.record_admission(group)
         self._prompts[group.group_id] = prompt
         self._admitted_at[group.group_id] = asyncio.get_running_loop().time()
-        if self._planning.needs_probes(group):
-            self._start_task(_exploring(group), self._explore(group))
+        with boundary(self._group_name(group)) as item:
+            if self._planning.needs_probes(group):
+                self._start_task(_exploring(group), self._explore(group))
+        self._refuse(group, item.censored)
         waiting = [s for s in group.samples if not is_settled(s)]
         self._pending.extend((group, s) for s in waiting)
         if not waiting:  # restarted between its last reward and its decision
@@ -331,9 +335,34 @@ class SampleRunner:
         prompt = self._prompts.get(group.group_id)
         return f"prompt {group.prompt_index}" if prompt is None else prompt_name(prompt)
 
+    def _group_name(self, group: SampleGroup) -> str:
+        """Return the name of the group, for messages."""
+        return f"{self._name(group)}, group {group.group_id}"
+
+    def _refuse(self, group: SampleGroup, censored: Censored | None) -> None:
+        """Censor a group, if there is a reason: the samples that have not started at once, the others with it."""
+        if censored is not None and (prompt := self._prompts.get(group.group_id)) is not None:
+            self._prompts[group.group_id] = replace(
+                prompt, refusal=censored.reason, refusal_cause=censored.cause
+            )
+
+    def _count_failure(self, group: SampleGroup, censored: Censored) -> str:
+        """Count the samples of a group that is censored with all of them. Returns the reason.
+
+        Raises:
+            RunError: too many samples failed with unexpected errors.
+        """
+        self.censored[censored.cause] += len(group.samples)
+        if censored.cause is CensorCause.EXCEPTION:
+            self._failures.add(len(group.samples), group.prompt_index, censored.reason)
+        return censored.reason
+
     async def _explore(self, group: SampleGroup) -> None:
         """Add as many samples to the group as its prompt deserves."""
-        extra_samples = await self._planning.explore(self._prompts[group.group_id], group)
+        extra_samples = 0
+        with boundary(self._group_name(group)) as item:
+            extra_samples = await self._planning.explore(self._prompts[group.group_id], group)
+        self._refuse(group, item.censored)
         if extra_samples:
             self._grow(group, AddSamples(extra_samples))
         else:
@@ -384,7 +413,9 @@ class SampleRunner:
     async def _ask_planners(self, group: SampleGroup) -> str | None:
         """Run the rewards and planners that need the whole group. Returns why it is unusable, if it is."""
         prompt = self._prompts[group.group_id]
-        with boundary(f"{prompt_name(prompt)}, group {group.group_id}") as item:
+        if prompt.refusal:
+            return self._count_failure(group, Censored(prompt.refusal_cause, prompt.refusal))
+        with boundary(self._group_name(group)) as item:
             reason = await self._planning.reward(prompt, group, self._buffer.load)
             if reason is None:
                 await self._planning.score_prompt(group)
@@ -392,19 +423,24 @@ class SampleRunner:
                 await self._planning.guide(prompt, group, self._buffer.load)
             return reason
         assert item.censored is not None
-        if item.censored.cause is CensorCause.EXCEPTION:
-            self._failures.add(len(group.samples), group.prompt_index, item.censored.reason)
-        return item.censored.reason
+        return self._count_failure(group, item.censored)
 
     def _decide(self, group: SampleGroup) -> None:
         """Decide on a group that has its rewards, and on those that waited for it."""
-        self._apply(group, self._planning.decide(group))
+        self._decide_one(group)
         self._decide_released()
 
     def _decide_released(self) -> None:
         while released := self._planning.released():
-            group = self._buffer.groups[released[0]]
-            self._apply(group, self._planning.decide(group))
+            self._decide_one(self._buffer.groups[released[0]])
+
+    def _decide_one(self, group: SampleGroup) -> None:
+        with boundary(self._group_name(group)) as item:
+            decision = self._planning.decide(group)
+        if item.censored is None:
+            self._apply(group, decision)
+        else:
+            self._settle(group, GroupState.CENSORED, self._count_failure(group, item.censored))
 
     def _apply(self, group: SampleGroup, decision: Decision) -> None:
         if isinstance(decision, AddSamples):
@@ -417,8 +453,11 @@ class SampleRunner:
     def _settle(self, group: SampleGroup, state: GroupState, reason: str | None = None) -> None:
         """Apply the final decision on a group. `reason`: why it is censored."""
         name = self._name(group)
+        with boundary(self._group_name(group)) as item:
+            self._planning.close(group, rewarded=reason is None, accepted=state is GroupState.READY)
+        if item.censored is not None and reason is None:
+            state, reason = GroupState.CENSORED, self._count_failure(group, item.censored)
         del self._prompts[group.group_id], self._admitted_at[group.group_id]
-        self._planning.close(group, rewarded=reason is None, accepted=state is GroupState.READY)
         self._buffer.finish(group, state)
         self._save_planning()
         self._commits.flush_soon()

@@ -102,13 +102,14 @@ def learn(
 ) -> dict[str, object]:
     """Run one optimizer update for each list of rows.
 
-    Without lists, all rows have had early backward passes, and one update applies them. A list without a token that
-    has a gradient gets no update. Further `epochs` repeat the same lists in the same order, with the advantages and
-    the scores of the first; only the signal `current` is recomputed. A separate critic is updated first; during its
-    warm-up it alone is updated, and nothing is added.
+    Without lists, all rows have had early backward passes, and one update applies them. A list gets no update if none
+    of its tokens has a gradient, by the advantages or after clips and corrections (`updates_without_gradient`).
+    Further `epochs` repeat the same lists in the same order, with the advantages and the scores of the first; only
+    the signal `current` is recomputed. A separate critic is updated first; during its warm-up it alone is updated,
+    and nothing is added.
 
-    Adds to `sums` and to `records`; returns the last update's metrics. `records` None: an earlier call has updated in
-    this step.
+    Adds to `sums` and to `records`; returns the metrics of the last update that was made. `records` None: an earlier
+    call has updated in this step.
     """
     figures: dict[str, object] = {}
     samples = [s for group in train_batch.groups for s in group.samples]
@@ -122,6 +123,7 @@ def learn(
     share = plan.denominator / max(1, len(updates))
     one_pass = [pair for pair, has in zip(zip(updates, batches, strict=True), trained, strict=True) if has]
     one_pass = one_pass if batches else [([], [])]
+    without_gradient = (len(updates) - len(one_pass)) * epochs if batches else 0
     for i, (rows, batch) in enumerate(one_pass * epochs):
         if i and (
             "current" in objective.requirements.passes or split
@@ -143,6 +145,12 @@ def learn(
 
         lr = rate * factor
         result = trainer.update(batch, loss, lr, denominator=share)
+        for name, value in result.sums.items():
+            sums[name] = sums[name] + value if name in sums else value
+        if result.without_gradient:
+            without_gradient += 1
+            figures |= critic_figures
+            continue
         objective.after_step(
             trainer.named_parameters, loss_metrics(result.sums, objective.requirements.needs)
         )
@@ -153,9 +161,7 @@ def learn(
             "skipped_updates": skipped, "padding_share": result.padding_share,
             "shared_share": result.shared_share, **result.routing, **result.prediction,
         }  # fmt: skip
-        for name, value in result.sums.items():
-            sums[name] = sums[name] + value if name in sums else value
-    return figures
+    return figures | ({"updates_without_gradient": without_gradient} if without_gradient else {})
 
 
 def splits_samples(objective: Objective, samples: Sequence[Sample], rows: Sequence[int]) -> bool:

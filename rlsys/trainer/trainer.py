@@ -63,8 +63,8 @@ class UpdateResult:
     `routing`: metrics of replay and expert load (rlsys.trainer.model.routing), empty for a dense model.
     `padding_share`: padding among the computed tokens. `shared_share`: share of all sequences' tokens that were
     computed for another sequence (rlsys.trainer.prefixes). `skipped`: the gradient was not finite, and the weights
-    are unchanged. `prediction`: metrics of multi-token prediction (rlsys.trainer.model.mtp), empty if it is not
-    trained.
+    are unchanged. `without_gradient`: no token has a gradient, and the weights are unchanged. `prediction`: metrics
+    of multi-token prediction (rlsys.trainer.model.mtp), empty if it is not trained.
     """
 
     loss: float
@@ -73,6 +73,7 @@ class UpdateResult:
     routing: dict[str, float]
     padding_share: float
     skipped: bool = False
+    without_gradient: bool = False
     shared_share: float = 0.0
     prediction: dict[str, float] = field(default_factory=dict)
 
@@ -249,7 +250,7 @@ class Trainer:
         if (
             not trained and not self.passes.has_gradient
         ):  # the optimizer would move the weights by its momentum alone
-            return UpdateResult(0.0, 0.0, {}, {}, 0.0)
+            return UpdateResult(0.0, 0.0, {}, {}, 0.0, without_gradient=True)
         if denominator is None:
             denominator = trained
         divisor = denominator
@@ -277,7 +278,8 @@ class Trainer:
     def apply(self, lr: float, denominator: float, divisor: float) -> UpdateResult:
         """Apply the accumulated gradient divided by `divisor`; the loss is divided by `denominator`.
 
-        If the gradient is not finite, the weights stay as they are.
+        If the gradient is not finite, or the loss function's sum `effective`, of tokens with a gradient, is 0, the
+        weights stay as they are.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -292,15 +294,16 @@ class Trainer:
         self._optimizer.prepare_grads()
         mtp_norm = 0.0 if self._mtp_clipping is None else self._mtp_clipping.norm()
         grad_norm = float(self._optimizer.get_grad_norm())
-        skipped = not math.isfinite(grad_norm + mtp_norm)
-        if skipped:
+        accumulated = self.passes.take_accumulated()
+        without_gradient = not accumulated.sums.get("effective", 1)
+        skipped = not without_gradient and not math.isfinite(grad_norm + mtp_norm)
+        if skipped or without_gradient:
             for bias, previous in zip(self._expert_biases, biases, strict=True):
                 bias.copy_(previous)  # Megatron updates it while it reduces gradients
         else:
             if self._mtp_clipping is not None:
                 self._mtp_clipping.clip(mtp_norm, grad_norm)
             self._optimizer.step()
-        accumulated = self.passes.take_accumulated()
         mean = float(accumulated.sums.pop("loss_sum")) / denominator
         routing, prediction = self._routing.metrics(self._device), take_metrics(accumulated.sums)
         return UpdateResult(
@@ -310,6 +313,7 @@ class Trainer:
             routing,
             accumulated.padding_share,
             skipped,
+            without_gradient,
             accumulated.shared_share,
             prediction,
         )

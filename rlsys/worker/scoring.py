@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlsys.core.imports import source_location
 from rlsys.core.spans import TurnReward
 from rlsys.core.texts import error_text, shorten
 from rlsys.core.types import LONGEST_REASON, CensorCause, Prompt, Response, Sample, Status
 from rlsys.generators.censoring import boundary
 from rlsys.rewards.results import TURNS, NoMark, read_mark
-from rlsys.rewards.workers import RewardError, contained
+from rlsys.rewards.workers import RewardError, Row, contained, location_and_row
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,9 @@ class Scorer:
     async def score(self, prompt: Prompt, sample: Sample) -> Verdict:
         """Score a terminal sample."""
         prompt, response = with_turn_rewards(prompt, sample), self._response(prompt, sample)
+        read = replace(prompt, entry=Row(prompt))
         async with self._semaphore, self._open_reward() as reward_fn:
-            task = asyncio.ensure_future(contained(reward_fn(prompt, response)))
+            task = asyncio.ensure_future(contained(reward_fn(read, response)))
             self.scoring.append(prompt)
             try:
                 # Not wait_for, which waits for the cancelled task: a hung one may never end.
@@ -116,8 +115,8 @@ class Scorer:
                 return Verdict(reason=f"reward {error}")
             is_reward_error = isinstance(error, RewardError)
             text = shorten(error_text(error), LONGEST_REASON // 2)
-            message = text if is_reward_error else f"{type(error).__name__}: {text}{source_location(error)}"
-            return Verdict(reason=f"reward raised {message}{_missing_key_hint(message, prompt)}")
+            message = text if is_reward_error else f"{type(error).__name__}: {text}{location_and_row(error)}"
+            return Verdict(reason=f"reward raised {message}")
         try:
             mark = read_mark(task.result())
         except NoMark as e:
@@ -167,13 +166,3 @@ def set_turn_rewards(sample: Sample, turns: Sequence[float]) -> str | None:
         return f"reward gave {len(turns)} {TURNS}, the response has {count} turns"
     sample.turn_rewards = [TurnReward(reward) for reward in turns]
     return None
-
-
-def _missing_key_hint(message: str, prompt: Prompt) -> str:
-    """Explain a KeyError of the reward function: the record that lacks the key, and its keys."""
-    match = re.match(r"KeyError: '([^']*)'", message)
-    if match is None or match[1] in prompt.entry:
-        return ""
-    source, keys = prompt.location or f"prompt {prompt.index}", ", ".join(prompt.entry) or "none"
-    hint = " (data.keys.answer=KEY selects another key)" if match[1] == "answer" and prompt.entry else ""
-    return f": {source} has no {match[1]}; its keys: {keys}{hint}"

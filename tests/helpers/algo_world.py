@@ -42,7 +42,7 @@ def table(
 def packed(lengths: Sequence[int], mu: Sequence[float] | None = None, **fields: Sequence[float]) -> Batch:
     """Sequences without prompts, mask 1; every field is float64 `[T]`, row i is sequence i."""
     total = sum(lengths)
-    values = {name: torch.tensor(v, dtype=DOUBLE) for name, v in fields.items()}
+    values = {name: torch.tensor(v, dtype=DOUBLE) for name, v in {"rewards": [0.0] * total, **fields}.items()}
     return Batch(
         tokens=torch.zeros(total, dtype=torch.long),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),

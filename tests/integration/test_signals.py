@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rlsys.algo.objective import Objective
 from rlsys.config import Config
+from rlsys.core.arrays import log_probs
 from rlsys.core.types import LogProbRequest
 from rlsys.obs.token_records import read_floats, read_records
 from rlsys.trainer.model.entropy import ROWS, logprob_and_entropy
@@ -382,6 +384,45 @@ def test_every_step_that_went_backward_early_is_one_update(start: Callable[..., 
         found = train_step(again, objective, taken, early)
     for name in ("loss", "grad_norm", "clip_share", "mismatch_mean"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+REJECTED = "algo.corrections=[{name: rejection, kind: k1, level: token, low: -1.0, high: 1.0}]"
+
+
+@pytest.mark.parametrize(
+    ("early", "balance"),
+    [(False, ()), (True, ()), (False, ("trainer.balance_loss=0.1",))],
+    ids=["whole", "early backward", "load balance"],
+)
+def test_a_step_whose_tokens_are_all_rejected_gets_no_update(
+    start: Callable[..., Any], early: bool, balance: tuple[str, ...]
+) -> None:
+    """Neither momentum, nor weight decay, nor the gradient of the load balance moves the weights; a run goes on."""
+    trainer, objective = start("algo.anchor=old", REJECTED, "trainer.weight_decay=0.1", *balance)
+    taken = cases.single_rewards(cases.recorded())
+    lost = replace(
+        taken,
+        groups=[
+            replace(g, samples=[replace(s, mu=log_probs(m - 90 for m in s.mu)) for s in g.samples])
+            for g in taken.groups
+        ],
+    )
+    assert "updates_without_gradient" not in train_step(trainer, objective, taken)
+    before = weights(trainer)
+    passes = EarlyPasses() if early else None
+    if passes is not None:
+        backward_early(trainer, objective, lost, passes)
+    found = train_step(trainer, objective, lost, passes)
+    assert found["updates_without_gradient"] == 1 and found["rejected_share"] == 1
+    assert all(torch.equal(before[name], p) for name, p in trainer.named_parameters())
+    assert found["effective_groups"] > 0 and "lr" not in found
+    trainer.save_checkpoint(2, objective)
+    trainer.finish_checkpoint(wait=True)
+    expected = train_step(trainer, objective, taken)
+    assert expected["grad_norm"] > 0
+    again, fresh = start("algo.anchor=old", REJECTED, "trainer.weight_decay=0.1", *balance)
+    assert again.load_checkpoint(fresh) == 2
+    assert train_step(again, fresh, taken) == expected
 
 
 def test_what_is_written_of_tokens_is_the_same_in_every_layout(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def test_what_eval_measures(tmp_path: Path) -> None:
         assert (config.run.dir, config.model.path, config.eval.prompts) == (subject.folder, model, 3)
     subject.folder.mkdir(parents=True)
     assert find_subject(run / "config.yaml", None, []).folder.name == "model-2"
+    assert [find_subject(run / "config.yaml", None, []).step, find_subject(run, None, []).step] == [0, 2]
     assert find_subject(run, None, []).model == run / "checkpoints" / "step-000002"
     older = run / "checkpoints" / "step-000001"
     assert find_subject(run, older, []).folder == run / "evaluations" / "step-000001-1"

@@ -178,3 +178,24 @@ def test_characters_that_the_model_cannot_read_are_told_before_a_run(
     told = [note for note in check_start(load_config(Path("mine/config.yaml"))) if "no token for" in note]
     assert len(told) == (unread is not None)
     assert all(f"no token for {unread}, so it cannot read" in t and "mine/data.jsonl:" in t for t in told)
+
+
+def test_a_shipped_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "big", "--model", "configs/models/Qwen3-30B-A3B", "--gpus", "8"]) == 0
+    assert load_config(Path("big/config.yaml")).model.path.is_dir()
+
+
+def test_fine_tuning_refuses_a_row_before_the_trainer_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "</think><answer>2</answer>"},
+    ]
+    Path("chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    Path("own.yaml").write_text("base: quickstart\nsft: {traces: chats, params: {path: chats.jsonl}}\n")
+    assert main(["sft", "own.yaml", "run.dir=run"]) == 2
+    assert "chats.jsonl:1: the chat template writes the chat otherwise" in capsys.readouterr().err
+    assert [p.name for p in Path("run/logs").iterdir()] == ["supervisor.log"]

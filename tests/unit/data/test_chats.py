@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlsys.config import Config
+from rlsys.config.shipped import find_model
 from rlsys.core.errors import UserError
 from rlsys.data.quickstart_model import write_model
 from rlsys.data.tokenizer import Tokenizer
@@ -151,6 +152,21 @@ def test_wrong_rows_are_one_line(traces: str, row: Any, message: str, model: Pat
     with pytest.raises(UserError) as e:
         first(model, tmp_path / "a.jsonl", traces, [row])
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_template_that_opens_a_thought_names_it_and_the_remedy(tmp_path: Path) -> None:
+    """The shipped model's: it opens <think> for an answer, and writes none into a chat."""
+    model = find_model(Path("configs/models/quickstart-moe"))
+    answer = "</think><answer>2</answer>"
+    chat = {"messages": [user("1+1="), {"role": "assistant", "content": answer}]}
+    with pytest.raises(
+        UserError, match=r"once turn 2 is there: .*=<assistant><think>' any more; give the turns"
+    ) as e:
+        first(model, tmp_path / "a.jsonl", "chats", [chat])
+    assert "imitate" not in str(e.value)  # it is the last turn
+    as_text = {"prompt": chat["messages"][:1], "completion": answer}
+    (trace,) = first(model, tmp_path / "a.jsonl", "chats", [as_text])
+    assert trained(Tokenizer(model), trace).startswith(answer)
 
 
 def test_a_template_that_rewrites_the_past_is_refused_for_all_turns_but_not_the_last(tmp_path: Path) -> None:

@@ -239,14 +239,17 @@ def test_columns_about_text_are_no_media(tmp_path: Path) -> None:
 
 def test_all_rows_are_counted_that_cannot_be_used(tmp_path: Path) -> None:
     """400 rows: of the training rows, more than are looked at one by one."""
-    kinds: list[dict[str, Any]] = [{"prompt": "1+" * 3000}, {"prompt": "\ud83d"}, {"answer": None}]
+    kinds: list[dict[str, Any]] = [
+        {"prompt": "1+" * 3000}, {"prompt": "\ud83d"}, {"answer": None}, {"answer": " "}
+    ]  # fmt: skip
     path = write(
         tmp_path / "rows.jsonl",
         400,
-        lambda i: {"prompt": f"{i}+1=", **kinds[i % 4]} if i % 4 < 3 and i > 99 else {},
+        lambda i: {"prompt": f"{i}+1=", **kinds[i % 4]} if i > 99 else {},
     )
     notes = " ".join(dry_run(config_of(path)).notes)
     assert "75 rows have no right answer" in notes
+    assert f"75 rows have an empty right answer: {path}:104; " in notes
     assert "75 rows are too long" in notes
     assert "75 rows cannot be read" in notes or "75 rows have half of a character" in notes
 

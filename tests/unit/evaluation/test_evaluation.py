@@ -21,7 +21,9 @@ from rlsys.core.types import Prompt
 from rlsys.data import Tokenizer, build_source
 from rlsys.evaluation import evaluation, tryout
 from rlsys.evaluation.results import EvalResult
+from rlsys.worker.scoring import Verdict
 from tests.helpers.http_engine import HttpEngine
+from tests.helpers.responses import sample_of
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,12 @@ async def test_a_reward_that_fails_is_a_reason_and_no_reward(
     assert "ZeroDivisionError" in first["samples"][0]["reason"]
     with pytest.raises(RunError, match=r"no response could be judged: .*ZeroDivisionError"):
         await evaluation.evaluate(mine, {engine: ANONYMOUS})
+
+
+def test_the_best_constant_answer_is_measured_on_the_prompts_of_the_accuracy() -> None:
+    """Of four prompts, the third was not judged."""
+    items = [(sample_of(), Prompt(i, "", [1], {"answer": a})) for i, a in enumerate(["7", "7", "7", "8"])]
+    verdicts = [Verdict(1.0, right=True), Verdict(0.0), Verdict(reason="it raised"), Verdict(1.0, right=True)]
+    result = evaluation.judge(items, verdicts, 4)
+    assert (result.prompts, result.left_out) == (3, 1)
+    assert result.accuracy == result.constant == pytest.approx(2 / 3)

@@ -68,7 +68,9 @@ def test_a_value_that_the_script_does_not_determine_is_visible(
 ) -> None:
     result = run(tmp_path, text)
     last = result.commands[-1][-1]
-    assert (result.source_text(last), result.explain(last)) == (word, reason)
+    found, _, remedy = (result.explain(last) or "").partition("; ")
+    assert (result.source_text(last), found) == (word, reason)
+    assert remedy.startswith(("--env", "--arguments TEXT gives it")) == ("not set" in reason)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ import pytest
 from launch import supervisor
 from launch.process import RoleFailed
 from launch.ranks import FAILED
+from launch.status import status_lines
 from launch.stops import StoppedBySignal
 from launch.supervisor import Supervisor
-from rlsys.core.errors import RunError, UserError
+from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.owner import Owner
 from rlsys.obs import coordinator
 from tests.helpers.clocks import FalseClock
@@ -245,6 +246,23 @@ def test_a_roles_own_error_line_is_the_error(stage: Stage) -> None:
     body = "print('noise'); print('rlsys: error: model.layers.0 is missing [exit 2]'); sys.exit(1)"
     with pytest.raises(UserError, match=r"^model\.layers\.0 is missing$"):
         stage.run(stage.role("trainer", body))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("print('rlsys: error: no model [exit 2]'); sys.exit(2)", "no model (trainer"),
+        ("print('rlsys: error: no memory [exit 1]'); sys.exit(1)", "no memory (trainer"),
+        ("print('Segmentation fault'); sys.exit(3)", "trainer exited with code 3"),
+    ],
+)
+def test_the_status_of_a_run_whose_start_failed_says_how_it_ended(stage: Stage, body: str, told: str) -> None:
+    """The role, its error line and its log."""
+    with pytest.raises(RlsysError):
+        stage.run(stage.role("trainer", body))
+    run = stage.config.run.dir
+    *_, last = status_lines(run, time.time())
+    assert f" ended: {told}" in last and f"; its log: {run}/logs/trainer" in last
 
 
 def test_a_keeper_that_is_slow_to_end_does_not_hide_why_the_run_stops(

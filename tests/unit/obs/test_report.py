@@ -23,7 +23,7 @@ from rlsys.obs.metrics import (
     read_metrics,
 )
 from rlsys.obs.progress import LiveProgress, PlainProgress, format_clock
-from rlsys.obs.report import write_report
+from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.role import format_error, parse_error, run_role
 from rlsys.obs.summary import summarise
 
@@ -203,6 +203,36 @@ def test_plain_lines_say_what_a_person_watches(run_dir: Path) -> None:
         "in flight/parked/ready 128/7/3  3.0 s = rollout 2.0 + train 0.5 + sync 0.5  ETA 0:00"
     )
     assert lines[-1] == "eval at step 4: held-out accuracy 0.800 on 128 prompts, mean length 20.0"
+
+
+def test_what_was_censored_and_left_out_is_shown_with_its_causes(tmp_path: Path) -> None:
+    def step(n: int, **counts: float) -> dict[str, Any]:
+        causes = {f"censored_samples_{cause}": n for cause, n in counts.items()}
+        return {"kind": "step", "step": n, "time": 0.0, "reward": 0.5, "censored": n, **causes}
+
+    evaluation = {
+        "kind": "eval", "step": 3, "time": 0.0, "accuracy": 0.5, "prompts": 6, "mean_length": 2.0, "left_out": 2,
+        "hard/accuracy": 0.5, "hard/pass_1": 0.5, "hard/pass_1_low": 0.1, "hard/pass_1_high": 0.9,
+        "hard/prompts": 4, "hard/samples": 1, "hard/mean_length": 5.0, "hard/truncated": 0, "hard/left_out": 1,
+    }  # fmt: skip
+    restarted = [step(1, row=0, reward=0), step(2, row=1, reward=3), step(3, row=0, reward=2)]
+    entries = [*restarted, evaluation]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    out = io.StringIO()
+    with PlainProgress(4, Console(file=out, width=80)) as display:
+        for entry in entries:
+            display.entry(entry, live=True)
+    _, second, third, heldout, named = out.getvalue().splitlines()
+    assert second.endswith("  censored: 2 groups (row 1, reward 3 samples)")
+    assert third.endswith("  censored: 3 groups (reward 2 samples)")
+    assert heldout.endswith("on 6 prompts, mean length 2.0, 2 left out")
+    assert named.endswith("0 truncated, 1 left out")
+    summary = summarise(read_metrics(tmp_path))
+    assert (summary["eval_left_out"], summary["censored_groups"]) == (2, 3)
+    assert summary["censored_samples"] == {"row": 1, "reward": 5}
+    table = io.StringIO()
+    Console(file=table, width=80).print(summary_table(tmp_path, summary))
+    assert "row 1, reward 5" in table.getvalue()
 
 
 def test_a_plain_line_of_fine_tuning_tells_the_loss() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rlsys.algo.group_rewards import Response
+from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup
 from rlsys.planning.planning import Planning
@@ -434,3 +435,91 @@ async def test_a_restart_neither_repeats_nor_forgets_that_a_hint_was_given(tmp_p
     async with rig(config, slow_second_stage, judge=PatientJudge(judge, 5.0), tokenizer=Lengths()) as r:
         await r.start()
         assert [len(g.samples) for g in (await r.take(1)).groups] == [4, 4]
+
+
+FAILING = """
+from typing import Any
+
+from rlsys.algo.planners import Accept, Decision, Planner
+from rlsys.core.types import SampleGroup
+
+
+class Failing(Planner):
+    \"\"\"Raise for every group whose id is a multiple of `every`.\"\"\"
+
+    where: str
+    every: int
+
+    def _check(self, where: str, group_id: int) -> None:
+        if where == self.where and group_id % self.every == 0:
+            {}["missing"]
+
+    def needs_probes(self, group_id: int) -> int:
+        self._check("needs_probes", group_id)
+        return 0
+
+    def decide(self, group: SampleGroup) -> Decision:
+        self._check("decide", group.group_id)
+        if self.where == "no decision" and group.group_id % self.every == 0:
+            decision: Any = None
+            return decision
+        return Accept()
+
+    def on_decided(self, group: SampleGroup, *, accepted: bool) -> None:
+        self._check("on_decided", group.group_id)
+
+    def forget(self, group_id: int) -> None:
+        self._check("forget", group_id)
+"""
+
+
+def failing(tmp_path: Path, where: str, every: int, **rollout: Any) -> Config:
+    (tmp_path / "failing.py").write_text(FAILING)
+    name = f"{tmp_path / 'failing.py'}:Failing"
+    return make_config(
+        tmp_path, algo={"planners": [{"name": name, "where": where, "every": every}]}, rollout=rollout
+    )
+
+
+@pytest.mark.parametrize("where", ["needs_probes", "decide", "no decision", "on_decided"])
+async def test_a_planner_that_raises_for_one_group_costs_that_group(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with rig(failing(tmp_path, where, 3, max_failed_share=1.0)) as r:
+        await r.start()
+        taken = await r.take(1)
+        assert ids(taken.groups) == [1, 2]
+        assert (taken.metrics["censored"], taken.metrics["censored_samples_exception"]) == (1, 2)
+        await r.push()
+        assert ids((await r.take(2)).groups) == [4, 5]
+    error = "TypeError: decide returned None" if where == "no decision" else "KeyError: 'missing'"
+    assert error in caplog.text and "group 0" in caplog.text and "Traceback" in caplog.text
+
+
+async def test_a_planner_that_raises_for_a_group_without_a_decision_costs_nothing_more(
+    tmp_path: Path,
+) -> None:
+    async def odd(prompt: Prompt, text: str) -> float:
+        if prompt.index == 0:
+            raise ValueError("no reward")
+        return 1.0
+
+    async with rig(failing(tmp_path, "forget", 1, max_failed_share=1.0), reward=odd) as r:
+        await r.start()
+        assert ids((await r.take(1)).groups) == [1, 2]
+
+
+async def test_a_planner_that_raises_for_every_group_stops_the_run(tmp_path: Path) -> None:
+    async with rig(failing(tmp_path, "decide", 1, max_failed_share=1.0)) as r:
+        await r.start()
+        with pytest.raises(
+            RunError, match=r"the last 4 groups could not be used; the last one: KeyError: 'missing'"
+        ):
+            await r.take(1)
+
+
+async def test_a_planner_that_raises_for_many_groups_stops_the_run(tmp_path: Path) -> None:
+    async with rig(failing(tmp_path, "decide", 2)) as r:
+        await r.start()
+        with pytest.raises(RunError, match=r"ended in unexpected exceptions, more than rollout.max_failed"):
+            await r.take(1)
