@@ -56,7 +56,7 @@ DOES = {
 async def test_an_odd_sample_of_a_generator_is_censored(does: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN.replace("DOES", DOES[does]))
     rollout = {
-        "groups_per_step": 8, "group_size": 8, "generator": f"{tmp_path}/own.py:own", "stall_timeout": 2,
+        "groups_per_step": 8, "group_size": 8, "generator": f"{tmp_path}/own.py:own", "stall_timeout": 60,
     }  # fmt: skip
     async with rig(make_config(tmp_path, rollout=rollout)) as r:
         await r.start()
