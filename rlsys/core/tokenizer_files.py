@@ -135,9 +135,13 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, s
             read_config(folder, _PROCESSOR_TEMPLATE).get("chat_template"),
             folder / _PROCESSOR_TEMPLATE,
         )
-    if isinstance(template, list) and template:
+    if isinstance(template, list | dict) and template:
         try:
-            templates = {entry["name"]: entry["template"] for entry in template}
+            templates = (
+                template
+                if isinstance(template, dict)
+                else {entry["name"]: entry["template"] for entry in template}
+            )
         except (KeyError, TypeError):
             raise UserError(f"{source}: chat_template: expected objects with name and template") from None
         if not {"default", "tool_use"} & templates.keys():
@@ -148,7 +152,7 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, s
             if not isinstance(entry, str):
                 raise UserError(f"{source}: chat_template = {entry!r:.80}: expected a text")
         return templates
-    if not (template is None or template == [] or isinstance(template, str)):
+    if not (template is None or template in ([], {}) or isinstance(template, str)):
         raise UserError(f"{source}: chat_template = {template!r:.80}: expected a text")
     return template or None
 
@@ -174,16 +178,22 @@ def _is_self_contained(path: Path) -> bool:
         added_tokens = json.loads((path / TOKENIZER).read_text(encoding="utf-8")).get("added_tokens") or ()
     except (OSError, ValueError, AttributeError):
         return True  # loading it reports the error
-    attributes = {token["content"]: {k: v for k, v in token.items() if k != "id"} for token in added_tokens}
-    ids = {str(token["id"]): token["content"] for token in added_tokens}
-    special_tokens = [token_text(value) for name, value in config.items() if name.endswith("_token")]
-    special_tokens += [token_text(value) for value in config.get("additional_special_tokens") or ()]
-    if any(t and not attributes.get(t, {}).get("special") for t in special_tokens):
-        return False
-    added = config.get("added_tokens_decoder") or {}
-    return all(
-        ids.get(i) == t.get("content") and t.items() <= attributes[ids[i]].items() for i, t in added.items()
-    )
+    try:
+        attributes = {
+            token["content"]: {k: v for k, v in token.items() if k != "id"} for token in added_tokens
+        }
+        ids = {str(token["id"]): token["content"] for token in added_tokens}
+        special_tokens = [token_text(value) for name, value in config.items() if name.endswith("_token")]
+        special_tokens += [token_text(value) for value in config.get("additional_special_tokens") or ()]
+        if any(t and not attributes.get(t, {}).get("special") for t in special_tokens):
+            return False
+        added = config.get("added_tokens_decoder") or {}
+        return all(
+            ids.get(i) == t.get("content") and t.items() <= attributes[ids[i]].items()
+            for i, t in added.items()
+        )
+    except (AttributeError, KeyError, TypeError):
+        return False  # converting it reports the error
 
 
 def files_digest(path: Path) -> str:

@@ -239,18 +239,18 @@ class Sample:
             parent: number of the sequence whose history it continues, if any.
             aside: whether it is a request outside the main conversation, which is never trained.
         """
-        number = 1 + len(self.extra_sequences)
+        number, ids = 1 + len(self.extra_sequences), token_ids(prompt_ids).tolist()
         sequence = Sample(
-            self.sample_id, self.group_id, self.index, list(prompt_ids), 1 + (self.seed + number) % LARGEST_SEED,
+            self.sample_id, self.group_id, self.index, ids, 1 + (self.seed + number) % LARGEST_SEED,
             own_prompt=True, sequence=number, parent=parent, aside=aside,
         )  # fmt: skip
         self.extra_sequences.append(sequence)
         return sequence
 
     def censor(self, cause: CensorCause, reason: str) -> None:
-        """Mark the sample as having no reward. The reason may be any text: it is sanitised and shortened."""
+        """Mark the sample as having no reward. The reason may be anything: its text is sanitised and shortened."""
         self.status, self.censor_cause = Status.CENSORED, cause
-        self.censor_reason = shorten(valid_text(reason), LONGEST_REASON)
+        self.censor_reason = shorten(valid_text(str(reason)), LONGEST_REASON)
 
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes.
@@ -316,11 +316,12 @@ class Sample:
 
         Raises:
             ValueError: the model has not sampled a token yet.
+            TypeError, OverflowError: not token ids.
         """
         if not self.spans:
             raise ValueError(f"sample {self.sample_id}: an observation before the first token")
         start, end = len(self.response_ids), len(self.response_ids) + len(ids)
-        self.response_ids.extend(ids)
+        self.response_ids.extend(token_ids(ids))  # all of them or none
         self.mu.extend([0.0] * len(ids))
         if self.support:
             self.support.extend(bytes(len(ids)))  # a mask of the token alone gives log-prob 0, as mu

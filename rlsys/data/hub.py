@@ -29,17 +29,20 @@ def read_dataset(name: str, subset: str | None, split: str, revision: str | None
         folder = fetch(name, revision)
     elif revision is not None:
         raise UserError(f"data.params.revision = {revision!r}: {name} is a folder; a revision is a hub's")
-    if any((folder / file).is_file() for file in _SAVED):
-        found = datasets.load_from_disk(str(folder))
-        if isinstance(found, datasets.DatasetDict):
-            if split not in found:
-                raise UserError(_no_split(name, split, list(found)))
-            found = found[split]
-    else:
-        try:
-            found = datasets.load_dataset(str(folder), subset, split=split)
-        except (ValueError, OSError, datasets.exceptions.DatasetsError) as e:
-            raise UserError(_told(name, subset, split, e)) from None
+    saved = any((folder / file).is_file() for file in _SAVED)
+    try:
+        found = (
+            datasets.load_from_disk(str(folder))
+            if saved
+            else datasets.load_dataset(str(folder), subset, split=split)
+        )
+    except Exception as e:  # noqa: BLE001  (what a damaged folder makes the library raise)
+        raise UserError(_told(name, subset, split, e)) from None
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise UserError(_no_split(name, split, list(found)))
+        found = found[split]
+    found = found.with_format(None)  # a saved one may have numpy's or torch's
     if not len(found):
         raise UserError(f"{name}, split {split}: no prompts in it")
     return Arrow(found, f"{name} ({split})")

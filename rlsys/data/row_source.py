@@ -187,6 +187,7 @@ class Scan:
 
 def scan_rows(table: Table, keys: KeysConfig) -> Scan:
     """Raises RowError for the first that is no row with a prompt."""
+    read_row(table.row(0), keys, table.place(0))  # whole: the columns of a table are those of its first row
     quick = QuickKeys(keys)
 
     def scan(start: int, stop: int) -> Scan:

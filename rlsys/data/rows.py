@@ -59,7 +59,8 @@ def read_row(row: Any, keys: KeysConfig, where: str) -> Row:
     """`where`: the row's place, for messages. Raises RowError, one line, for what is no prompt."""
     if not isinstance(row, dict):
         raise RowError(f"{where}: expected an object with prompt or messages, found {described(row)}")
-    if media := next((name for name in MEDIA if row.get(name)), None):
+    media = next((name for name in MEDIA if row.get(name)), None)
+    if media or (media := next((str(name) for name, value in row.items() if _is_media(value)), None)):
         raise RowError(f"{where}: has {media}; models and prompts here are text: expected rows without it")
     prompt = _prompt(row, keys.prompt, where)
     if isinstance(prompt, str):
@@ -184,6 +185,14 @@ def check_texts(value: Any, where: str) -> None:
             at += [*found, *found.values()]
         elif isinstance(found, list):
             at += found
+
+
+def _is_media(value: Any) -> bool:
+    """Whether it is an image, a sound or a film, as `datasets` stores or decodes it, or begins with one."""
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, dict):
+        return first.keys() == {"bytes", "path"} and any(first.values())
+    return type(first).__module__.partition(".")[0] in ("PIL", "datasets", "torchcodec")
 
 
 def find(row: Entry, path: str) -> Any:

@@ -26,6 +26,7 @@ import zstandard
 from msgspec.structs import astuple
 
 from rlsys.core.errors import RowError, UserError
+from rlsys.core.texts import shorten
 from rlsys.data.row_files import PathError, row_files
 
 _PARQUET = b"PAR1"
@@ -47,13 +48,13 @@ Data = bytes | mmap.mmap
 class Table(Protocol):
     @property
     def name(self) -> str:
-        """Its files, or its data set."""
+        """The paths that name it, or its data set."""
         ...
 
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Any:
-        """Row `number`, counted from 0. Raises RowError for what is not JSON."""
+        """Row `number`, counted from 0. Raises RowError for what cannot be read."""
         ...
 
     def place(self, number: int) -> str:
@@ -74,10 +75,10 @@ class Table(Protocol):
 class Lines:
     """Rows of files of JSON."""
 
-    def __init__(self, files: Sequence[JsonFile]) -> None:
+    def __init__(self, files: Sequence[JsonFile], name: str) -> None:
         self._files = files
         self._firsts = np.cumsum([0, *(len(file) for file in files)])
-        self.name = ", ".join(str(file.path) for file in files)
+        self.name = name
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -157,9 +158,9 @@ def read_lines(paths: Sequence[Path]) -> Lines:
     """Files of JSON lines, or of one JSON array each; folders and globs of them; plain, gzip or zstd. Raises
     UserError naming the file."""
     files = [_read_json(path) for path in row_files(paths, "jsonl")]
-    table = Lines([file for file in files if len(file)])
+    table = Lines([file for file in files if len(file)], ", ".join(map(str, paths)))
     if not len(table):
-        raise UserError(f"{', '.join(map(str, paths))}: no prompts in it")
+        raise UserError(f"{table.name}: no prompts in it")
     return table
 
 
@@ -356,14 +357,20 @@ class Arrow:
         return len(self.rows)
 
     def row(self, number: int) -> Any:
-        if hasattr(self.rows, "to_pylist"):
-            return self.rows.slice(number, 1).to_pylist()[0]
-        return self.rows[number]
+        try:
+            if hasattr(self.rows, "to_pylist"):
+                return self.rows.slice(number, 1).to_pylist()[0]
+            return self.rows[number]
+        except Exception as e:  # noqa: BLE001  (of a codec, a clock, an image: they have no class in common)
+            told = shorten(f"{type(e).__name__}: {e}", 500)
+            raise RowError(f"{self.place(number)}: cannot be read: {told}") from None
 
     def place(self, number: int) -> str:
         return f"{self.name}, row {number}"
 
     def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
+        import pyarrow
+
         last = len(self) if stop is None else stop
         for first in range(start, last, _ROWS_AT_ONCE):
             table = self._part(first, min(first + _ROWS_AT_ONCE, last))
@@ -371,10 +378,14 @@ class Arrow:
                 yield from table
                 continue
             present, absent = set(table.column_names), [msgspec.UNSET] * len(table)
-            yield from zip(
-                *(_values(table.column(n).combine_chunks()) if n in present else absent for n in names),
-                strict=True,
-            )
+            try:
+                columns = [
+                    _values(table.column(n).combine_chunks()) if n in present else absent for n in names
+                ]
+            except (ArithmeticError, LookupError, OSError, ValueError, pyarrow.ArrowException):
+                yield from map(self.row, range(first, first + len(table)))  # the row with that value says it
+            else:
+                yield from zip(*columns, strict=True)
 
     def _part(self, first: int, last: int) -> Any:
         if hasattr(self.rows, "to_pylist"):

@@ -104,14 +104,16 @@ _inside_boundary: ContextVar[bool] = ContextVar("inside_boundary", default=False
 
 
 class TaskExit(Exception):
-    """A task that an item's code created ended with SystemExit or KeyboardInterrupt."""
+    """A task of an item's code ended with one of EXITS."""
+
+
+EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
+"""What asyncio raises past every `except` of the code that waits for the task: the first two out of the event loop;
+the last one closes that code."""
 
 
 class _ContainedCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine whose SystemExit and KeyboardInterrupt are raised as TaskExit.
-
-    asyncio raises these two out of the event loop, past every `except` of the code that waits for the task.
-    """
+    """A coroutine whose EXITS are raised as TaskExit."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
@@ -119,13 +121,13 @@ class _ContainedCoroutine(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._coroutine.send(value)
-        except (SystemExit, KeyboardInterrupt) as e:
+        except EXITS as e:
             raise TaskExit(f"{type(e).__name__}: {e}") from e
 
     def throw(self, *error: Any) -> Any:
         try:
             return self._coroutine.throw(*error)
-        except (SystemExit, KeyboardInterrupt) as e:
+        except EXITS as e:
             raise TaskExit(f"{type(e).__name__}: {e}") from e
 
     def close(self) -> None:

@@ -12,15 +12,18 @@ of a turn or between two, and determines from them how to continue.
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rlsys.config import Config
 from rlsys.config.plugins import call, expect_function
-from rlsys.core.errors import UserError
+from rlsys.core.errors import GeneratorError, UserError
 from rlsys.core.imports import resolve
-from rlsys.core.types import Prompt, Sample
+from rlsys.core.types import Prompt, Sample, Status, is_reward
 from rlsys.data import Tokenizer
+from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.generators.agent import agent
 from rlsys.generators.censoring import Censored, boundary
 from rlsys.generators.echo import echo
@@ -99,5 +102,43 @@ async def respond(generate: Generator, sample: Sample, prompt: Prompt, name: str
     if prompt.refusal:
         return Censored(prompt.refusal_cause, prompt.refusal)
     with boundary(name) as item:
-        await generate(sample, prompt)
+        await asyncio.ensure_future(generate(sample, prompt))  # in a task that user code may cancel
     return item.censored
+
+
+def check_response(sample: Sample, limits: Limits, max_response_tokens: int) -> None:
+    """Check what a generator made of a sample, which may be user code.
+
+    Raises:
+        GeneratorError: a trainer cannot use it.
+    """
+    status = sample.status
+    if not isinstance(status, Status) or not status.terminal:
+        raise GeneratorError(f"rollout.generator left the response {status!s:.80}")  # it would never end
+    if status is Status.CENSORED:
+        if sample.censor_cause is None:
+            raise GeneratorError("rollout.generator left the response censored without a cause")
+        return
+    if status is Status.FINISHED and not any(q.sampled_tokens for q in sample.trained_sequences):
+        raise GeneratorError("rollout.generator left the response finished without a token of the model")
+    for q in sample.sequences:
+        if len(q.mu) != q.tokens or q.tokens != (q.spans[-1].end if q.spans else 0):
+            raise GeneratorError(
+                f"rollout.generator left {q.tokens} tokens with {len(q.mu)} log-probs in {q.spans}"
+            )
+        if not math.isfinite(math.fsum(q.mu)):
+            raise GeneratorError("rollout.generator left a log-prob that is not finite")
+        if q.tokens > max_response_tokens and len(q.prompt_ids) + q.tokens > limits.context_length:
+            raise GeneratorError(
+                f"rollout.generator left a sequence of {len(q.prompt_ids) + q.tokens} tokens; expected at most "
+                f"{limits.context_length}, the context"
+            )
+        try:
+            limits.check_ids(q.prompt_ids)
+            limits.check_ids(q.response_ids)
+        except RefusedPrompt as e:
+            raise GeneratorError(f"rollout.generator: {e}") from None
+    if not all(is_reward(turn.reward) for turn in sample.turn_rewards or ()):
+        raise GeneratorError(
+            f"rollout.generator: turn_rewards = {sample.turn_rewards!r:.200}: expected finite numbers"
+        )

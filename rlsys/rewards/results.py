@@ -16,6 +16,10 @@ TURNS = "turn_rewards"
 """Key of a list beside the score: what each turn of the model is worth."""
 
 
+LONGEST_NAME, MOST_PARTS = 200, 1000
+"""Characters of a part's name, and parts: each is a metric, and is written down with every sample."""
+
+
 class NoMark(ValueError):
     """A reward function gave no finite number."""
 
@@ -47,13 +51,25 @@ def read_mark(value: Any, name: str = "reward") -> Mark:
     if SCORE in value:
         reward = _number(value[SCORE], value, name)
         right = value.get(RIGHT)
-        figures = {valid_text(str(k)): float(v) for k, v in value.items() if k != SCORE and is_reward(v)}
+        figures = _named({k: float(v) for k, v in value.items() if k != SCORE and is_reward(v)}, name)
         turns = None if TURNS not in value else _turns(value[TURNS], value, name)
         return Mark(reward, right=reward >= 1 if right is None else bool(right), figures=figures, turns=turns)
-    parts = {valid_text(str(k)): _number(v, value, name) for k, v in value.items()}
+    parts = _named({k: _number(v, value, name) for k, v in value.items()}, name)
     if not parts:
         raise NoMark(f"{name} gave {{}}, expected a number, or a dictionary of numbers")
     return Mark(_number(sum(parts.values()), value, name), parts)
+
+
+def _named(values: dict[Any, float], name: str) -> dict[str, float]:
+    """With texts as keys."""
+    if len(values) > MOST_PARTS:
+        raise NoMark(f"{name} gave {len(values)} parts, expected at most {MOST_PARTS}")
+    named = {valid_text(str(k)): v for k, v in values.items()}
+    if len(named) < len(values):
+        raise NoMark(f"{name} gave two keys that are the same text, of {', '.join(named)[:200]}")
+    if (longest := max(map(len, named), default=0)) > LONGEST_NAME:
+        raise NoMark(f"{name} gave a key of {longest} characters, expected at most {LONGEST_NAME}")
+    return named
 
 
 def _turns(value: Any, whole: Any, name: str) -> list[float]:
@@ -97,7 +113,7 @@ def _number(value: Any, whole: Any, name: str) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise NoMark(f"{name} gave {whole!r:.200}, expected a finite number") from None
-    if isinstance(value, str) or not math.isfinite(number):
+    if isinstance(value, str | bytes) or not math.isfinite(number):
         raise NoMark(f"{name} gave {whole!r:.200}, expected a finite number")
     if not is_reward(number):
         raise NoMark(f"{name} gave {whole!r:.200}, expected numbers of at most {LARGEST_REWARD:g}")

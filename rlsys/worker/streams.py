@@ -13,7 +13,7 @@ from rlsys.core.types import Prompt, Sample, SampleGroup, Status
 from rlsys.generators.agent import AgentGenerator
 from rlsys.generators.censoring import prompt_name
 from rlsys.generators.environment import EnvironmentGenerator
-from rlsys.generators.generator import Generator, respond
+from rlsys.generators.generator import Generator, check_response, respond
 from rlsys.generators.trees import TreeGenerator
 from rlsys.generators.turns import top_logprob_turns
 from rlsys.router.router import Router
@@ -153,8 +153,7 @@ class Streams:
 
     async def _run_to_completion(self, sample: Sample, prompt: Prompt) -> None:
         await self._generator(sample, prompt)
-        if not sample.status.terminal:  # it would never end
-            raise RuntimeError(f"rollout.generator left the response {sample.status}")
+        check_response(sample, self._router.limits, self._config.rollout.max_response_tokens)
 
     async def _persist(self, sample: Sample) -> None:
         """Save the sample durably."""

@@ -169,10 +169,41 @@ def test_a_chat_template_may_stand_in_chat_template_json(tmp_path: Path) -> None
     assert Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}]) == expected
 
 
+@pytest.mark.parametrize("file", [CONFIG, "chat_template.json"])
+def test_chat_templates_may_be_an_object_of_their_names(file: str, tmp_path: Path) -> None:
+    template = json.loads((quickstart(tmp_path) / CONFIG).read_text())["chat_template"]
+    expected = Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}])
+    named = {"default": template, "rag": "x"}
+    quickstart(tmp_path, chat_template=named if file == CONFIG else None)
+    if file != CONFIG:
+        (tmp_path / file).write_text(json.dumps({"chat_template": named}))
+    try:
+        found = Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}])
+    except UserError as refusal:
+        found = str(refusal)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"eos_token": ["<eos>"]}, {"added_tokens_decoder": ["<eos>"]}, {"added_tokens_decoder": {"2": "<eos>"}}],
+    ids=str,
+)
+def test_an_odd_field_of_tokens_is_left_to_the_conversion(
+    odd: dict[str, Any], tmp_path: Path, converted: list[tuple[Path, bool]]
+) -> None:
+    folder = quickstart(tmp_path / "odd", **odd)
+    try:
+        tokenizer_files.tokenizer_folder(folder)
+    except (AttributeError, KeyError, TypeError) as e:
+        pytest.fail(f"{e!r}")
+    assert converted == [(folder, False)]
+
+
 @pytest.mark.parametrize(
     "template",
     [
-        5, {"default": "x"}, ["x"], [{"name": "default"}], [{"name": "default", "template": 5}],
+        5, {"default": 5}, ["x"], [{"name": "default"}], [{"name": "default", "template": 5}],
         [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}],
     ],
 )  # fmt: skip

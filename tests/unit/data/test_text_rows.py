@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from rlsys.config import load_config
+from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
 from rlsys.data import Tokenizer, build_source
+
+MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,20 @@ def test_an_empty_column_of_images_is_no_image(tmp_path: Path) -> None:
     overrides = ["data.source=jsonl", f"data.params={{path: {file}}}", "data.reward=math", "eval.prompts=2"]
     config = load_config(Path("quickstart"), overrides)
     build_source(config, Tokenizer(config.model.path))
+
+
+@pytest.mark.parametrize("column", ["picture", "frames"])
+def test_media_of_a_column_of_any_name_are_refused(column: str, tmp_path: Path) -> None:
+    media: dict[str, Any] = {"bytes": b"x", "path": None}
+    value = media if column == "picture" else [media]
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), column: value} for i in range(40)]
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), file)
+    config = Config.model_validate(
+        {
+            "model": {"path": MODEL},
+            "data": {"source": "parquet", "params": {"path": str(file)}, "reward": "math"},
+        }
+    )
+    with pytest.raises(UserError, match=rf"rows\.parquet, row 0: has {column}"):
+        build_source(config, Tokenizer(MODEL))

@@ -719,6 +719,20 @@ def test_a_figure_beside_a_reward_that_no_float_holds_is_left_out() -> None:
     assert read_mark({"score": 1, "digits": 10**400, "other": 2}).figures == {"other": 2.0}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1: 0.5, "1": 0.25}, {"score": 1, None: 2, "None": 3}, {"x" * 10_000_000: 1.0}, {"score": 1, "y" * 201: 2.0},
+        {str(i): 1e-6 for i in range(1001)}, b"1",
+    ],
+    ids=["two keys alike", "two figures alike", "a key of 10 MB", "a long figure", "many parts", "bytes"],
+)  # fmt: skip
+def test_names_of_parts_are_short_and_different(value: Any) -> None:
+    with pytest.raises(NoMark) as raised:
+        read_mark(value)
+    assert len(str(raised.value)) < 400
+
+
 # What ends up in words
 
 

@@ -69,6 +69,22 @@ async def test_changed_data_is_refused_at_the_next_start(change: str, tmp_path: 
         await check_same_rows(later, notes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("path", ["shards", "shards/*.jsonl"])
+async def test_another_shard_is_changed_data(path: str, tmp_path: Path) -> None:
+    notes, tokenizer = Notes(), Tokenizer(MODEL)
+    config = config_of(tmp_path, ROWS)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    data = config.data.model_copy(update={"params": {"path": str(tmp_path / path)}})
+    config = config.model_copy(update={"data": data})
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (folder / "a.jsonl").write_text(lines)
+    await check_same_rows(build_source(config, tokenizer), notes)  # type: ignore[arg-type]
+    (folder / "b.jsonl").write_text(lines)
+    with pytest.raises(UserError, match="changed since this run began: 40 rows then, 80 now"):
+        await check_same_rows(build_source(config, tokenizer), notes)  # type: ignore[arg-type]
+
+
 @pytest.mark.gate  # the check is a process of its own
 async def test_all_rows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,0 +1,79 @@
+"""What a generator of the user's own may leave in a sample, and how it may end: one censored sample, never a run that
+ends, a sample that waits for ever, or tokens that no trainer can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rlsys.core.errors import GeneratorError
+from rlsys.core.spans import VersionSpan
+from rlsys.core.types import Sample, Segment, Status
+from rlsys.engine_requests import Limits
+from rlsys.generators.generator import check_response
+from rlsys.ledger.samples import SampleQuery
+from tests.helpers.rollout_rig import make_config, rig
+
+OWN = """
+import asyncio
+from rlsys.core.spans import TurnReward
+from rlsys.core.types import CensorCause, Status
+def own(config, tokenizer, speak):
+    async def generate(sample, prompt):
+        if sample.index or prompt.index not in {1, 4}:
+            await speak(sample)
+            return
+        DOES
+    return generate
+"""
+ENDS = "; sample.status = Status.FINISHED"
+DOES = {
+    "a status that is a text": "await speak(sample); sample.status = 'finished'",
+    "no token": "sample.status = Status.FINISHED",
+    "censored without a cause": "sample.status = Status.CENSORED",
+    "a reason that is no text": "await speak(sample); sample.censor(CensorCause.EXCEPTION, b'why')",
+    "an observed id beyond 32 bits": "await speak(sample); sample.observe([5, 2**70])" + ENDS,
+    "an observed text behind an id": "await speak(sample); sample.observe([5, 'a'])" + ENDS,
+    "a prompt with an id beyond the vocabulary": "await speak(sample.begin([10**9])); await speak(sample)",
+    "a prompt that is no ids": "await speak(sample); await speak(sample.begin(['a']))",
+    "a log-prob that is no number": "await speak(sample); sample.mu[0] = float('nan')",
+    "a token without a log-prob": "await speak(sample); sample.mu.pop()",
+    "a turn that is worth no number": "await speak(sample); sample.turn_rewards = [TurnReward(float('nan'))]",
+    "GeneratorExit": "raise GeneratorExit",
+    "a cancellation of its own task": "asyncio.current_task().cancel(); await asyncio.sleep(0)",
+    "an error after a time limit that cancels": (
+        "asyncio.current_task().cancel()\n"
+        "        try: await asyncio.sleep(0)\n"
+        "        except asyncio.CancelledError: raise TimeoutError('3 s') from None"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("does", DOES)
+async def test_an_odd_sample_of_a_generator_is_censored(does: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace("DOES", DOES[does]))
+    rollout = {
+        "groups_per_step": 8, "group_size": 8, "generator": f"{tmp_path}/own.py:own", "stall_timeout": 60,
+    }  # fmt: skip
+    async with rig(make_config(tmp_path, rollout=rollout)) as r:
+        await r.start()
+        (taken,) = await asyncio.gather(r.take(1), return_exceptions=True)
+        assert not isinstance(taken, BaseException), taken
+        assert [g.group_id for g in taken.groups] == [0, 2, 3, 5, 6, 7, 8, 9]
+        censored = r.manager.samples(SampleQuery(status="censored", limit=10))
+        assert len(censored) == 2 and all(s.sample.censor_reason for s in censored)
+        assert taken.metrics["censored_samples_exception"] == 2
+
+
+@pytest.mark.parametrize("observed", [[-5], [1000], [5] * 9000], ids=["below 0", "beyond", "too long"])
+def test_an_odd_observation_is_refused(observed: list[int]) -> None:
+    sample = Sample(1, 1, 0, [5], seed=0)
+    sample.append(Segment([7], [-0.5], [VersionSpan(1, 0, 1)]))
+    sample.status = Status.FINISHED
+    check_response(sample, Limits(1000, 4096), 512)
+    sample.observe(observed)
+    with pytest.raises(GeneratorError):
+        check_response(sample, Limits(1000, 4096), 512)
