@@ -52,8 +52,8 @@ def _shorten_error(record: logging.LogRecord) -> bool:
     """Make one short line of a request that is no HTTP, or whose client is gone: else a log holds its bytes."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError | ConnectionError):
-        words = shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
-        record.msg, record.args, record.exc_info = "%s: %s", (record.getMessage(), words), None
+        message = shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
+        record.msg, record.args, record.exc_info = "%s: %s", (record.getMessage(), message), None
     return True
 
 
