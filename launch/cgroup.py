@@ -13,38 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
-import time
 from pathlib import Path
 
-_POLL_SECONDS = 0.02
-_EMPTY_SECONDS = 5.0
-"""A killed process may need some time in the kernel before it has left the group."""
+from rlsys.core.control_groups import current_group, kill
+
+__all__ = ["create", "current_group", "end", "end_start", "enter", "group_name", "kill"]
 
 
 def group_name(run_dir: Path, role: str) -> str:
     """Return the group's name for a role of a run folder; independent of how the path is written."""
     status = run_dir.stat()
     return f"rlsys-{hashlib.sha256(f'{status.st_dev}:{status.st_ino}'.encode()).hexdigest()[:12]}-{role}"
-
-
-def current_group() -> Path | None:
-    """Return the group of this process; None if no cgroup v2 hierarchy is mounted."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return None
-    relative_path = next((line[3:] for line in lines if line.startswith("0::/")), None)
-    for mount in mounts:
-        mount_fields, _, filesystem = mount.partition(" - ")
-        if relative_path is not None and filesystem.startswith("cgroup2 "):
-            root, point = mount_fields.split()[3:5]
-            inside = os.path.relpath(relative_path, root)
-            if not inside.startswith(".."):
-                return Path(point) / inside
-    return None
 
 
 def create(name: str) -> Path | None:
@@ -72,15 +52,6 @@ def enter(group: Path) -> None:
     """Move this process, and its future children, into the group. If that fails, it stays where it is."""
     with contextlib.suppress(OSError):
         (group / "cgroup.procs").write_text("0")
-
-
-def kill(group: Path) -> None:
-    """Kill every process in the group and its subgroups, and wait until they have left."""
-    with contextlib.suppress(OSError):
-        (group / "cgroup.kill").write_text("1")
-        deadline = time.monotonic() + _EMPTY_SECONDS
-        while "populated 1" in (group / "cgroup.events").read_text() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
 
 
 def end_start(start: Path) -> None:

@@ -137,7 +137,7 @@ class RemoteEpisode:
 
     def _asked(self, path: str, body: Answer) -> Answer:
         """Until there is an answer. A connection that ended with a question under way is _Lost only when the service
-        has died: the same question is asked once more first."""
+        has died: the same question is asked once more first, when the service answers again."""
         end, pause, gone = time.monotonic() + self._seconds, FIRST_PAUSE, 0
         while True:
             if self.given_up:
@@ -152,6 +152,7 @@ class RemoteEpisode:
                 gone += not isinstance(e, ConnectionRefusedError)
                 if gone > 1:
                     raise _Lost(f"{type(e).__name__}: {e}", True) from None
+                self._wait_for_service(end)
                 wait = pause
             else:
                 if status == 200:
@@ -166,8 +167,18 @@ class RemoteEpisode:
             time.sleep(min(wait, max(0.0, end - time.monotonic())))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _ask(self, path: str, body: Answer, end: float) -> tuple[int, Answer]:
-        """One try."""
+    def _wait_for_service(self, end: float) -> None:
+        """Wait until the service answers at all, at most to `end`: a link that is cut is no death of a question."""
+        while not self.given_up and time.monotonic() < end:
+            try:
+                self._ask("/health", None, end)
+            except OSError:
+                time.sleep(FIRST_PAUSE)
+            else:
+                return
+
+    def _ask(self, path: str, body: Answer | None, end: float) -> tuple[int, Answer]:
+        """One try. `body`: None for a GET."""
         left = max(0.001, end - time.monotonic())
         host, port, where = self._parts.hostname or "", self._parts.port, self._parts.path
         connection: http.client.HTTPConnection
@@ -179,9 +190,10 @@ class RemoteEpisode:
             connection = http.client.HTTPConnection(host, port, timeout=left)
         try:
             headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-            connection.request(
-                "POST", where.rstrip("/") + path, json.dumps(body, default=str).encode(), headers
-            )
+            method, data = "GET", None
+            if body is not None:
+                method, data = "POST", json.dumps(body, default=str).encode()
+            connection.request(method, where.rstrip("/") + path, data, headers)
             response = connection.getresponse()
             if response.length is None or response.length > LARGEST:
                 raise EnvironmentFailed(f"it answers without a length, or with more than {LARGEST} bytes")

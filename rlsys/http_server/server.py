@@ -26,10 +26,11 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rlsys.core.descriptors import raise_soft_limit
 from rlsys.core.errors import RlsysError, RunError, UserError
-from rlsys.core.texts import load_json
+from rlsys.core.texts import load_json, shorten
 from rlsys.http_server.connections import ConnectionLimiter, OncePerSecond, ServerLimits
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -43,8 +44,22 @@ _ACCEPTS = 1
 """Connections that asyncio accepts before it lets the limiter look at them: its name for this is backlog."""
 _STATUSES: Statuses = {UserError: 400, RunError: 500, RlsysError: 500}
 
+LONGEST_ERROR = 300
+"""Characters of a request's error in a log."""
+
+
+def _shorten_error(record: logging.LogRecord) -> bool:
+    """Make one short line of a request that is no HTTP, or whose client is gone: else a log holds its bytes."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError | ConnectionError):
+        message = shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
+        record.msg, record.args, record.exc_info = "%s: %s", (record.getMessage(), message), None
+    return True
+
+
 log = logging.getLogger("rlsys.http_server.requests")
 log.addFilter(OncePerSecond())
+log.addFilter(_shorten_error)
 
 
 class Refusal(Exception):
@@ -108,6 +123,8 @@ def guarded_app(
     async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             admit(request)
+            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise Refusal(415, "Content-Encoding: this server reads no compressed bodies")
             return await handler(request)
         except Refusal as e:
             return form(e.status, str(e))
@@ -172,6 +189,7 @@ async def serving(
         shutdown_timeout=shutdown_seconds,
         access_log=None,
         logger=log,
+        auto_decompress=False,  # of a body that nobody reads, too: 1 MiB would keep the event loop busy for seconds
     )
     await runner.setup()
     server = None

@@ -96,7 +96,7 @@ def code(
 def missing_protections(config: Config) -> list[str] | None:
     """Return the protections that this machine lacks for programs of a run; None: the run runs none here."""
     specs = [spec for spec in config.data.reward if spec.name == "code" and spec.params.get("url") is None]
-    return Sandbox.missing() if specs else None
+    return [*Sandbox.missing(), *Sandbox.unlimited()] if specs else None
 
 
 def read_tests(tests: Any) -> list[Test]:
@@ -169,6 +169,8 @@ class _Local:
             if required:
                 raise UserError(f"{told}; sandbox = required")
             log.warning("%s", told)
+        if unlimited := self._sandbox.unlimited():
+            log.warning("data.reward: code: this machine does not limit %s", "; ".join(unlimited))
 
     def passes(self, program: str, tests: str) -> bool:
         try:

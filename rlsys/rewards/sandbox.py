@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlsys.core.control_groups import limited, limiting_group
 from rlsys.core.sockets import role_folder
 from rlsys.rewards import isolated
 
@@ -62,6 +63,15 @@ class Sandbox:
 
     seconds: float
     memory_mb: int
+
+    @staticmethod
+    def unlimited() -> list[str]:
+        """What this machine does not limit: a program can slow others down, and get at nothing."""
+        if limiting_group() is None:
+            return [
+                "the memory and CPU of all processes of a program together (no writable cgroup v2 with both)"
+            ]
+        return []
 
     @staticmethod
     def missing() -> list[str]:
@@ -116,7 +126,7 @@ class Sandbox:
         out: BinaryIO | int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
         """isolated.py with this role; ended, with all that it has started, at the end."""
-        with tempfile.TemporaryDirectory(dir=role_folder()) as folder:
+        with tempfile.TemporaryDirectory(dir=role_folder()) as folder, limited(self._together()) as grouped:
             program = Path(folder, "program.py")
             program.write_text(source, encoding="utf-8", errors="replace")
             program.chmod(0o644)
@@ -127,7 +137,7 @@ class Sandbox:
                 command = [*wrapped, "--ro-bind", str(program), inside, "--remount-ro", "/", "--", *_user()]
                 command += [_PYTHON, "-I", "-S", _SCRIPT, role, self._limits(), inside]
             process = subprocess.Popen(
-                [*command, *map(str, descriptors)],
+                [*grouped, *command, *map(str, descriptors)],
                 stdin=given,
                 stdout=out,
                 stderr=subprocess.DEVNULL,
@@ -143,6 +153,13 @@ class Sandbox:
                     os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
                 process.kill()
                 process.wait()
+
+    def _together(self) -> dict[str, int | str]:
+        """Limits of all processes of a program together: its memory and its folders, and one CPU."""
+        return {
+            "memory.max": self.memory_mb * 2**20 + 2 * FOLDER_BYTES, "pids.max": PROCESSES + 8,
+            "cpu.max": "100000 100000",
+        }  # fmt: skip
 
     def _limits(self) -> str:
         limits = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -91,13 +90,15 @@ class Proxy:
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
     ) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while data := await reader.read(2**16):
                 if self._delay:
                     await asyncio.sleep(self._delay)
                 writer.write(change(data))
                 await writer.drain()
             writer.write_eof()
+        except OSError:  # the other end is told, too
+            writer.transport.abort()
 
 
 def port_of(url: str) -> int:

@@ -17,11 +17,12 @@ import pytest
 
 from rlsys.agents.endpoint import Endpoint, Session
 from rlsys.core.errors import UserError
-from rlsys.core.sockets import UnixConnection
+from rlsys.core.sockets import UnixConnection, make_folder, remove_folder
 from rlsys.environments.client import DEATHS, EnvironmentFailed, RemoteEpisode
 from rlsys.environments.contract import Action, Refused
 from rlsys.environments.leases import ABANDONED, Leases
 from rlsys.generators.environment_services import Service, ServiceParams, Services
+from tests.helpers.proxy import Proxy
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = ROOT / "tests/data/environments/own.py"
@@ -117,6 +118,32 @@ async def test_a_killed_service_is_started_anew_and_the_episode_played_again(tmp
         (alive,) = processes()
         alive.send_signal(signal.SIGKILL)
         assert await played(services, TASK) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.gate
+async def test_a_link_that_resets_connections_for_a_while_is_no_death_of_the_service() -> None:
+    """Before: an episode failed as one that had killed its environment, after three resets of a question."""
+    connections: list[int] = []
+    async with running() as services, services.service() as service:
+
+        def target() -> Path:
+            connections.append(len(connections))
+            if 2 <= len(connections) <= 20:
+                raise ConnectionResetError
+            return Path(service.url.removeprefix("unix:"))
+
+        folder = make_folder()
+        link = Proxy(target, folder / "link")
+        try:
+            url = f"unix:{folder / 'link'}"
+            episode = await asyncio.to_thread(RemoteEpisode, url, service.key, TASK, 0)
+            steps = [await asyncio.to_thread(episode.step, text) for text in ("3", "7", "12")]
+            await asyncio.to_thread(episode.close)
+        finally:
+            link.close()
+            remove_folder(folder)
+    assert [step["reward"] for step in steps] == [1.0, 1.0, 1.0]
+    assert len(connections) > 20 and episode.restarts == 0
 
 
 @pytest.mark.gate

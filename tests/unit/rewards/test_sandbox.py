@@ -163,6 +163,9 @@ def test_the_metrics_count_protections_that_the_machine_lacks(monkeypatch: pytes
         return RunMetrics(config, parts, cast(Any, router), parts, parts, dict).totals()
 
     monkeypatch.setattr(sandbox, "_wrapper", lambda: None)
+    monkeypatch.setattr(sandbox, "limiting_group", lambda: None)
+    assert totals("code")["sandbox_missing"] == 2
+    monkeypatch.setattr(sandbox, "limiting_group", lambda: Path("/"))
     assert totals("code")["sandbox_missing"] == 1
     monkeypatch.setattr(sandbox, "_wrapper", lambda: ("bwrap",))
     monkeypatch.setattr(sandbox.os, "geteuid", lambda: 1000)

@@ -1,0 +1,107 @@
+"""Control groups (cgroup v2): where this process is, limits for several processes together, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+CONTROLLERS = frozenset(("memory", "pids", "cpu"))
+_PREFIX = "rlsys-limited-"
+_POLL_SECONDS = 0.02
+_EMPTY_SECONDS = 5.0
+"""A killed process may need some time in the kernel before it has left the group."""
+
+
+def current_group() -> Path | None:
+    """Return the group of this process; None if no cgroup v2 hierarchy is mounted."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    relative_path = next((line[3:] for line in lines if line.startswith("0::/")), None)
+    for mount in mounts:
+        mount_fields, _, filesystem = mount.partition(" - ")
+        if relative_path is not None and filesystem.startswith("cgroup2 "):
+            root, point = mount_fields.split()[3:5]
+            inside = os.path.relpath(relative_path, root)
+            if not inside.startswith(".."):
+                return Path(point) / inside
+    return None
+
+
+def kill(group: Path) -> None:
+    """Kill every process in the group and its subgroups, and wait until they have left."""
+    with contextlib.suppress(OSError):
+        (group / "cgroup.kill").write_text("1")
+        deadline = time.monotonic() + _EMPTY_SECONDS
+        while "populated 1" in (group / "cgroup.events").read_text() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+
+@functools.cache
+def limiting_group() -> Path | None:
+    """Return the nearest group, of this process or above, in which it can make groups with limits.
+
+    The kernel takes limits for the groups in a group only where that one has no processes of its own, or is the
+    root. None: there is no such group.
+    """
+    group = current_group()
+    if group is None:
+        return None
+    with contextlib.suppress(OSError):
+        (group / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+    for candidate in (group, *group.parents):
+        with contextlib.suppress(OSError):
+            enabled = set((candidate / "cgroup.subtree_control").read_text().split())
+            if enabled >= CONTROLLERS:
+                _remove_leftovers(candidate)
+                with _new_group(candidate, {}) as words:
+                    if subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+                        return candidate
+    return None
+
+
+@contextmanager
+def limited(limits: Mapping[str, int | str]) -> Iterator[list[str]]:
+    """Yield the words before a command that put it into a group of its own; kill what is left of it at the end.
+
+    Args:
+        limits: file of the group, such as memory.max -> value. Without a `limiting_group` there are no limits.
+    """
+    parent = limiting_group()
+    if parent is None:
+        yield []
+    else:
+        with _new_group(parent, limits) as words:
+            yield words
+
+
+@contextmanager
+def _new_group(parent: Path, limits: Mapping[str, int | str]) -> Iterator[list[str]]:
+    group = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+    group.mkdir()
+    try:
+        for name, value in limits.items():
+            (group / name).write_text(str(value))
+        yield ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', str(group / "cgroup.procs")]
+    finally:
+        kill(group)
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the groups of processes that were killed."""
+    for group in parent.glob(f"{_PREFIX}*"):
+        if not Path("/proc", group.name.removeprefix(_PREFIX).partition("-")[0]).exists():
+            kill(group)
+            with contextlib.suppress(OSError):
+                group.rmdir()

@@ -1,0 +1,163 @@
+"""Seeded schedules of faults on `rlsys dash`, and on the link to it, while a run writes its metrics.
+
+The checker knows each value by itself: none that is shown is another step's, and no line is lost after a fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import signal
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from launch.ports import free_ports
+from rlsys.obs.metrics import MetricsWriter
+from tests.helpers.proxy import Proxy
+from tests.helpers.seen_run import write_run
+from tests.helpers.servers import ROOT
+from tests.helpers.sessions import RLSYS
+from tests.integration.test_nemesis_services import disturb, draw, limit_files
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
+
+FAULTS = ("killed", "stopped", "disk full", "second owner", "cut", "delayed", "doubled", "flipped", "none")
+ANSWER_SECONDS = 20.0
+
+
+def ask(opener: urllib.request.OpenerDirector, url: str) -> bytes:
+    with opener.open(url, timeout=ANSWER_SECONDS) as answer:
+        body: bytes = answer.read()
+    return body
+
+
+def kind_of(error: Exception) -> str:
+    return str(error.code) if isinstance(error, urllib.error.HTTPError) else type(error).__name__
+
+
+class Dash:
+    """`rlsys dash`, started again at the same port, behind a link."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._port = run, free_ports("127.0.0.1", 1)[0]
+        self.link = Proxy(self._port)
+        self.refusals = Counter[str]()
+        self.start()
+
+    def command(self) -> list[str]:
+        return [*RLSYS, "dash", str(self._run), "--port", str(self._port)]
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self._token = self.process.stdout.readline().strip().partition("?token=")[2]
+        self._opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        self._logged_in = False
+
+    def curve(self) -> dict[str, list[float]] | None:
+        """Of the reward; None: there is no answer now."""
+        base = f"http://127.0.0.1:{self.link.port}"
+        try:
+            if not self._logged_in:
+                ask(self._opener, f"{base}/?token={urllib.parse.quote(self._token)}")
+                self._logged_in = True
+            ask(self._opener, f"{base}/api/runs")  # it reads the new lines
+            found: dict[str, list[float]] = json.loads(ask(self._opener, f"{base}/api/curves?names=reward"))[
+                0
+            ]["reward"]
+        except Exception as e:  # noqa: BLE001  (of a link with faults: no connection, a status, no HTTP)
+            self.refusals[kind_of(e)] += 1
+            return None
+        return found
+
+    def strike(self, fault: str, rng: random.Random) -> None:
+        """Begin it; `heal` ends it."""
+        if fault == "killed":
+            self.process.kill()
+            self.process.wait()
+            self.start()
+        elif fault == "stopped":
+            self.process.send_signal(signal.SIGSTOP)
+        elif fault == "disk full":
+            limit_files(self.process.pid, 0)
+        elif fault == "second owner":
+            done = subprocess.run(self.command(), cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 2 and "in use" in done.stderr, done.stderr
+        elif fault != "none":
+            strike_link(self.link, fault, rng)
+
+    def heal(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        limit_files(self.process.pid, resource.RLIM_INFINITY)
+        self.link.mend()
+
+    def close(self) -> None:
+        self.heal()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.link.close()
+
+
+def strike_link(link: Proxy, fault: str, rng: random.Random) -> None:
+    if fault == "flipped":  # the first byte of what is sent: plain HTTP does not notice others
+        link.change(lambda data: bytes([data[0] ^ 1]) + data[1:])
+    elif fault == "doubled":
+        link.change(lambda data: data * 2)
+    else:
+        disturb(link, fault, rng)
+
+
+def reward_of(step: int) -> float:
+    return (step * 7919 % 1000) / 1000
+
+
+def run_dash(folder: Path, seed: int, more: int) -> None:
+    rng = random.Random(seed)
+    schedule = draw(rng, FAULTS, more)
+    print(f"{seed}: {', '.join(schedule)}")
+    run, step = write_run(folder), 2
+    writer = MetricsWriter(run, resume_step=step)
+    with contextlib.closing(Dash(run)) as dash:
+        for fault in schedule:
+            dash.strike(fault, rng)
+            for _ in range(rng.randrange(1, 20)):
+                step += 1
+                writer.write("step", step, reward=reward_of(step))
+                if fault != "stopped" and (during := dash.curve()) is not None:
+                    check_curve(during)
+            dash.heal()
+            before = dash.refusals.total()
+            while (curve := dash.curve()) is None:
+                assert dash.process.poll() is None and dash.refusals.total() < before + 20, dash.refusals
+            check_curve(curve)
+            assert curve["x"][-1] == step, f"{fault}: lines are lost"
+        print(f"{step} steps, not answered: {dict(dash.refusals)}")
+
+
+def check_curve(curve: dict[str, list[float]]) -> None:
+    """Each value is that of its step."""
+    shown = [(x, y) for x, y in zip(curve["x"], curve["y"], strict=True) if x > 2]
+    assert [(x, reward_of(int(x))) for x, _ in shown] == shown
+    assert [x for x, _ in shown] == [float(3 + i) for i in range(len(shown))]
+
+
+@pytest.mark.gate
+def test_a_dashboard_shows_each_step_once(tmp_path: Path) -> None:
+    run_dash(tmp_path, 1, 0)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_dashboard_shows_each_step_once_in_longer_schedules(seed: int, tmp_path: Path) -> None:
+    run_dash(tmp_path, seed, 20)
