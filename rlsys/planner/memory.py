@@ -387,9 +387,11 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
         (in_flight * 2 * size.hidden, layer + dispatched) if recomputes else (in_flight * layer, dispatched)
     )
     scale = value_bytes(config) / 2
-    # Logits in float32 and in the model's dtype, freed before the last layer is recomputed.
-    logits = (value_bytes(config) + 4) * size.vocab if stage == p.pp - 1 else 0
-    return tokens * (scale * stored_units + max(scale * working, logits))
+    # Logits in float32 and in the model's dtype, freed before the last layer is recomputed. A scoring pass stores no
+    # layers, and has the logits as two copies in float32.
+    vocab = size.vocab if stage == p.pp - 1 else 0
+    passes = scale * stored_units + max(scale * working, (value_bytes(config) + 4) * vocab)
+    return tokens * max(passes, 8 * vocab)
 
 
 _SAVED_BYTES = 2 * 12
