@@ -17,6 +17,7 @@ from rlsys.core.membership import FOLDER as MEMBERS
 from rlsys.core.membership import WEIGHTS_VARIABLE
 from rlsys.obs.role import STACKS_VARIABLE
 from rlsys.planner.layout import Layout, NodeShare, on_cuda, push_plan
+from rlsys.planner.memory import with_pool
 from rlsys.segments.records import FOLDER as SEGMENTS
 from rlsys.segments.route_records import ROUTES_VARIABLE
 
@@ -208,6 +209,7 @@ def _engines(
 ) -> tuple[list[Role], list[str]]:
     """Return the roles of all engines, and their URLs."""
     roles, urls = [], []
+    config = with_pool(config)
     for index, shares in enumerate(layout.engines):
         # The address for clients: on one machine the configured one, with loopback for 0.0.0.0.
         host = LOOPBACK if config.engine.host == "0.0.0.0" else config.engine.host

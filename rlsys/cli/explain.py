@@ -33,8 +33,8 @@ from rlsys.engine.launch_args import attention_notes, engine_command, have_cuda
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import check_spans
-from rlsys.planner.capacity import describe_capacity
-from rlsys.planner.duration import estimated_duration, measured_duration
+from rlsys.planner.capacity import describe_capacity, forecast_step
+from rlsys.planner.duration import NO_ESTIMATE, describe_forecast, measured_duration
 from rlsys.planner.layout import lay_out
 from rlsys.planner.memory import (
     GB,
@@ -69,7 +69,10 @@ def add_explain(add: Add) -> None:
     sub = add("explain", explain, "summarise a config: processes, sizes, duration, and suspicious settings")
     add_config(sub)
     sub.add_argument(
-        "--gpu-memory", type=float, default=80.0, metavar="GB", help="memory of one GPU (default: 80)"
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of one GPU (default: launch.gpu_memory_gb)",
     )
     sub.add_argument("--config", action="store_true", dest="whole", help="print the resolved config instead")
     sub.add_argument("--commands", action="store_true", help="print the command of every process instead")
@@ -77,16 +80,14 @@ def add_explain(add: Add) -> None:
 
 def explain(args: argparse.Namespace) -> int:
     """Run `rlsys explain`."""
-    if not 0 < args.gpu_memory < math.inf:
-        raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
     from rlsys.cli.preflight import check_fine_tuning, check_start  # imports torch
 
-    config = load_config(args.config, args.overrides)
+    config = with_gpu_memory(load_config(args.config, args.overrides), args.gpu_memory)
     try:
         config, absent = pin_models(config, weights=False), None
     except UserError as e:
         absent = str(e)
-    screen, plan = describe_run(config, args.gpu_memory, absent)
+    screen, plan = describe_run(config, config.launch.gpu_memory_gb, absent)
     check_trackers(config.run.trackers)
     check_spans(config.run.spans)
     notes = check_fine_tuning(config) if config.fine_tunes else check_start(config)
@@ -103,6 +104,19 @@ def explain(args: argparse.Namespace) -> int:
     else:
         print(render_plain(screen))
     return 0
+
+
+def with_gpu_memory(config: Config, gpu_gb: float | None) -> Config:
+    """Return the config with the memory of a GPU that an option gives.
+
+    Raises:
+        UserError: the option is no amount of memory.
+    """
+    if gpu_gb is None:
+        return config
+    if not 0 < gpu_gb < math.inf:
+        raise UserError(f"--gpu-memory {gpu_gb}: expected more than 0 GB, and finite")
+    return config.model_copy(update={"launch": config.launch.model_copy(update={"gpu_memory_gb": gpu_gb})})
 
 
 def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tuple[Screen, LaunchPlan]:
@@ -128,12 +142,15 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
         engine = have_transformer_engine() if have_cuda() else config.launch.gpus_per_node > 0
         sizes.append(describe_prompts(config, hf, engine))
         sizes += describe_memory(config, hf)
-        odd += size_warnings(config)
+        odd += size_warnings(config, hf)
         odd += _memory_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
         traffic, warnings = describe_traffic(config, hf)
-        capacity = describe_capacity(config, hf, machines()["h100"])
-        sizes, odd = sizes + traffic + capacity, odd + warnings
-        duration = estimated_duration(config, hf)
+        sizes, odd = sizes + traffic, odd + warnings
+        duration = NO_ESTIMATE
+        if config.launch.gpus_per_node:
+            forecast = forecast_step(config, hf, machines()["h100"])
+            sizes += describe_capacity(config, forecast)
+            duration = describe_forecast(config, forecast)
     else:
         duration = "not known without the model's config.json"
         reason = absent or f"{config.model.path} does not exist"

@@ -12,22 +12,23 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from rlsys.cli.explain import with_gpu_memory
 from rlsys.config import Config, add_config, load_config
 from rlsys.convert.hub import pin_models
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.machines import machines
+from rlsys.core.machines import Machine, machines
 from rlsys.planner.calibration import calibrate
 from rlsys.planner.costs import Costs, estimate_costs
 from rlsys.planner.duration import format_duration
 from rlsys.planner.lengths import LengthDistribution, long_tail, read_trace
+from rlsys.planner.memory import MEAN_PROMPT_TOKENS
 from rlsys.planner.model_preflight import read_model
 from rlsys.planner.settings import PER_NODE, Setting, settings, unchanged_setting
 from rlsys.planner.simulation import Forecast, simulate
-
-_PROMPT_TOKENS = 512
 
 _COLUMNS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
     ("step", lambda f: format_duration(f.step_seconds)),
@@ -56,7 +57,11 @@ def add_plan(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="N",
         help="number of GPUs to try placements on (default: the config's own layout)",
     )
-    sub.add_argument("--gpu", choices=list(machines()), default="h100", help="GPU type (default: h100)")
+    sub.add_argument(
+        "--gpu",
+        choices=list(machines()),
+        help="GPU type (default: h100 with the memory of launch.gpu_memory_gb)",
+    )
     sub.add_argument(
         "--trace", type=Path, metavar="FILE",
         help='response lengths, JSON {"lengths": [...]} (default: a long tail up to rollout.max_response_tokens)',
@@ -82,9 +87,13 @@ def add_plan(add: Callable[..., argparse.ArgumentParser]) -> None:
 def plan(args: argparse.Namespace) -> int:
     """Run `rlsys plan`."""
     config = pin_models(load_config(args.config, args.overrides), weights=False)
-    basis = _basis(args, config)
+    gpu = machines()[args.gpu or "h100"]
+    if args.gpu is not None:
+        config = with_gpu_memory(config, gpu.memory)
+    gpu = replace(gpu, memory=config.launch.gpu_memory_gb)
+    basis = _basis(args, config, gpu)
     hf = read_model(config)
-    machine = None if args.calibrate else machines()[args.gpu]
+    machine = None if args.calibrate else gpu
     forecasts: list[tuple[Setting, Forecast]] = []
     rejected: list[str] = []
     unchanged = [] if args.gpus else [unchanged_setting(config)]
@@ -118,7 +127,7 @@ def plan(args: argparse.Namespace) -> int:
             )
         )
     else:
-        _print(forecasts, rejected, _assumed(args, basis.lengths))
+        _print(forecasts, rejected, _assumed(args, gpu, basis.lengths))
     return 0
 
 
@@ -143,7 +152,7 @@ class _Basis:
     prompt_tokens: int
 
 
-def _basis(args: argparse.Namespace, config: Config) -> _Basis:
+def _basis(args: argparse.Namespace, config: Config, machine: Machine) -> _Basis:
     """Return the inputs of the simulations.
 
     Raises:
@@ -173,8 +182,8 @@ def _basis(args: argparse.Namespace, config: Config) -> _Basis:
         return _Basis(lambda _, tp: calibration.costs(tp), trace or calibration.lengths.truncate(cap), prompt)
     if args.gpus is None and not config.launch.gpus_per_node:
         raise UserError("the config has no GPUs: add --gpus N, or --calibrate RUN with a run of this machine")
-    hf, machine = read_model(config), machines()[args.gpu]
-    prompt = args.prompt_tokens or _PROMPT_TOKENS
+    hf = read_model(config)
+    prompt = args.prompt_tokens or MEAN_PROMPT_TOKENS
     return _Basis(
         lambda setting_config, tp: estimate_costs(setting_config, hf, machine, tp),
         trace or long_tail(cap),
@@ -205,12 +214,11 @@ def reason(forecasts: Sequence[tuple[Setting, Forecast]]) -> str:
     )
 
 
-def _assumed(args: argparse.Namespace, lengths: LengthDistribution) -> str:
+def _assumed(args: argparse.Namespace, machine: Machine, lengths: LengthDistribution) -> str:
     if args.calibrate is not None:
         return f"costs measured on {args.calibrate}; mean response length {lengths.mean:.0f} tokens"
-    source = machines()[args.gpu].source
     tail = "" if args.trace else " (assumed: a long tail; use --trace for your own)"
-    return f"{args.gpu} ({source}); mean response length {lengths.mean:.0f} tokens{tail}"
+    return f"{args.gpu or 'h100'} ({machine.source}); mean response length {lengths.mean:.0f} tokens{tail}"
 
 
 def _print(forecasts: Sequence[tuple[Setting, Forecast]], rejected: Sequence[str], assumed: str) -> None:

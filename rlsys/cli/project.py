@@ -21,6 +21,7 @@ from launch.ports import choose_ports
 from rlsys.cli.project_template import data_section, write_config, write_starter
 from rlsys.config import Config, add_config, load_config
 from rlsys.convert.hub import find_folder, pin_models
+from rlsys.core.devices import gpu_names
 from rlsys.core.errors import RunError, UserError, disk_errors
 from rlsys.engine.launch_args import engine_command
 from rlsys.evaluation.tryout import FILE_NAME
@@ -53,7 +54,12 @@ def add_project_commands(add: Add, supervise: Supervise, check_plugins: Callable
         metavar="FOLDER_OR_ID",
         help="write a config for this Hugging Face folder, or model of a hub, instead",
     )
-    sub.add_argument("--gpus", type=int, metavar="N", help="with --model: number of GPUs; 0 for a CPU host")
+    sub.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="with --model: number of GPUs; 0 for a CPU host (default: this host's)",
+    )
     sub.add_argument(
         "--gpu", default="h100", metavar="KIND", help="with --model: kind of GPU (default: %(default)s)"
     )
@@ -91,14 +97,17 @@ def new(args: argparse.Namespace) -> int:
 
 def new_for_model(args: argparse.Namespace) -> int:
     """Write NAME/config.yaml with a recommended value for each field that depends on the model or the machine."""
-    if args.gpus is None or not 0 <= args.gpus <= 65536:
-        raise UserError(f"--gpus {args.gpus}: expected a number from 0 to 65536 beside --model")
+    gpus = len(gpu_names()) if args.gpus is None else args.gpus
+    if not 0 <= gpus <= 65536:
+        raise UserError(f"--gpus {gpus}: expected a number from 0 to 65536")
     data = data_section(args.data, args.reward)
     snapshot = find_folder(args.model, "--model", weights=False)
-    sections = recommend(snapshot, args.gpus, args.gpu, data).sections
+    sections = recommend(snapshot, gpus, args.gpu, data).sections
     sections["model"]["path"] = replace(sections["model"]["path"], value=str(args.model))
     config = write_config(args.folder, sections, data)
     print(f"  {config}")
+    if args.gpus is None:
+        print(f"for the {gpus} GPUs of this host; --gpus N: for another number")
     print(f"next: rlsys explain {config}\n      rlsys rehearse {config}\n      rlsys train {config}")
     return 0
 

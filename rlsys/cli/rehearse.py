@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
+from rlsys.cli.explain import with_gpu_memory
 from rlsys.config import Config, add_config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_asked, check_layout
@@ -59,7 +60,7 @@ def add_rehearse(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--gpu-memory",
         type=float,
         metavar="GB",
-        help="memory of one GPU (default: 80 if launch.gpus_per_node is set)",
+        help="memory of one GPU (default: launch.gpu_memory_gb if launch.gpus_per_node is set)",
     )
     sub.add_argument(
         "--skew", type=float, default=1.0, metavar="X",
@@ -74,11 +75,12 @@ def rehearse(args: argparse.Namespace) -> int:
     Raises:
         RunError: a rank would fail (exit code 1).
     """
-    config = pin_models(load_config(args.config, args.overrides), weights=False)
+    config = with_gpu_memory(load_config(args.config, args.overrides), args.gpu_memory)
+    config = pin_models(config, weights=False)
     overrides = [*args.overrides, *model_overrides(config)]
     hf = _check(args, config)
     on_gpus = config.launch.gpus_per_node > 0
-    gpu_gb = args.gpu_memory if args.gpu_memory is not None else 80.0 if on_gpus else None
+    gpu_gb = config.launch.gpu_memory_gb if on_gpus or args.gpu_memory is not None else None
     ranks = (
         one_rank(config, args.rank) if args.rank is not None else kinds_of_rank(config, hf, args.all_kinds)
     )
@@ -109,8 +111,6 @@ def _check(args: argparse.Namespace, config: Config) -> HFConfig:
     Raises:
         UserError: they are invalid.
     """
-    if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
-        raise UserError(f"--gpu-memory {args.gpu_memory}: expected more than 0 GB, and finite")
     if not 1 <= args.skew < math.inf:
         raise UserError(f"--skew {args.skew}: expected 1 or more, and finite")
     if config.trainer.lora is not None:

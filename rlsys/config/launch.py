@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlsys.config.section import FilePath, NonNegative, Positive, Seconds, Section
+from rlsys.config.section import FilePath, Gigabytes, NonNegative, Positive, Seconds, Section
 
 
 class RunConfig(Section):
@@ -36,6 +36,8 @@ class LaunchConfig(Section):
     gpus_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
     """GPUs of the run on each machine. 0: processes see all devices of their machine (one machine, or no
     GPU)."""
+    gpu_memory_gb: Gigabytes = 80.0
+    """Memory of one GPU in GB, for rlsys explain, plan and rehearse, and for the size of an engine's cache."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: trainer and engines share the GPUs and take turns. disaggregated: each has its own GPUs, and
     with max_staleness >= 1 generation goes on while the trainer works."""

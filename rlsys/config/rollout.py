@@ -181,9 +181,13 @@ class EngineConfig(Section):
     max_running_requests: Positive | None = None
     """Requests that one engine decodes at the same time. More give more throughput and need a larger cache. null: its
     share of the samples in flight, but 128 to 2,048."""
-    max_total_tokens: Positive = 65536
+    memory_fraction: Fraction = 0.88
+    """Share of a GPU's memory for an engine's weights, its cache of keys and values (SGLang's mem_fraction_static)
+    and what a colocated trainer keeps meanwhile; the rest is for activations. The cache is no larger than the samples
+    in flight need at their longest."""
+    max_total_tokens: Positive | None = None
     """Tokens that one engine's cache of keys and values can hold. It must hold the longest response and its
-    prompt."""
+    prompt. null: on GPUs as memory_fraction says, without them 65,536."""
     stream_interval: Positive | None = None
     """Tokens between two stream chunks of an engine. It is the most that an engine's sudden death can cost each
     sample; a smaller value sends more messages. null: a 64th of rollout.max_response_tokens, but 16 to 256."""

@@ -92,6 +92,13 @@ class Config(Section):
         return self.engine.max_running_requests or min(2048, max(128, share))
 
     @property
+    def fixed_pool_tokens(self) -> int | None:
+        """Tokens in an engine's KV pool; None if the memory of its GPUs decides."""
+        if self.engine.max_total_tokens is None and not self.launch.gpus_per_node:
+            return 65536
+        return self.engine.max_total_tokens
+
+    @property
     def prefill_graph_tokens(self) -> int:
         """Tokens of the largest prompt with a CUDA graph on an engine: the longest response may return as a prompt.
 
@@ -276,9 +283,9 @@ class Config(Section):
                 "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "
                 "it gathers equally many tokens from every rank"
             )
-        if self.engine.max_total_tokens < r.max_response_tokens:
+        if self.fixed_pool_tokens is not None and self.fixed_pool_tokens < r.max_response_tokens:
             raise ValueError(
-                f"engine.max_total_tokens = {self.engine.max_total_tokens} cannot hold one response of "
+                f"engine.max_total_tokens = {self.fixed_pool_tokens} cannot hold one response of "
                 f"rollout.max_response_tokens = {r.max_response_tokens}"
             )
         if self.samples_per_step % (p.data_parallel * self.algo.minibatches):

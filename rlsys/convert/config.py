@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -223,7 +224,7 @@ class HFConfig:
         """The HF shape that the name table spells in `letters` (rlsys.convert.families)."""
         return tuple(self._sizes[letter] for letter in letters)
 
-    @property
+    @functools.cached_property
     def _sizes(self) -> dict[str, int]:
         sizes = {
             "v": self.vocab_size,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from rlsys.convert.config import HFConfig
-from rlsys.convert.table import entries
+from rlsys.convert.table import predicting_layers
 
 
 def crossover_length(hf: HFConfig) -> float:
@@ -23,10 +25,17 @@ def crossover_length(hf: HFConfig) -> float:
 
 def visited_parameters(hf: HFConfig) -> float:
     """Of one token: all but the embedding, which is looked up, and the experts that it is not sent to."""
-    chosen = hf.experts_per_token / hf.experts if hf.experts else 1.0
-    first, *rest = entries(hf)  # a tied embedding is the head as well
-    visited = sum(e.elements * (chosen if e.expert is not None else 1.0) for e in rest)
-    return visited + (first.elements if hf.tied else 0)
+    layers = [*range(hf.layers), *(predicting_layers(hf) if hf.mtp else ())]
+    rules = [rule for layer in layers for rule in hf.rules(layer)]
+    rules += [rule for rule in hf.family.rules if not rule.per_layer][
+        1:
+    ]  # a tied embedding is the head as well
+    rules += len(layers[hf.layers :]) * list(hf.family.mtp)
+    return sum(
+        (hf.experts_per_token if rule.per_expert else 1) * prod(hf.shape(letters))
+        for rule in rules
+        for letters in rule.hf.values()
+    )
 
 
 def forward_flops(hf: HFConfig, tokens: int) -> float:

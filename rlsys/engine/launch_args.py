@@ -40,7 +40,6 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--dtype", config.model.dtype,
         "--tp", str(e.tp_of(index)),
         "--max-running-requests", str(config.max_running_requests),
-        "--max-total-tokens", str(e.max_total_tokens),
         "--random-seed", str(config.run.seed + index),
         "--stream-interval", str(config.stream_interval),
         "--incremental-streaming-output",
@@ -52,6 +51,8 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a health probe must not wait for a forward pass
         "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # of a gated delta net's last inputs: else bfloat16 always
     }
+    if (tokens := config.fixed_pool_tokens) is not None:
+        argv += ["--max-total-tokens", str(tokens)]
     if config.model.trust_remote_code:
         argv.append("--trust-remote-code")
     if e.deterministic:
@@ -115,6 +116,7 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
     env: dict[str, str] = {}
     if _on_cuda(config):
         argv += ["--warmups", WARM_UP, "--cuda-graph-max-bs-prefill", str(config.prefill_graph_tokens)]
+        argv += ["--mem-fraction-static", str(config.engine.memory_fraction)]
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
             env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else graphs keep gigabytes while the trainer works

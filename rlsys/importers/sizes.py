@@ -84,11 +84,6 @@ def set_sizes(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> None
     set_field("algo.minibatches", minibatches, "update", "groups", "group_size", *layout)
     max_tokens = s.prompt + s.response
     set_field("trainer.token_budget", max(s.micro * s.cp, max_tokens), "micro", "cp", "prompt", "response")
-    if "max_total_tokens" not in draft.get_field("engine", {}):
-        draft.warnings.append(
-            "engine.max_total_tokens: the script leaves the size of the KV pool to SGLang; here it is a number of "
-            "tokens, and rlsys explain says how many responses the default holds"
-        )
     set_field("engine.tp", s.engine_tp, "engine_tp")
     engine_gpus = world if s.engine_gpus is None else s.engine_gpus
     of_engines = ("engine_gpus", "placement") if s.engine_gpus is not None else ("nodes", "gpus", "placement")

@@ -81,6 +81,7 @@ SLIME = {
     "--rollout-num-gpus": "engine.count, the number of engines",
     "--rollout-num-gpus-per-engine": "engine.tp",
     "--sglang-max-total-tokens": "engine.max_total_tokens",
+    "--sglang-mem-fraction-static": "engine.memory_fraction",
     "--sglang-max-running-requests": "engine.max_running_requests",
     "--sglang-tool-call-parser": "engine.tool_call_parser",
     "--sglang-reasoning-parser": "engine.reasoning_parser",
@@ -625,6 +626,7 @@ def _lora(d: Draft) -> None:
 def _engines(d: Draft) -> None:
     """Pass on SGLang's own options; those with a field of ours become that field."""
     d.copy("--sglang-max-total-tokens", int)
+    d.copy("--sglang-mem-fraction-static", float)
     d.copy("--sglang-max-running-requests", int)
     names, args = [], []
     for name, value in d.settings.items():

@@ -18,6 +18,7 @@ from rlsys.ledger.reader import Length, RunReader
 from rlsys.obs.metrics import read_metrics
 from rlsys.planner.costs import Costs
 from rlsys.planner.lengths import LengthDistribution
+from rlsys.planner.memory import MEAN_PROMPT_TOKENS
 from rlsys.planner.simulation import simulate
 
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+),.*?gen throughput \(token/s\): ([\d.]+)")
@@ -28,8 +29,6 @@ _MIN_POINTS = 5
 """Minimum number of decode log lines, or of train steps, for a calibration."""
 _ROUNDS, _STEPS, _DAMPING = 4, 12, 0.7
 """Fit of the remaining costs: number of simulations, their train steps, and the damping of each correction."""
-_PROMPT_TOKENS = 512
-"""Assumed prompt length, if every prompt was prefilled more than once."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,9 @@ def calibrate(run: Path) -> Calibration:
     groups = RunReader(run).lengths()
     lengths = lengths_of(groups)
     prompts = [length.prompt for group in groups for length in group if length.prompt is not None]
-    prompt = round(fmean(prompts)) if prompts else _PROMPT_TOKENS
+    prompt = (
+        round(fmean(prompts)) if prompts else MEAN_PROMPT_TOKENS
+    )  # every prompt was prefilled more than once
     config = load_run_config(run)
     later = steps[1:]  # the first step compiles
     shares = [s.get("shared_share", 0.0) for s in later]  # of a run of an older rlsys, nothing is shared

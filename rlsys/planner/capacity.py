@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
@@ -22,11 +21,11 @@ from rlsys.convert.prefixes import group_of
 from rlsys.core.machines import Machine
 from rlsys.planner.costs import Costs, estimate_costs
 from rlsys.planner.lengths import LengthDistribution, long_tail
-from rlsys.planner.memory import Fact
+from rlsys.planner.memory import MEAN_PROMPT_TOKENS, Fact, budget, engine_samples, model_size, samples_held
+from rlsys.planner.weight_update_cost import push_rounds
 
-_DRAWS = 200
-"""Number of random groups over which the longest response is averaged."""
-_PROMPT_TOKENS = 512
+_DRAWS, _RESPONSES = (20, 200), 20_000
+"""Number of random groups over which the longest response is averaged, and about how many responses they have."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def engine_rate(costs: Costs, lengths: LengthDistribution, running: int, prompt:
 
     A new request replaces a finished one.
     """
-    pass_seconds = costs.decode(running, running * (prompt + _partial(lengths)))
+    pass_seconds = costs.decode(running, running * (prompt + lengths.in_flight))
     # Mean number of requests that end in a pass; one more pass reads the prompts that replace them.
     ends = running / lengths.mean
     pass_seconds += (1.0 - math.exp(-ends)) * costs.prefill(0)
@@ -111,15 +110,10 @@ def step_demand(
     n = config.samples_per_step
     pause = 0.0
     if not config.weights.rolling:
-        pause = costs.push + costs.prefill(running * (prompt + _partial(lengths)))
+        pause = costs.push + costs.prefill(running * (prompt + lengths.in_flight))
     group = group_of(prompt, [lengths.mean] * config.rollout.group_size, costs.shared_prompts)
-    busy = costs.train(group * config.rollout.groups_per_step) + costs.push
+    busy = costs.train(group * config.rollout.groups_per_step) + push_rounds(config) * costs.push
     return Demand(n, busy, pause, _last(costs, lengths, n, min(n, running), prompt))
-
-
-def _partial(lengths: LengthDistribution) -> float:
-    """Return the mean length of a response at a random time."""
-    return fmean(n * n for n in lengths.values) / lengths.mean / 2
 
 
 def _last(costs: Costs, lengths: LengthDistribution, samples: int, running: int, prompt: int) -> float:
@@ -128,37 +122,86 @@ def _last(costs: Costs, lengths: LengthDistribution, samples: int, running: int,
     All start together, `running` of them on the same engine.
     """
     rng, seconds = random.Random(0), 0.0
-    for _ in range(_DRAWS):
+    draws = max(_DRAWS[0], min(_DRAWS[1], _RESPONSES // running))
+    for _ in range(draws):
         start, sampled = 0, rng.choices(lengths.values, k=samples)
         batch = [*sampled[: running - 1], max(sampled)]
         for i, length in enumerate(sorted(batch)):
             remaining = running - i
             seconds += (length - start) * costs.decode(remaining, remaining * (prompt + (start + length) / 2))
             start = length
-    return seconds / _DRAWS + costs.prefill(running * prompt)
+    return seconds / draws + costs.prefill(running * prompt)
 
 
-def describe_capacity(config: Config, hf: HFConfig, machine: Machine) -> list[Fact]:
-    """Describe for `explain` how many engines keep the trainer of a disaggregated run busy, the cheapest first."""
-    if config.launch.placement != "disaggregated" or not config.launch.gpus_per_node:
-        return []
-    lengths = long_tail(config.rollout.max_response_tokens)
-    running = min(config.max_running_requests, max(1, config.slots // config.engine.count))
-    demand = step_demand(config, estimate_costs(config, hf, machine), lengths, running, _PROMPT_TOKENS)
+@dataclass(frozen=True)
+class StepForecast:
+    """Forecast of a train step with response lengths of a long tail up to the longest.
+
+    Attributes:
+        demand: requirements of the trainer.
+        lengths: response lengths.
+        kinds: the engines.
+        rate: samples per second that all engines finish.
+        running: requests that one engine decodes at once: its share of the samples in flight, or as many as its KV
+            pool holds.
+        waves: an engine's share of the samples in flight, in units of `running`.
+        generation: seconds in which engines finish the samples of a step.
+        push: seconds of a push.
+        step: seconds of the step.
+    """
+
+    demand: Demand
+    lengths: LengthDistribution
+    kinds: list[EngineKind]
+    rate: float
+    running: int
+    waves: float
+    generation: float
+    push: float
+    step: float
+
+
+def forecast_step(config: Config, hf: HFConfig, machine: Machine) -> StepForecast:
+    """Forecast a train step from config.json and the rates of a GPU."""
+    lengths, age = long_tail(config.rollout.max_response_tokens), config.rollout.max_staleness
+    running = max(1, samples_held(config, budget(config, model_size(hf)).pool_tokens))
+    costs = estimate_costs(config, hf, machine)
+    demand = step_demand(config, costs, lengths, running, MEAN_PROMPT_TOKENS)
     kinds = []
     for name, count, tp, cost in _kinds(config):
-        costs = estimate_costs(config, hf, machine, tp)
-        kinds.append(EngineKind(name, count, engine_rate(costs, lengths, running, _PROMPT_TOKENS), cost * tp))
-    rate, age = sum(s.count * s.rate for s in kinds), config.rollout.max_staleness
+        rate = engine_rate(estimate_costs(config, hf, machine, tp), lengths, running, MEAN_PROMPT_TOKENS)
+        kinds.append(EngineKind(name, count, rate, cost * tp))
+    rate = sum(k.count * k.rate for k in kinds)
+    # With N'/N above 1 the longest responses continue in the next step.
+    lag = 0.0 if config.over_provision > 1 and age else demand.lag
+    overlaps = config.launch.placement == "disaggregated"
+    return StepForecast(
+        demand,
+        lengths,
+        kinds,
+        rate,
+        running,
+        waves=engine_samples(config) / running,
+        generation=max(demand.samples / rate, lag),
+        push=push_rounds(config) * costs.push,
+        step=replace(demand, lag=lag).step_seconds(rate, age if overlaps else 0),
+    )
+
+
+def describe_capacity(config: Config, forecast: StepForecast) -> list[Fact]:
+    """Describe for `explain` how many engines keep the trainer of a disaggregated run busy, the cheapest first."""
+    if config.launch.placement != "disaggregated":
+        return []
+    demand, rate, age = forecast.demand, forecast.rate, config.rollout.max_staleness
     text = f"a step keeps the trainer busy for {demand.busy:.0f} s: {demand.required_rate:.3g} samples/s feed it, "
     text += f"engines end {rate:.3g}"
     if rate >= demand.required_rate:
-        needed_counts = demand.engines_needed(kinds)
+        needed_counts = demand.engines_needed(forecast.kinds)
         text += ": " + ", ".join(
-            f"{needed_counts[s.name]} of {s.count} {s.name}" for s in kinds if needed_counts[s.name]
+            f"{needed_counts[s.name]} of {s.count} {s.name}" for s in forecast.kinds if needed_counts[s.name]
         )
         text += " are enough"
-    text += f"; a step takes {demand.step_seconds(rate, age):.0f} s at max_staleness {age}"
+    text += f"; a step takes {forecast.step:.0f} s at max_staleness {age}"
     if age < demand.staleness:
         text += f", {demand.step_seconds(rate, demand.staleness):.0f} s at {demand.staleness}"
     return [("capacity", f"{text} (N'/N above 1 needs less: rlsys plan)")]

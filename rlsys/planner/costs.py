@@ -75,7 +75,7 @@ def estimate_costs(config: Config, hf: HFConfig, machine: Machine, tp: int | Non
     peak = machine.tflops[config.model.dtype] * 1e12
     flops = 2 * visited_parameters(hf)
     passes = 3 + ("layer" in config.trainer.recompute)
-    cached = size.layers * size.kv_values * width
+    cached = size.kv_values * width
     return Costs(
         pass_overhead=PASS_OVERHEAD_SECONDS,
         weights=width * size.dense / read,

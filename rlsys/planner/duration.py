@@ -1,8 +1,4 @@
-"""Duration of a run: measured on its earlier steps, or estimated from config.json and an assumed GPU. Pure.
-
-The estimate assumes that every response has the maximum length, and ignores overlap: it gives the order of
-magnitude, to choose a layout.
-"""
+"""Duration of a run: measured on its earlier steps, or the planner's forecast of a step. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +7,11 @@ from statistics import median
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.flops import forward_flops
 from rlsys.core.machines import TRAIN_EFFICIENCY, machines
-from rlsys.planner.memory import budget, model_size, value_bytes
-from rlsys.planner.weight_update_cost import GB, hashing, push_rounds, rate
+from rlsys.planner.capacity import StepForecast, forecast_step
 
 RECENT = 10
+NO_ESTIMATE = "not estimated without GPUs; shown after the first steps"
 
 
 def format_duration(seconds: float) -> str:
@@ -39,24 +34,21 @@ def measured_duration(seconds: Sequence[float], steps_left: int) -> str | None:
 
 
 def estimated_duration(config: Config, hf: HFConfig) -> str:
-    """Describe the estimated seconds of a step's parts and of the whole run, on H100s."""
+    """Describe the forecast seconds of a step's parts and of the whole run, on H100s."""
     if not config.launch.gpus_per_node:
-        return "not estimated without GPUs; shown after the first steps"
-    r, size = config.rollout, model_size(hf)
-    passes = 3 + ("layer" in config.trainer.recompute)
-    gpu = machines()["h100"]
-    flops = config.samples_per_step * passes * config.algo.epochs * forward_flops(hf, r.max_response_tokens)
-    train = flops / (config.parallel.world_size * TRAIN_EFFICIENCY * gpu.tflops[config.model.dtype] * 1e12)
-    waves = -(-config.samples_per_step // (config.engine.count * config.max_running_requests))
-    generate = waves * r.max_response_tokens * budget(config, size).engine_weights / (gpu.bandwidth * 1e12)
-    pushed = value_bytes(config) * size.total
-    push = push_rounds(config) * (pushed / GB / rate(config) + hashing(config, pushed)[1])
-    overlaps = config.launch.placement == "disaggregated" and r.max_staleness > 0
-    step = max(train, generate) + push if overlaps else train + generate + push
+        return NO_ESTIMATE
+    return describe_forecast(config, forecast_step(config, hf, machines()["h100"]))
+
+
+def describe_forecast(config: Config, forecast: StepForecast) -> str:
+    """Describe the seconds of a step's parts and of the whole run."""
+    waves = f" in {forecast.waves:.2g} waves of {forecast.running} an engine" if forecast.waves > 1 else ""
+    training = forecast.demand.busy - forecast.push
     return (
-        f"about {format_duration(step)} a step, {format_duration(step * config.trainer.steps)} in all: "
-        f"generation {format_duration(generate)}, "
-        f"training {format_duration(train)}, push {format_duration(push)} (H100s at {TRAIN_EFFICIENCY:.0%} of "
-        "their peak, every response "
-        f"at its longest, {r.max_response_tokens} tokens; evaluations and checkpoints not counted)"
+        f"about {format_duration(forecast.step)} a step, "
+        f"{format_duration(forecast.step * config.trainer.steps)} in all: "
+        f"generation {format_duration(forecast.generation)}{waves}, "
+        f"training {format_duration(training)}, push {format_duration(forecast.push)} (H100s at "
+        f"{TRAIN_EFFICIENCY:.0%} of their peak, responses of {forecast.lengths.mean:.0f} tokens on average and up to "
+        f"{config.rollout.max_response_tokens}; evaluations and checkpoints not counted)"
     )

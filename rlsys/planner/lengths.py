@@ -56,6 +56,11 @@ class LengthDistribution:
         """Mean length."""
         return sum(self.values) / len(self.values)
 
+    @property
+    def in_flight(self) -> float:
+        """Mean length of a response at a random time of its generation."""
+        return sum(n * n for n in self.values) / len(self.values) / self.mean / 2
+
 
 def long_tail(cap: int) -> LengthDistribution:
     """Return an assumed distribution: log-normal, truncated at the maximum; `[2000]` quantiles."""

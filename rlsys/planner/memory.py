@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -18,8 +18,11 @@ from rlsys.config import Config
 from rlsys.convert.adapters import factors
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import layer_stages
+from rlsys.planner.lengths import long_tail
 from rlsys.planner.weight_update_cost import GB, describe_push, short
 
+PROMPT_TOKENS, MEAN_PROMPT_TOKENS = 2048, 512
+"""Assumed length of the longest prompt, and of all prompts on average."""
 _ACTIVATION_BYTES = 34
 """In bfloat16; twice as much in float32."""
 _EXPERT_ACTIVATION_BYTES = 8
@@ -38,10 +41,10 @@ class ModelSize:
     vocab: int
     tied: bool
     moe_layers: tuple[bool, ...]
-    attention: int
-    """Of one layer, the part that tensor parallelism splits."""
-    replicated: int
-    """Of one layer, the part that tensor-parallel ranks replicate: norms, and latent attention's down-projections."""
+    attention: tuple[int, ...]
+    """Of each layer, the part that tensor parallelism splits."""
+    replicated: tuple[int, ...]
+    """Of each layer, the part that tensor-parallel ranks replicate: norms, down-projections of latent attention."""
     ffn: int
     """Of the feed-forward part of a dense layer."""
     shared: int
@@ -56,9 +59,11 @@ class ModelSize:
     experts_per_token: int
     """Experts that a token is routed to."""
     kv_values: int
-    """Values per token in one layer's KV cache."""
+    """Values per token in the KV cache of all layers."""
     kv_heads: int | None
     """Heads over which tensor parallelism splits the cache; None: replicated (latent attention)."""
+    delta_net: bool = False
+    """Whether layers with a gated delta net keep states of requests in place of a KV cache."""
     mtp: tuple[int, int] = (0, 0)
     """Dense and routed-expert parameters of the layer for multi-token prediction, if it is trained; not included
     above."""
@@ -96,31 +101,36 @@ class ModelSize:
             Parameters that tensor parallelism splits, and those that it replicates.
         """
         moe = sum(self.moe_layers[i] for i in layers)
-        split = len(layers) * self.attention + moe * self.shared + (len(layers) - moe) * self.ffn
-        return split, len(layers) * self.replicated + moe * self.router
+        split = sum(self.attention[i] for i in layers) + moe * self.shared + (len(layers) - moe) * self.ffn
+        return split, sum(self.replicated[i] for i in layers) + moe * self.router
 
 
 def model_size(hf: HFConfig) -> ModelSize:
     """Count parameters from the name table, with one layer of each kind."""
+    kinds = [(moe, bool(hf.linear_layers) and hf.linear_layers[i]) for i, moe in enumerate(hf.moe_layers)]
+    counts = {kind: _layer(hf, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    of_moe, of_dense = (
+        next((count for kind, count in counts.items() if kind[0] is moe), Counter[str]())
+        for moe in (True, False)
+    )
     kv_values, kv_heads = _cache(hf)
-    moe_layer, dense_layer = (_layer(hf, moe) for moe in (True, False))
-    any_layer = moe_layer if any(hf.moe_layers) else dense_layer
     return ModelSize(
         hidden=hf.hidden_size,
         vocab=hf.vocab_size,
         tied=hf.tied,
         moe_layers=hf.moe_layers,
-        attention=any_layer["attention"],
-        replicated=any_layer["replicated"],
-        ffn=dense_layer["ffn"],
-        shared=moe_layer["shared"],
-        router=moe_layer["router"],
-        routed=moe_layer["routed"] * hf.experts,
+        attention=tuple(counts[kind]["attention"] for kind in kinds),
+        replicated=tuple(counts[kind]["replicated"] for kind in kinds),
+        ffn=of_dense["ffn"],
+        shared=of_moe["shared"],
+        router=of_moe["router"],
+        routed=of_moe["routed"] * hf.experts,
         ffn_width=hf.ffn_size,
         active_width=hf.experts_per_token * hf.expert_ffn_size,
         experts_per_token=hf.experts_per_token,
-        kv_values=kv_values,
+        kv_values=kv_values * (hf.layers - sum(hf.linear_layers)),
         kv_heads=kv_heads,
+        delta_net=any(hf.linear_layers),
         mtp=_mtp_size(hf),
     )
 
@@ -132,21 +142,16 @@ def _mtp_size(hf: HFConfig) -> tuple[int, int]:
     """
     if not hf.mtp:
         return 0, 0
-    layer = _layer(hf, hf.moe_layers[-1])
+    layer = _layer(hf, hf.layers - 1)
     others_count = sum(prod(hf.shape(letters)) for rule in hf.family.mtp for letters in rule.hf.values())
     routed = layer.pop("routed", 0) * hf.experts
     return others_count + sum(layer.values()), routed
 
 
-def _layer(hf: HFConfig, moe: bool) -> Counter[str]:
-    """Count the parameters of one layer by the fields of ModelSize; of one routed expert.
-
-    Empty if no layer is of this kind.
-    """
+def _layer(hf: HFConfig, layer: int) -> Counter[str]:
+    """Count the parameters of one layer by the fields of ModelSize; of one routed expert."""
     count: Counter[str] = Counter()
-    if moe not in hf.moe_layers:
-        return count
-    for rule in hf.rules(hf.moe_layers.index(moe)):
+    for rule in hf.rules(layer):
         if rule.per_expert:
             part = "routed"
         elif "mlp.router" in rule.megatron:
@@ -177,7 +182,10 @@ class MemoryBudget:
     optimizer: float
     activations: float
     engine_weights: float
-    kv_pool: float
+    pool_tokens: int
+    """Tokens in the KV pool of an engine."""
+    token_bytes: float
+    """Bytes of one token in the pool of an engine rank."""
     graphs: float
     """An engine's CUDA graphs, as SGLang reserves memory for them."""
     host: float
@@ -189,6 +197,16 @@ class MemoryBudget:
     def trainer(self) -> float:
         """Bytes of a trainer rank."""
         return self.weights + self.gradients + self.optimizer + self.activations
+
+    @property
+    def idle_trainer(self) -> float:
+        """Bytes of a trainer rank while engines generate."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def kv_pool(self) -> float:
+        """Bytes of the KV pool of an engine rank."""
+        return self.pool_tokens * self.token_bytes
 
     @property
     def engine(self) -> float:
@@ -204,7 +222,51 @@ class MemoryBudget:
 def budget(config: Config, size: ModelSize) -> MemoryBudget:
     """Return the memory of a rank of the largest pipeline stage, with experts and tokens evenly distributed."""
     stages = [stage_budget(config, size, s) for s in range(config.parallel.pp)]
-    return max(stages, key=lambda b: b.trainer)
+    b = max(stages, key=lambda b: b.trainer)
+    return replace(b, pool_tokens=_pool_tokens(config, size, b))
+
+
+_POOL_OF_DELTA_NET = 1 / 1.9
+"""Share of the KV pool beside the states of gated delta nets (SGLang 0.5.23, mamba_full_memory_ratio 0.9)."""
+
+
+def _pool_tokens(config: Config, size: ModelSize, b: MemoryBudget) -> int:
+    """Return the tokens in an engine's KV pool: a share of what remains, and at most what the samples in flight need.
+
+    While engines generate, a colocated trainer keeps its weights, gradients and optimizer; activations, too, if
+    engines do not release the pool while it works.
+    """
+    if (tokens := config.fixed_pool_tokens) is not None:
+        return tokens
+    available = config.engine.memory_fraction * config.launch.gpu_memory_gb * GB - b.engine_weights - b.graphs
+    if config.launch.placement == "colocated":
+        available -= b.idle_trainer if config.launch.release_memory else b.trainer
+    if size.delta_net:
+        available *= _POOL_OF_DELTA_NET
+    longest = PROMPT_TOKENS + config.rollout.max_response_tokens
+    tokens = min(int(max(0.0, available) / b.token_bytes), engine_samples(config) * longest)
+    return tokens // 1024 * 1024
+
+
+def engine_samples(config: Config) -> int:
+    """Return the samples that one engine has in flight and may decode at once."""
+    return min(config.max_running_requests, -(-config.slots // config.engine.writers))
+
+
+def samples_held(config: Config, pool_tokens: int) -> int:
+    """Return the samples of an engine that a KV pool holds, with the lengths that they have on average in flight."""
+    longest = config.rollout.max_response_tokens
+    prompt = min(MEAN_PROMPT_TOKENS, longest // 4)  # tasks with short responses have short prompts
+    return min(engine_samples(config), int(pool_tokens / (prompt + long_tail(longest).in_flight)))
+
+
+def with_pool(config: Config) -> Config:
+    """Return the config with the tokens of its KV pool, if the model's folder is here and memory leaves a pool."""
+    if config.fixed_pool_tokens is not None or not (config.model.path / "config.json").is_file():
+        return config
+    tokens = budget(config, model_size(HFConfig.read(config.model.path))).pool_tokens
+    engine = config.engine.model_copy(update={"max_total_tokens": tokens or None})
+    return config.model_copy(update={"engine": engine})
 
 
 def stage_budget(config: Config, size: ModelSize, stage: int) -> MemoryBudget:
@@ -248,7 +310,8 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> MemoryBudget:
         host=config.trainer.offload_optimizer * states_held,
         activations=_activations(config, size, stage, len(layers), moe),
         engine_weights=width * size.total / engine_tp,
-        kv_pool=width * config.engine.max_total_tokens * size.layers * size.kv_values / kv_share,
+        pool_tokens=0,
+        token_bytes=width * size.kv_values / kv_share,
         graphs=_graphs(config, size, engine_tp) if config.launch.gpus_per_node else 0.0,
         stage=stage,
     )
@@ -324,9 +387,11 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
         (in_flight * 2 * size.hidden, layer + dispatched) if recomputes else (in_flight * layer, dispatched)
     )
     scale = value_bytes(config) / 2
-    # Logits in float32 and in the model's dtype, freed before the last layer is recomputed.
-    logits = (value_bytes(config) + 4) * size.vocab if stage == p.pp - 1 else 0
-    return tokens * (scale * stored_units + max(scale * working, logits))
+    # Logits in float32 and in the model's dtype, freed before the last layer is recomputed. A scoring pass stores no
+    # layers, and has the logits as two copies in float32.
+    vocab = size.vocab if stage == p.pp - 1 else 0
+    passes = scale * stored_units + max(scale * working, (value_bytes(config) + 4) * vocab)
+    return tokens * max(passes, 8 * vocab)
 
 
 _SAVED_BYTES = 2 * 12
@@ -384,7 +449,7 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
         (
             "engine, one rank",
             f"{b.engine_with_graphs / GB:.3g} GB = weights {b.engine_weights / GB:.3g} + "
-            f"KV of {config.engine.max_total_tokens} tokens {b.kv_pool / GB:.3g}"
+            f"KV of {b.pool_tokens} tokens {b.kv_pool / GB:.3g}"
             + (f" + CUDA graphs about {b.graphs / GB:.2g}" if b.graphs else ""),
         ),
         *describe_push(config, hf, value_bytes(config) * _pushed(config, size)),
@@ -452,28 +517,35 @@ def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     for name, need in (("a trainer rank", b.trainer), ("an engine rank", b.engine_with_graphs)):
         if need > gpu_gb * GB:
             problems.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}")
-    idle_trainer = b.weights + b.gradients + b.optimizer
     releases_memory = config.launch.release_memory
     idle_engine = (
         0.0 if releases_memory else b.engine_with_graphs
     )  # memory of an engine while the trainer works
-    both = max(b.trainer + idle_engine, b.engine_with_graphs + idle_trainer)
+    both = max(b.trainer + idle_engine, b.engine_with_graphs + b.idle_trainer)
     if config.launch.placement == "colocated" and both > gpu_gb * GB:
         hint = "" if releases_memory else "; see launch.release_memory"
         problems.append(f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}{hint}")
+    if not problems and b.pool_tokens < config.rollout.max_response_tokens:
+        problems.append(
+            f"beside weights and trainer the KV pool of an engine has room for {b.pool_tokens} tokens, a response "
+            f"has up to {config.rollout.max_response_tokens}"
+        )
     return problems
 
 
-def size_warnings(config: Config) -> list[str]:
+def size_warnings(config: Config, hf: HFConfig) -> list[str]:
     """Describe sizes that do not match."""
     warnings = []
     if config.slots > (capacity := config.engine.writers * config.max_running_requests):
         warnings.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
-    longest = config.rollout.max_response_tokens
-    if (responses_held := config.engine.max_total_tokens // longest) < config.max_running_requests:
+    responses, samples = (
+        samples_held(config, budget(config, model_size(hf)).pool_tokens),
+        engine_samples(config),
+    )
+    if responses < samples:
         warnings.append(
-            f"the KV pool holds {responses_held} responses of {longest} tokens, an engine may decode "
-            f"{config.max_running_requests} at once"
+            f"the KV pool holds about {responses} responses with lengths of a long tail, of {samples} that an "
+            "engine has in flight"
         )
     return warnings
 

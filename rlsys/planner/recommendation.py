@@ -1,15 +1,9 @@
-"""A config for a model and a number of GPUs: layout, engines, KV pool and lengths, with the reason of each value.
-
-The search takes the first layout that fits, in the order of its communication cost: fewer tensor- and pipeline-
-parallel ranks first, an optimizer on the GPU before one in host memory. All estimates are those of
-`rlsys.planner.memory`, which `rlsys explain` shows and `rlsys rehearse` checks.
-"""
+"""A config for a model and a number of GPUs: layout, engines, KV pool and lengths, with the reason of each value."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +13,25 @@ from pydantic import ValidationError
 from rlsys.config import Config
 from rlsys.config.mistakes import explain_error
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_layout
 from rlsys.core.errors import UserError
-from rlsys.core.machines import machines
+from rlsys.core.machines import Machine, machines
 from rlsys.core.model_folder import read_fields
-from rlsys.planner.layout import lay_out, push_plan
-from rlsys.planner.memory import ModelSize, budget, memory_problems, model_size, value_bytes
-from rlsys.planner.weight_update_cost import GB
+from rlsys.planner.layout_search import GPUS_PER_NODE, Candidate, first_fit
+from rlsys.planner.memory import (
+    GB,
+    PROMPT_TOKENS,
+    ModelSize,
+    budget,
+    engine_samples,
+    model_size,
+    samples_held,
+)
 
-GPUS_PER_NODE = 8
-MEMORY_SHARE = 0.9
-"""Share of a GPU's memory that a layout may use; the remainder is for NCCL, cuBLAS and fragmentation."""
-POOL_SHARE = 0.85
-"""Share of the memory beside an engine's weights and a trainer's resting state that the KV pool gets."""
 RESPONSE_TOKENS = 8192
-PROMPT_TOKENS = 2048
-"""Assumed length of the longest prompt."""
 GROUP_SIZE = 16
 GROUPS_PER_STEP = 64
 OVER_PROVISION = 1.5
-MAX_RUNNING_REQUESTS = 256
-"""Per engine; decoding is bound by memory bandwidth below some hundred sequences."""
-MIN_RUNNING_REQUESTS = 16
-"""Per engine, at half their full length; a layout that leaves no pool for them is not taken."""
 _MAX_GPUS = 65536
-_BYTES_PER_PARAMETER = 8
-"""Least bytes of GPU memory per parameter: weights of trainer and engine in bfloat16, gradients in float32."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +53,6 @@ class Recommendation:
     config: Config
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A layout of trainer and engines."""
-
-    tp: int
-    pp: int
-    ep: int
-    engine_tp: int
-    offload: float
-    cp: int = 1
-
-
 def recommend(
     model: Path, gpus: int, machine: str = "h100", data: dict[str, Any] | None = None
 ) -> Recommendation:
@@ -96,97 +71,54 @@ def recommend(
     hf = HFConfig.read(model)
     if machine not in machines():
         raise UserError(f"--gpu {machine}: expected one of {', '.join(sorted(machines()))}")
-    memory = machines()[machine].memory
-    if (recommendation := _first_fit(model, hf, gpus, memory, data or {})) is not None:
+    kind = machines()[machine]
+    if (recommendation := _first_fit(model, hf, gpus, kind, data or {})) is not None:
         return recommendation
-    enough = _enough(model, hf, gpus, memory)
+    enough = _enough(model, hf, gpus, kind)
     hint = f"{enough} GPUs ({enough // GPUS_PER_NODE} nodes) are enough" if enough else "no number is enough"
-    raise UserError(f"{model}: full training does not fit {gpus} GPUs of {memory:g} GB ({machine}); {hint}")
+    raise UserError(
+        f"{model}: full training does not fit {gpus} GPUs of {kind.memory:g} GB ({machine}); {hint}"
+    )
 
 
-def _enough(model: Path, hf: HFConfig, gpus: int, memory: float) -> int | None:
+def _enough(model: Path, hf: HFConfig, gpus: int, machine: Machine) -> int | None:
     """Return the smallest number of GPUs above `gpus`, in whole nodes, that holds the model."""
     least = gpus // GPUS_PER_NODE + 1
     nodes = 1 << (least - 1).bit_length()
-    while not _first_fit(model, hf, nodes * GPUS_PER_NODE, memory, {}):
+    while not _first_fit(model, hf, nodes * GPUS_PER_NODE, machine, {}):
         nodes *= 2
         if nodes * GPUS_PER_NODE > _MAX_GPUS:
             return None
     smaller = range(max(nodes // 2 + 1, least), nodes)
-    fits = (n for n in smaller if _first_fit(model, hf, n * GPUS_PER_NODE, memory, {}))
+    fits = (n for n in smaller if _first_fit(model, hf, n * GPUS_PER_NODE, machine, {}))
     return GPUS_PER_NODE * next(fits, nodes)
 
 
 def _first_fit(
-    model: Path, hf: HFConfig, gpus: int, memory: float, data: dict[str, Any]
+    model: Path, hf: HFConfig, gpus: int, machine: Machine, data: dict[str, Any]
 ) -> Recommendation | None:
     size = model_size(hf)
-    limit = MEMORY_SHARE * memory
-    if gpus and _BYTES_PER_PARAMETER * size.total > gpus * limit * GB:
+
+    def sections_of(candidate: Candidate) -> Sections:
+        return _sections(model, hf, size, candidate, gpus, machine.memory)
+
+    fit = first_fit(hf, gpus, machine, lambda candidate: _config(sections_of(candidate), data))
+    if fit is None:
         return None
-    trainers = [c for c in _trainer_layouts(hf, gpus) if _trainer_fits(model, hf, size, c, gpus, limit)]
-    for candidate in _with_engines(trainers, gpus):
-        try:
-            sections = _sections(model, hf, size, candidate, gpus)
-            config = _config(sections, data)
-            check_layout(config, hf)
-            push_plan(config, lay_out(config))
-            _add_pool(sections, config, size, memory)
-            config = _config(sections, data)
-        except UserError:
-            continue
-        if gpus == 0 or not memory_problems(config, hf, limit):
-            return Recommendation(sections, config)
-    return None
+    candidate, config = fit
+    sections = sections_of(candidate)
+    _add_pool(sections, config, size)
+    return Recommendation(sections, _config(sections, data))
 
 
-def _trainer_fits(model: Path, hf: HFConfig, size: ModelSize, c: _Candidate, gpus: int, limit: float) -> bool:
-    """Whether the layout divides the model, and a rank of it fits a GPU without an engine beside it."""
-    try:
-        config = _config(_sections(model, hf, size, c, gpus), {})
-        check_layout(config, hf)
-    except UserError:
-        return False
-    return gpus == 0 or budget(config, size).trainer <= limit * GB
-
-
-def _trainer_layouts(hf: HFConfig, gpus: int) -> Iterator[_Candidate]:
-    """All layouts of the trainer, those with less communication first."""
-    if gpus == 0:
-        yield _Candidate(1, 1, 1, 1, 0.0)
-        return
-    per_node = min(gpus, GPUS_PER_NODE)
-    powers = [2**i for i in range(17) if 2**i <= gpus]
-    within = [n for n in powers if n <= per_node]
-    eps = (
-        [n for n in [*reversed(within), *powers[len(within) :]] if hf.experts % n == 0] if hf.experts else [1]
-    )
-    for offload in (0.0, 1.0):
-        for product in [n for n in powers if gpus % n == 0]:
-            for tp in reversed([n for n in within if n <= product]):
-                for ep in eps:
-                    if product // tp <= hf.layers and gpus % (product // tp * ep) == 0:
-                        yield _Candidate(tp, product // tp, ep, 1, offload)
-
-
-def _with_engines(trainers: Sequence[_Candidate], gpus: int) -> Iterator[_Candidate]:
-    """Each trainer layout with engines of at most one node, then with engines of several."""
-    powers = [2**i for i in range(17) if 2**i <= max(gpus, 1)]
-    within = [n for n in powers if n <= GPUS_PER_NODE]
-    for sizes in (within, *([n] for n in powers[len(within) :])):
-        for candidate in trainers:
-            for engine_tp in sizes:
-                yield replace(candidate, engine_tp=engine_tp)
-
-
-def _sections(model: Path, hf: HFConfig, size: ModelSize, c: _Candidate, gpus: int) -> Sections:
+def _sections(model: Path, hf: HFConfig, size: ModelSize, c: Candidate, gpus: int, memory: float) -> Sections:
     """All values of a candidate except for the KV pool."""
     longest = _context(model)
     response = min(RESPONSE_TOKENS, longest * 3 // 4)
     prompt = min(PROMPT_TOKENS, longest - response)
     tokens = max(16384 if gpus else 2048, prompt + response)
     nodes, per_node = max(1, -(-gpus // GPUS_PER_NODE)), min(gpus, GPUS_PER_NODE)
-    dp = max(1, gpus // (c.tp * c.pp * c.cp))
+    dp = max(1, gpus // (c.tp * c.pp))
     engines = max(1, gpus // c.engine_tp)
     group_size = GROUP_SIZE if gpus else 8
     divisor = dp // math.gcd(dp, group_size)
@@ -270,6 +202,9 @@ def _sections(model: Path, hf: HFConfig, size: ModelSize, c: _Candidate, gpus: i
         sections["trainer"]["replay"] = Value("engine", "the trainer takes the experts that the engine chose")
         sections["engine"]["return_routes"] = Value(True, "needed by trainer.replay")
     if gpus:
+        sections["launch"]["gpu_memory_gb"] = Value(
+            memory, "memory of one GPU, by which the KV pool is sized"
+        )
         sections["launch"]["release_memory"] = Value(
             True, "engines free their memory while the trainer works"
         )
@@ -278,28 +213,20 @@ def _sections(model: Path, hf: HFConfig, size: ModelSize, c: _Candidate, gpus: i
     return sections
 
 
-def _add_pool(sections: Sections, config: Config, size: ModelSize, memory: float) -> None:
-    """Size the KV pool by what remains, and at most by what the samples in flight need."""
-    need, tp = budget(config, size), config.engine.tp
-    longest = config.rollout.max_response_tokens + PROMPT_TOKENS
-    in_flight = -(-config.slots // config.engine.count)
-    tokens = min(in_flight, MAX_RUNNING_REQUESTS) * longest
-    kv_share = 1 if size.kv_heads is None else min(tp, size.kv_heads)
-    per_token = value_bytes(config) * size.layers * size.kv_values / kv_share
+def _add_pool(sections: Sections, config: Config, size: ModelSize) -> None:
+    """Add the share of memory that sizes the KV pool, and the requests that the pool holds."""
+    b = budget(config, size)
+    samples, responses = engine_samples(config), max(1, samples_held(config, b.pool_tokens))
     if config.launch.gpus_per_node:
-        resting = need.weights + need.gradients + need.optimizer
-        available = MEMORY_SHARE * memory * GB - need.engine_weights - need.graphs - resting
-        tokens = min(tokens, int(POOL_SHARE * max(available, 0.0) / per_token))
-        if tokens < min(in_flight, MIN_RUNNING_REQUESTS) * longest // 2:
-            raise UserError(f"the KV pool holds {tokens} tokens")
-    tokens = tokens // 1024 * 1024 + 1024
-    running = max(1, min(in_flight, MAX_RUNNING_REQUESTS, tokens // (longest // 2)))
-    sections["engine"]["max_total_tokens"] = Value(
-        tokens,
-        f"KV pool of {per_token * tokens / GB:.3g} GB per GPU; {in_flight} samples in flight per engine",
-    )
+        sections["engine"]["memory_fraction"] = Value(
+            config.engine.memory_fraction,
+            f"leaves {b.kv_pool / GB:.3g} GB per GPU, {b.pool_tokens} tokens, to the KV pool",
+        )
     sections["engine"]["max_running_requests"] = Value(
-        running, "as many as the pool holds at half their full length"
+        responses,
+        f"of {samples} samples in flight, as many as the pool holds with responses of a long tail"
+        if responses < samples
+        else "all samples in flight",
     )
 
 

@@ -11,11 +11,13 @@ from pydantic import ValidationError
 
 from rlsys.config import Config
 from rlsys.config.mistakes import explain_error
+from rlsys.config.trainer import ParallelConfig
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_layout
 from rlsys.core.errors import UserError
 from rlsys.core.machines import Machine
 from rlsys.planner.layout import lay_out, push_plan
+from rlsys.planner.layout_search import Candidate, first_fit
 from rlsys.planner.memory import memory_problems
 
 PER_NODE = 8
@@ -25,6 +27,10 @@ _AGE = 4
 """max_staleness to try with N'/N above 1, if the config has 0."""
 _SHARES = (0.25, 0.5, 0.75)
 """Fractions of the GPUs for the trainer of a disaggregated run."""
+
+
+Changes = dict[str, dict[str, Any]]
+"""Changed fields by section."""
 
 
 @dataclass(frozen=True)
@@ -45,50 +51,98 @@ def settings(
 ) -> Iterator[Setting | str]:
     """Yield each possible setting, or a text with the reason why it is impossible.
 
-    `gpus` None: use the config's own layout only.
+    If none is possible with the config's own parallelism, settings with the first layout that fits follow.
+
+    Args:
+        config: the config.
+        hf: its model.
+        gpus: number of GPUs; None: the config's own layout only.
+        machine: the GPU; None: memory is not checked.
     """
+    possible = False
     for placement, layout in _layouts(config, gpus):
-        for over in _OVER:
-            ages = {0} if over == 1.0 else {config.rollout.max_staleness or _AGE}
-            if over == 1.0 and config.launch.placement == "disaggregated":
-                ages.add(config.rollout.max_staleness)
-            for age in sorted(ages):
-                name = f"{placement}, N'/N {over:g}, {age} step{'s' * (age != 1)} old"
-                rollout = {"over_provision": over, "max_staleness": age}
-                try:
-                    changed_config = _with_changes(config, {**layout, "rollout": rollout})
-                    check_layout(changed_config, hf)
-                    push_plan(changed_config, lay_out(changed_config))
-                except UserError as e:
-                    yield f"{name}: {e}"
-                    continue
-                if machine is not None and (problems := memory_problems(changed_config, hf, machine.memory)):
-                    yield f"{name}: {problems[0]}"
-                else:
-                    yield Setting(name, changed_config)
+        for setting in _variants(config, hf, machine, placement, layout):
+            possible |= isinstance(setting, Setting)
+            yield setting
+    if possible or gpus is None or machine is None:
+        return
+    fit = first_fit(hf, gpus, machine, lambda c: _with_changes(config, _changes(config, hf, gpus, c)))
+    if fit is not None:
+        yield from _variants(config, hf, machine, _describe(fit[0]), _changes(config, hf, gpus, fit[0]))
 
 
-def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+def _variants(
+    config: Config, hf: HFConfig, machine: Machine | None, layout_name: str, layout: Changes
+) -> Iterator[Setting | str]:
+    """Yield a layout with each N'/N and staleness."""
+    for over in _OVER:
+        ages = {0} if over == 1.0 else {config.rollout.max_staleness or _AGE}
+        if over == 1.0 and config.launch.placement == "disaggregated":
+            ages.add(config.rollout.max_staleness)
+        for age in sorted(ages):
+            name = f"{layout_name}, N'/N {over:g}, {age} step{'s' * (age != 1)} old"
+            rollout = {"over_provision": over, "max_staleness": age}
+            try:
+                changed_config = _with_changes(config, {**layout, "rollout": rollout})
+                check_layout(changed_config, hf)
+                push_plan(changed_config, lay_out(changed_config))
+            except UserError as e:
+                yield f"{name}: {e}"
+                continue
+            if (groups := changed_config.rollout.groups_per_step) != config.rollout.groups_per_step:
+                name += f", {groups} groups a step"
+            if machine is not None and (problems := memory_problems(changed_config, hf, machine.memory)):
+                yield f"{name}: {problems[0]}"
+            else:
+                yield Setting(name, changed_config)
+
+
+def _describe(c: Candidate) -> str:
+    offload = ", optimizer in host memory" if c.offload else ""
+    return f"colocated, bfloat16, tp {c.tp}, pp {c.pp}, ep {c.ep}{offload}, engines of tp {c.engine_tp}"
+
+
+def _launch_changes(config: Config, gpus: int) -> dict[str, Any]:
+    per_node = min(gpus, PER_NODE)
+    launch: dict[str, Any] = {"nodes": -(-gpus // per_node), "gpus_per_node": per_node}
+    if launch["nodes"] > 1 and config.launch.backend == "local":
+        launch["backend"] = "slurm"
+    return launch
+
+
+def _changes(config: Config, hf: HFConfig, gpus: int, c: Candidate) -> Changes:
+    """Return the changed fields of another layout, in which trainer and engines share all GPUs."""
+    launch = {"placement": "colocated", "release_memory": True}
+    return {
+        "model": {"dtype": "bfloat16"},
+        "parallel": {
+            "tp": c.tp, "pp": c.pp, "vpp": 1, "cp": 1, "ep": c.ep, "etp": 1 if hf.experts else None,
+            "dp": gpus // (c.tp * c.pp),
+        },
+        "trainer": {"offload_optimizer": c.offload, "recompute": ["layer"]},
+        "engine": {"count": gpus // c.engine_tp, "tp": c.engine_tp, "max_total_tokens": None},
+        "launch": _launch_changes(config, gpus) | launch,
+        "weights": {"method": "tensor"},
+    }  # fmt: skip
+
+
+def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, Changes]]:
     """Yield a description, and the changed fields by section."""
     if gpus is None:
         count, placement = config.engine.count, config.launch.placement
         yield f"{placement}, {count} engine{'s' * (count > 1)}", {}
         return
-    per_node = min(gpus, PER_NODE)
-    launch: dict[str, Any] = {"nodes": -(-gpus // per_node), "gpus_per_node": per_node}
-    if launch["nodes"] > 1 and config.launch.backend == "local":
-        launch["backend"] = "slurm"
-    p, tp = config.parallel, config.engine.tp
+    launch, p, tp = _launch_changes(config, gpus), config.parallel, config.engine.tp
     of_model = p.tp * p.pp * p.cp
+    least = math.lcm(of_model, p.pp * p.ep * p.expert_tp)
     yield (
         f"colocated, {gpus // tp} engines",
         {
             "launch": {**launch, "placement": "colocated"},
-            "parallel": {"dp": gpus // of_model},
+            "parallel": {"dp": gpus // least * least // of_model},
             "engine": {"count": gpus // tp},
         },
     )
-    least = math.lcm(of_model, p.pp * p.ep * p.expert_tp)
     for_trainer = {max(least, round(share * gpus / least) * least) for share in _SHARES}
     for trained_on in sorted(for_trainer):
         count = (gpus - trained_on) // tp
@@ -102,11 +156,16 @@ def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, dict[str, 
         )
 
 
-def _with_changes(config: Config, changes: dict[str, dict[str, Any]]) -> Config:
+def _with_changes(config: Config, changes: Changes) -> Config:
+    """Return the config with other fields, and with the nearest number of groups that divides over its ranks."""
     values = config.model_dump()
     for section, fields in changes.items():
         values[section] |= fields
     try:
+        parts = ParallelConfig.model_validate(values["parallel"]).data_parallel * config.algo.minibatches
+        divisor = parts // math.gcd(parts, config.rollout.group_size)
+        groups = max(1, round(config.rollout.groups_per_step / divisor)) * divisor
+        values["rollout"]["groups_per_step"] = groups
         return Config.model_validate(values)
     except ValidationError as e:
         raise UserError(explain_error(e, Config)) from None

@@ -138,6 +138,7 @@ class SimulatedEngine:
             elif self._running:
                 await self._decode()
                 self._complete()
+                self._retract()
             else:
                 await self._wake_up.wait()
 
@@ -195,6 +196,21 @@ class SimulatedEngine:
                 request
             ) >= request.end:
                 self._remove(request, request.finish)
+
+    def _retract(self) -> None:
+        """Return requests to the queue that the cache has no more room for, those with the fewest units first."""
+        for request in sorted(self._running.values(), key=self._generated_units):
+            if self._context <= self._cache_units or len(self._running) == 1:
+                return
+            del self._running[request.rid]
+            self._requeue(request)
+
+    def _requeue(self, request: _Request) -> None:
+        """Put a running request first into the queue; it will be prefilled again."""
+        self._record_versions(request)
+        self._context -= request.prompt + len(request.versions)
+        request.start_pass = None
+        self._waiting.appendleft(request)
 
     def _generated_units(self, request: _Request) -> int:
         if request.start_pass is None:
@@ -331,10 +347,7 @@ class SimulatedEngine:
         self._paused = mode
         if mode == "retract":
             for request in reversed(list(self._running.values())):
-                self._record_versions(request)
-                self._context -= request.prompt + len(request.versions)
-                request.start_pass = None
-                self._waiting.appendleft(request)
+                self._requeue(request)
             self._running.clear()
             self._ends.clear()
 

@@ -29,6 +29,7 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planner.costs import Costs
 from rlsys.planner.lengths import LengthDistribution
+from rlsys.planner.memory import with_pool
 from rlsys.planner.simulated_engine import END, FIRST_PROMPT, TOKEN, SimulatedEngine, SimulatedSession
 from rlsys.planner.virtual_time import run_virtual
 from rlsys.planning.exploring import Explorer
@@ -160,6 +161,7 @@ class _Run:
 
     def _in_units(self, config: Config, folder: Path) -> Config:
         """Return the config with lengths in units, and without parts that are not simulated."""
+        pool_tokens = with_pool(config).fixed_pool_tokens or 0
         if config.rollout.generator != "single_turn":
             raise UserError(
                 f"rollout.generator = {config.rollout.generator}: only single_turn can be simulated"
@@ -178,7 +180,7 @@ class _Run:
             "min_p": 0.0,
         }
         engine |= {
-            "max_total_tokens": max(64, self._units(config.engine.max_total_tokens)),
+            "max_total_tokens": max(64, self._units(pool_tokens)),
             "return_routes": False,
         }
         engine |= {"start_timeout": _NEVER, "reference": None}
@@ -247,7 +249,7 @@ class _Run:
             lambda seed, prompt: self._units(self._lengths.sample(seed, prompt)),
             self._prompt,
             self._config.max_running_requests,
-            config.max_total_tokens,
+            config.max_total_tokens or 0,
             self._grain,
             reports_first_token=self._reports_speed,
         )

@@ -9,14 +9,13 @@ from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import layer_stages
 from rlsys.core.machines import machines
-from rlsys.planner.memory import Fact, budget, model_size
+from rlsys.planner.costs import estimate_costs
+from rlsys.planner.memory import Fact, engine_samples, model_size
 
 CORE_TOKENS = 400_000
 """Tokens per second that one core can receive (bench/scale.py, docs/performance.md)."""
 MAX_LOAD = 0.7
 """Load of a core above which its event loop is late."""
-MIN_PASS_SECONDS = 0.004
-"""Assumed minimum time of an engine's forward pass, for launching kernels."""
 TOKEN_BYTES, ROUTE_BYTES = 12, 1
 """On disk: a token with its log-prob; a selected expert, with at most 256 experts per layer."""
 ANSWER_BYTES = 528
@@ -29,15 +28,15 @@ ROW_SECONDS = 50e-6
 
 
 def tokens_per_second(config: Config, hf: HFConfig) -> float | None:
-    """Return the maximum token rate of the engines on H100s: all slots decode, and a pass reads the weights once.
+    """Return the maximum token rate of the engines on H100s: all of a step's first samples decode, in short contexts.
 
     None without GPUs.
     """
     if not config.launch.gpus_per_node:
         return None
-    at_once = min(config.slots, config.engine.count * config.max_running_requests)
-    read = budget(config, model_size(hf)).engine_weights / (machines()["h100"].bandwidth * 1e12)
-    return at_once / max(read, MIN_PASS_SECONDS)
+    running = engine_samples(config)
+    seconds = estimate_costs(config, hf, machines()["h100"]).decode(running, 0)
+    return config.engine.writers * running / seconds
 
 
 def workers_needed(config: Config, hf: HFConfig) -> int:

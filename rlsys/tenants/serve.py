@@ -59,7 +59,7 @@ async def serve(config: Config, engine_url: str, host: str, port: int, tenants: 
 def described(config: Config, learner: Learner) -> Served:
     hf, lora = learner.trainer.hf, config.trainer.lora
     assert lora is not None
-    room = min(hf.context_length, config.engine.max_total_tokens) - RESERVED_TOKENS
+    room = min(hf.context_length, config.fixed_pool_tokens or hf.context_length) - RESERVED_TOKENS
     targets = ", ".join(lora.targets or matrices(hf))
     path = config.model.path
     return Served(path.name, str(path), hf.vocab_size, hf.context_length, room, lora.rank, targets)

@@ -116,7 +116,7 @@ def prompt_limits(config: Config) -> PromptLimits:
 def _sizes(config: Config) -> tuple[int, int]:
     """Return the vocabulary size and the most tokens of one sample in an engine."""
     vocab_size, context_length = read_model_limits(config.model.path)
-    return vocab_size, min(context_length, config.engine.max_total_tokens)
+    return vocab_size, min(context_length, config.fixed_pool_tokens or context_length)
 
 
 async def ask_engines(router: Engines, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:

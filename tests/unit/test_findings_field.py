@@ -1,4 +1,4 @@
-"""One test for each open finding of the review field.md (tests/findings_world.md). Each fails today."""
+"""One test for each finding of the review field.md (tests/findings_world.md)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,15 @@ FIRST = (f"model.path={REAL}", "launch.gpus_per_node=8", "eval.prompts=4")
 """What a user changes in the quickstart for a first run of a real model on eight GPUs."""
 
 
-def open_finding(finding: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"field {finding}")
-
-
 def real(*overrides: str) -> Config:
     return load_config(Path("quickstart"), [*FIRST, *overrides])
 
 
-@open_finding("F3: an engine on a GPU gets a pool of 65,536 tokens, whatever is left of its memory")
 def test_field_03_the_pool_of_an_engine_on_a_gpu_is_sized_by_its_memory() -> None:
     argv, _ = engine_command(real("model.dtype=bfloat16"), 0, 3100)
     assert "--max-total-tokens" not in argv
 
 
-@open_finding("F4: the estimate of a step ignores the KV pool")
 def test_field_04_a_small_pool_makes_generation_longer() -> None:
     sizes = ("rollout.groups_per_step=32", "rollout.group_size=8", "rollout.max_response_tokens=8192")
     small, large = (
@@ -52,7 +46,7 @@ def test_field_09_explain_warns_of_a_toys_learning_rate(
     assert "trainer.lr" in odd
 
 
-@open_finding("F9: the planner tries no tp, ep, bfloat16 or offload for a model that does not fit as written")
+@pytest.mark.gate
 def test_field_09_the_planner_finds_a_layout_for_a_real_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

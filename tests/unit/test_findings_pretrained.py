@@ -1,4 +1,4 @@
-"""One test for each open finding of facts/pretrained.md (tests/findings_world.md). Each fails today."""
+"""One test for each finding of facts/pretrained.md (tests/findings_world.md)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ MODEL = ROOT / "configs" / "models" / "quickstart-moe"
 REAL = ROOT / "configs" / "models" / "Qwen3-30B-A3B"
 
 
-def open_finding(finding: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"pretrained {finding}")
-
-
 def run_cli(*words: str) -> tuple[int, str]:
     """Exit code, and what an exception says that is no one-line error."""
     try:
@@ -51,7 +47,6 @@ def test_pretrained_s2_a_run_without_gpus_is_compared_with_the_machine(
     assert "memory" in odd and "a GPU has" not in odd
 
 
-@open_finding("S2: rlsys new knows no model")
 def test_pretrained_s2_new_writes_a_config_for_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

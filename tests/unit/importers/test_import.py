@@ -131,7 +131,7 @@ def test_a_script_of_slime(
     assert "--sequence-parallel = True: so here" in told
     assert (found["eval"]["sets"][0]["top_p"], found["eval"]["sets"][0]["top_k"]) == (0.7, 1024)
     assert found["data"]["params"]["shuffle"] is False
-    assert found["engine"]["extra_args"] == ["--mem-fraction-static", "0.7"]
+    assert found["engine"]["memory_fraction"] == 0.7 and "extra_args" not in found["engine"]
     assert main.main(["explain", str(tmp_path / "mine.yaml")]) == 0
 
 

@@ -9,7 +9,14 @@ import pytest
 
 from rlsys.config import load_config
 from rlsys.core.machines import machines
-from rlsys.planner.capacity import Demand, EngineKind, describe_capacity, engine_rate, step_demand
+from rlsys.planner.capacity import (
+    Demand,
+    EngineKind,
+    describe_capacity,
+    engine_rate,
+    forecast_step,
+    step_demand,
+)
 from rlsys.planner.costs import Costs
 from rlsys.planner.lengths import LengthDistribution
 from rlsys.planner.model_preflight import read_model
@@ -73,12 +80,12 @@ def test_the_cheapest_engines_that_suffice_are_hired() -> None:
 def test_explain_tells_it_of_disaggregated_runs_on_gpus() -> None:
     h100 = machines()["h100"]
     config = load_config(DISAGGREGATED)
-    ((name, told),) = describe_capacity(config, read_model(config), h100)
+    ((name, told),) = describe_capacity(config, forecast_step(config, read_model(config), h100))
     assert name == "capacity"
     assert "67.3 samples/s feed it, engines end 35.3; a step takes" in told
     slower = load_config(DISAGGREGATED, ["parallel.dp=2", "parallel.ep=8"])
-    ((_, told),) = describe_capacity(slower, read_model(slower), h100)
+    ((_, told),) = describe_capacity(slower, forecast_step(slower, read_model(slower), h100))
     assert "of 4 engines are enough; a step takes" in told
     for elsewhere in ("configs/quickstart.yaml", "configs/experiments/qwen2.5-7b_8gpu_colocated.yaml"):
         other = load_config(ROOT / elsewhere)
-        assert describe_capacity(other, read_model(other), h100) == []
+        assert describe_capacity(other, forecast_step(other, read_model(other), h100)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 
@@ -11,20 +12,24 @@ from safetensors import safe_open
 from rlsys.algo.preflight import check
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
+from rlsys.convert.table import entries
 from rlsys.planner.layout import lay_out
 from rlsys.planner.memory import (
     Fact,
     budget,
     checkpoint_host,
     describe_memory,
+    engine_samples,
     expected_staleness,
     memory_problems,
     model_size,
+    samples_held,
     size_warnings,
     stage_budget,
 )
 from rlsys.planner.model_preflight import read_model
 from rlsys.planner.weight_update_cost import push_rounds
+from tests.helpers.tiny import TINY, raw_config
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "configs/models/quickstart-moe"
@@ -105,7 +110,7 @@ def test_a_sharded_push_tells_its_senders() -> None:
 
 
 def problems_of(run: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    return [*memory_problems(run, hf, gpu_gb), *size_warnings(run)]
+    return [*memory_problems(run, hf, gpu_gb), *size_warnings(run, hf)]
 
 
 def test_what_will_not_fit_is_a_warning() -> None:
@@ -181,7 +186,7 @@ REHEARSED = {
     ("deepseek-v3_256gpu_colocated", 7): (4.20, 8.39, 22.15, 2.96),
     ("glm-4.5-air_64gpu_colocated", 1): (8.16, 16.31, 20.44, 4.79),
     ("qwen3-30b-a3b_16gpu_colocated", 0): (4.40, 8.80, 22.91, 3.73),
-    ("qwen3-30b-a3b_16gpu_colocated", 1): (4.40, 8.80, 22.91, 6.47),
+    ("qwen3-30b-a3b_16gpu_colocated", 1): (4.40, 8.80, 22.91, 7.51),
 }
 
 
@@ -251,3 +256,44 @@ def test_the_host_memory_of_a_checkpoint_is_told() -> None:
     assert "a checkpoint         about 794 GB of a node's host memory while it is written, beside 36" in text
     spread = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_16gpu_colocated.yaml")
     assert checkpoint_host(spread, size) == pytest.approx((24 + 2) * size.total / 2), "a stage on each node"
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_the_pools_of_experiments_hold_the_samples_in_flight(path: Path) -> None:
+    made = load_config(path)
+    assert made.engine.max_total_tokens is None
+    b = budget(made, model_size(read_model(made)))
+    assert samples_held(made, b.pool_tokens) == engine_samples(made)
+
+
+def test_a_pool_gets_what_weights_and_a_colocated_trainer_leave() -> None:
+    """0.88 of 80 GB, less what the engine and the trainer hold; all of it, where engines keep it to themselves."""
+    colocated = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")
+    size = model_size(published("Qwen3-30B-A3B"))
+    b = budget(colocated, size)
+    left = 0.88 * 80e9 - b.engine_weights - b.graphs - b.idle_trainer
+    assert 0 <= left - b.kv_pool < 1024 * b.token_bytes
+    small = colocated.model_copy(
+        update={"launch": colocated.launch.model_copy(update={"gpu_memory_gb": 60.0})}
+    )
+    assert budget(small, size).pool_tokens == 0
+    assert "has room for 0 tokens" in memory_problems(small, published("Qwen3-30B-A3B"), 60.0)[-1]
+    fixed = load_config(
+        ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml", ["engine.max_total_tokens=10000"]
+    )
+    assert budget(fixed, size).pool_tokens == 10_000
+    few = load_config(
+        ROOT / "configs/experiments/qwen3-30b-a3b_16gpu_disaggregated.yaml",
+        ["rollout.groups_per_step=4", "rollout.group_size=4", "rollout.over_provision=1"],
+    )
+    assert budget(few, size).pool_tokens == 8 * (8192 + 2048), "no more than the samples in flight need"
+
+
+def test_parameters_and_cache_of_a_hybrid_model(tmp_path: Path) -> None:
+    """Layers with a gated delta net have other parameters than those with attention, and no KV cache."""
+    (tmp_path / "config.json").write_text(json.dumps(raw_config(TINY["qwen3-next"])))
+    hf = HFConfig.read(tmp_path)
+    assert any(hf.linear_layers) and not all(hf.linear_layers)
+    size = model_size(hf)
+    assert size.total == sum(e.elements for e in entries(hf))
+    assert size.kv_values == 2 * hf.kv_heads * hf.head_dim * (hf.layers - sum(hf.linear_layers))

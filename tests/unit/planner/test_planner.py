@@ -380,6 +380,32 @@ def test_settings_that_cannot_be_are_said_with_the_reason() -> None:
     assert any("GB" in s for s in settings(made, hf, 16, small) if isinstance(s, str))
 
 
+def test_a_batch_that_does_not_divide_becomes_the_nearest_one() -> None:
+    """3,000 GPUs: no multiple of 64 GPUs with the same parallelism; the other GPUs train nothing."""
+    huge = load_config(ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml")
+    found = [
+        s
+        for s in settings(huge, HFConfig.read(huge.model.path), 3000, machines()["h100"])
+        if isinstance(s, Setting)
+    ]
+    assert found and found[0].config.parallel.world_size <= 3000
+    for setting in found:
+        c = setting.config
+        assert c.samples_per_step % (c.parallel.data_parallel * c.algo.minibatches) == 0
+        groups = c.rollout.groups_per_step
+        assert (f", {groups} groups a step" in setting.name) == (groups != huge.rollout.groups_per_step)
+    assert any("groups a step" in setting.name for setting in found)
+
+
+def test_a_model_that_does_not_fit_as_written_gets_another_layout() -> None:
+    """Float32, and one rank with all of it."""
+    made = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={ROOT}/configs/models/Qwen3-30B-A3B"])
+    found = list(settings(made, HFConfig.read(made.model.path), 8, machines()["h100"]))
+    possible = [s for s in found if isinstance(s, Setting)]
+    assert possible and "bfloat16" in possible[0].name and len(possible) < len(found)
+    assert possible[0].config.parallel.world_size == 8
+
+
 def replace_memory(gb: float) -> Any:
     gpu = machines()["h100"]
     return type(gpu)(gpu.tflops, gpu.bandwidth, gb, gpu.source)

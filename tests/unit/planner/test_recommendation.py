@@ -11,7 +11,7 @@ from rlsys.config import load_config
 from rlsys.convert.config import HFConfig
 from rlsys.core.errors import UserError
 from rlsys.planner.layout import lay_out
-from rlsys.planner.memory import memory_problems
+from rlsys.planner.memory import budget, memory_problems, model_size, samples_held
 from rlsys.planner.recommendation import recommend
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,8 +46,8 @@ def test_the_written_config_loads_and_fits(
     devices = {(s.node, gpu) for unit in (shares.trainer, *shares.engines) for s in unit for gpu in s.gpus}
     assert len(devices) == gpus == config.launch.nodes * config.launch.gpus_per_node
     assert not memory_problems(config, hf, 80.0)
-    longest = config.rollout.max_response_tokens
-    assert config.engine.max_total_tokens >= config.max_running_requests * longest // 2
+    pool_tokens = budget(config, model_size(hf)).pool_tokens
+    assert samples_held(config, pool_tokens) == config.max_running_requests
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,6 @@ def test_a_model_that_is_too_large_names_a_sufficient_number(model: str, gpus: i
     ("options", "message"),
     [
         (["--gpus", "8"], "--gpus: expected --model FOLDER beside it"),
-        (["--model", "M"], "--gpus None: expected a number from 0 to 65536 beside --model"),
         (["--model", "M", "--gpus", "-1"], "--gpus -1: expected a number from 0 to 65536"),
         (["--model", "M", "--gpus", "8", "--gpu", "tpu"], "--gpu tpu: expected one of"),
         (
