@@ -37,7 +37,7 @@ from rlsys.generators.parser_client import ToolFailed
 from rlsys.generators.turns import limit_tokens
 from rlsys.planning.planning import Planning
 from rlsys.rewards import Rewards
-from rlsys.rewards.judges import PatientJudge, build_judge
+from rlsys.rewards.judges import JudgeWithTimeout, build_judge
 from rlsys.rewards.results import TURNS
 from rlsys.rewards.service import is_url
 from rlsys.worker.assembly import build_scorer, prompt_limits
@@ -294,7 +294,9 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
 
     with one_line_errors(f"data.judge = {config.data.judge!r}"):
         local = config.data.judge is None or "://" not in config.data.judge
-        judge = build_judge(config, verdict) if local else PatientJudge(verdict, config.data.judge_timeout)
+        judge = (
+            build_judge(config, verdict) if local else JudgeWithTimeout(verdict, config.data.judge_timeout)
+        )
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
     prompts = first_prompts(config, planning)
     answer, notes = await _first_success(

@@ -17,7 +17,6 @@ RECORDED = {
     "rlsys/generators": 3,
     "rlsys/ops": 11,
     "rlsys/rehearse": 1,
-    "rlsys/rewards": 155,
     "rlsys/tenants": 132,
     "rlsys/venv_runner": 1,
     "rlsys/weights_relay": 60,
