@@ -1,4 +1,4 @@
-"""What a sequence costs to compute, from config.json alone. Pure."""
+"""Compute cost of a sequence, from config.json alone. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def crossover_length(hf: HFConfig) -> float:
 
 
 def visited_parameters(hf: HFConfig) -> float:
-    """Of one token: all but the embedding, which is looked up, and the experts that it is not sent to."""
-    chosen = hf.experts_per_token / hf.experts if hf.experts else 1.0
-    first, *rest = entries(hf)  # a tied embedding is the head as well
-    visited = sum(e.elements * (chosen if e.expert is not None else 1.0) for e in rest)
-    return visited + (first.elements if hf.tied else 0)
+    """Return the parameters that one token visits: all but the embedding and the experts it is not routed to."""
+    routed_share = hf.experts_per_token / hf.experts if hf.experts else 1.0
+    embedding, *parameters = entries(hf)  # a tied embedding is the head as well
+    visited = sum(e.elements * (routed_share if e.expert is not None else 1.0) for e in parameters)
+    return visited + (embedding.elements if hf.tied else 0)
 
 
 def forward_flops(hf: HFConfig, tokens: int) -> float:
-    """Of one sequence."""
+    """Return the FLOPs of the forward pass of one sequence."""
     return 2 * visited_parameters(hf) * (tokens + tokens**2 / crossover_length(hf))
