@@ -172,7 +172,7 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
         heldout = source.heldout(min(config.eval.prompts, HELDOUT_PROMPTS))
         tables = row_sources(source)
         longest = source.longest(LONGEST_PROMPTS) if isinstance(source, RowSource) else []
-        counts = [row_counts(table, limits, most=CHECKED_ROWS) for table in tables]
+        counts = [row_counts(table, limits, max_rows=CHECKED_ROWS) for table in tables]
     lines = list(_short_teacher(config, limits, [*train, *longest]))
     lines += [line for table_counts in counts if table_counts is not None for line in table_counts.lines()]
     if any(table.held_is_trained for table in tables):

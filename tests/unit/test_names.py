@@ -9,7 +9,6 @@ RECORDED = {
     "rlsys/agents": 157,
     "rlsys/algo": 2,
     "rlsys/config": 1,
-    "rlsys/data": 197,
     "rlsys/engine": 156,
     "rlsys/engine_requests": 21,
     "rlsys/environments": 98,

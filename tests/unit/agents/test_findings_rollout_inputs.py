@@ -326,7 +326,7 @@ def lines_of(path: Path) -> tuple[list[Any], list[str]] | str:
     except UserError as refusal:
         return str(refusal)
     rows = [found.row(i) for i in range(len(found))]
-    return rows, [found.place(i).rpartition(":")[2] for i in range(len(found))]
+    return rows, [found.location(i).rpartition(":")[2] for i in range(len(found))]
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"], ids=["U+2028", "U+2029", "U+0085"])
