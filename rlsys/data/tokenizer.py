@@ -160,14 +160,14 @@ class Tokenizer:
         return [c for c, ids in ids_of.items() if not ids or unknown in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Return the text of `ids`, with special tokens unless `skip_special`; ids beyond the vocabulary have none."""
+        """Return the text of `ids`, with special tokens unless `skip_special`. Unknown ids have no text."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each id; together they are `decode(ids)`.
 
-        If several ids form one character, the last one has it and the others are empty. A decoder's text of an id depends
-        on the ids before it, so each is decoded together with the last ones.
+        If several ids form one character, the last one has it and the others are empty. A decoder's text of an id
+        depends on the ids before it, so each is decoded together with the last ones.
         """
         out: list[str] = []
         context = 0  # where the last id with text begins
