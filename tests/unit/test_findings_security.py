@@ -55,7 +55,7 @@ from rlsys.tenants.wire import packed
 from rlsys.viewer.server import Dashboard
 from rlsys.viewer.server import _pattern as dash_pattern
 from rlsys.weights_relay.pieces import FileSpec, Piece, digest, encode, pieces_in
-from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
+from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Relay, RelayMiddleware
 from rlsys.weights_relay.store import Store, TooLarge, Undeclared
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
@@ -282,7 +282,7 @@ async def test_security_a08_nested_lists_are_no_server_error() -> None:
     for path in (OFFER, PIECE):
         said.clear()
         try:
-            await Door(cast(Any, None), relay)({**scope, "path": path}, receive, send)
+            await RelayMiddleware(cast(Any, None), relay)({**scope, "path": path}, receive, send)
         except RecursionError:
             found.append(500)
             continue
