@@ -32,10 +32,10 @@ from rlsys.agents.endpoint import (
     HOST,
     LIMITS,
     RETRY_HEADER,
-    begun,
     error_body,
+    keep_alive,
     refusal,
-    sign_of_life,
+    start_response,
 )  # fmt: skip
 from rlsys.agents.host import EVALUATION_STEP, REWARD_KEY, REWARD_URL, SAMPLE
 from rlsys.agents.hosting import AgentHost
@@ -331,8 +331,8 @@ class Meeting:
         while not asked.done():
             await asyncio.wait({asked}, timeout=ALIVE_SECONDS)
             if not asked.done():
-                response = response or await begun(request, stream)
-                await response.write(sign_of_life(stream))
+                response = response or await start_response(request, stream)
+                await response.write(keep_alive(stream))
         try:
             said = asked.result()
         except Gone as e:
