@@ -250,8 +250,8 @@ class Meeting:
             host.kill(agent)
             raise
         episode.ended = True
-        if end.lost:
-            log.warning("an episode was killed %s, and is played again", end.lost)
+        if end.kill_reason:
+            log.warning("an episode was killed %s, and is played again", end.kill_reason)
             self.counts["played_again"] += 1
             for arrival in episode.arrivals:
                 arrival.send_again()

@@ -108,5 +108,5 @@ async def _keep_host(meeting: Meeting, episode: str, variables: Sequence[str]) -
     while True:
         async with open_host(episode, None, None, variables, meets=True) as host:
             meeting.put_host(host)
-            await host.lost.wait()
+            await host.host_exit.wait()
             log.warning("the process of the episodes has died; restarting it")

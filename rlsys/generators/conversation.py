@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlsys.agents.endpoint import Question
-from rlsys.agents.hosting import Ended
+from rlsys.agents.hosting import AgentExit
 from rlsys.agents.messages import (
     Answer,
     BadRequest,
@@ -103,10 +103,10 @@ class Conversation:
     async def run(
         self,
         questions: asyncio.Queue[Question],
-        exit_future: asyncio.Future[Ended],
+        exit_future: asyncio.Future[AgentExit],
         max_calls: int,
         idle_timeout: float,
-    ) -> Ended | None:
+    ) -> AgentExit | None:
         """Answer requests until the agent exits; None: the response has no room for a request.
 
         All started turns finish first, except on a cancellation, which comes after an interrupt.
