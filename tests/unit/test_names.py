@@ -6,7 +6,6 @@ from tests.gate import names
 
 RECORDED = {
     "rlsys": 14,
-    "rlsys/agents": 60,
     "rlsys/algo": 2,
     "rlsys/config": 1,
     "rlsys/engine": 156,
