@@ -83,7 +83,7 @@ async def entry_point(name: str, folder: Path) -> AsyncIterator[str]:
     from aiohttp import web
 
     from rlsys.agents.endpoint import Endpoint
-    from rlsys.agents.multi_policy import Meeting
+    from rlsys.agents.multi_policy import EpisodeServer
     from rlsys.http_server.connections import ServerLimits
     from rlsys.http_server.server import guarded_app, serving
     from rlsys.tenants.front import Front
@@ -95,7 +95,10 @@ async def entry_point(name: str, folder: Path) -> AsyncIterator[str]:
         async with Endpoint().listening() as endpoint:
             yield "/".join(endpoint.open().url.split("/")[:3])
     elif name == "meeting":
-        async with aiohttp.ClientSession() as session, Meeting(("a", "b"), 30, session).listening(0) as url:
+        async with (
+            aiohttp.ClientSession() as session,
+            EpisodeServer(("a", "b"), 30, session).listening(0) as url,
+        ):
             yield url
     elif name == "dashboard":
         async with serving(Dashboard([], secrets.token_urlsafe()).app(), "127.0.0.1") as url:

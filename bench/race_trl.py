@@ -41,7 +41,7 @@ from rlsys.core.types import Prompt, Response
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
 from rlsys.rewards import make_score
-from rlsys.rewards.results import read_mark
+from rlsys.rewards.results import parse_reward
 
 
 class Lines:
@@ -66,7 +66,7 @@ class Task:
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         finished = bool(response) and response[-1] in self.tokenizer.stop_ids
         text = self.tokenizer.decode(response[:-1] if finished else response)
-        return read_mark(self._score(prompt, Response(text, finished=finished, ids=response))).reward
+        return parse_reward(self._score(prompt, Response(text, finished=finished, ids=response))).reward
 
 
 class Evaluation(TrainerCallback):

@@ -8,13 +8,13 @@ from typing import Any
 
 from rlsys.agents.messages import (
     Answer,
-    Asked,
     BadRequest,
     Message,
+    TurnRequest,
     check_fields,
     function_tool,
     read_call,
-    read_most,
+    read_max_tokens,
     read_sampling,
     read_stop,
     read_stream,
@@ -31,11 +31,11 @@ _NO_MATTER = {
     "model", "messages", "system", "tools", "stream", "stop_sequences", "max_tokens", "metadata", "service_tier",
     "betas",
 }  # fmt: skip
-_ENDED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read(body: Mapping[str, Any]) -> Asked:
-    """Raises BadRequest."""
+def read(body: Mapping[str, Any]) -> TurnRequest:
+    """Parse a request. Raises BadRequest."""
     check_fields(body, _NEUTRAL, _NO_MATTER)
     rows = body.get("messages")
     if not isinstance(rows, list) or not rows:
@@ -47,10 +47,10 @@ def read(body: Mapping[str, Any]) -> Asked:
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(t, dict) and "input_schema" in t for t in tools):
         raise BadRequest("tools: expected a list of tools with an input_schema", "tools")
-    return Asked(
+    return TurnRequest(
         messages,
         [function_tool(tool, "input_schema") for tool in tools],
-        read_most(body, "max_tokens"),
+        read_max_tokens(body, "max_tokens"),
         read_stop(body, "stop_sequences"),
         read_stream(body),
         read_sampling(body),
@@ -58,7 +58,7 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 
 def _messages(row: Any, param: str) -> list[Message]:
-    """One of theirs may be several of chat's: each result of a tool is a message there."""
+    """Convert a message. It may be several chat messages: each result of a tool is one."""
     role = row.get("role") if isinstance(row, dict) else None
     if role not in ("user", "assistant"):
         raise BadRequest(f"{param}.role = {role!r}: expected user or assistant", param)
@@ -74,8 +74,8 @@ def _messages(row: Any, param: str) -> list[Message]:
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append(read_call({"id": block.get("id"), "function": function}, f"{param}.content"))
         elif kind == "tool_result" and role == "user":
-            said = read_text(block.get("content"), f"{param}.content")
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+            result = read_text(block.get("content"), f"{param}.content")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind not in ("thinking", "redacted_thinking"):
             texts.append(block)
     text = read_text(texts, f"{param}.content")
@@ -84,12 +84,12 @@ def _messages(row: Any, param: str) -> list[Message]:
     return [*results, {"role": role, "content": text}] if text or not results else results
 
 
-def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """As one JSON object."""
+def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Encode an answer as one JSON object."""
     return {
         **_head(answer, body),
         "content": _blocks(answer),
-        "stop_reason": _ENDED[answer.finish],
+        "stop_reason": _STOP_REASONS[answer.finish],
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
     }
 
@@ -106,18 +106,18 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _input(arguments: str) -> Any:
-    """Theirs is an object; what the model wrote otherwise cannot be said."""
+    """Parse arguments; they must be an object, so others are empty."""
     try:
-        found = load_json(arguments)
+        value = load_json(arguments)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """As the events of a stream, of a turn that is whole."""
-    begun = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
-    yield _event("message_start", message={**_head(answer, body), "content": [], "usage": begun})
+    """Encode the answer of a complete turn as the events of a stream."""
+    start_usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
+    yield _event("message_start", message={**_head(answer, body), "content": [], "usage": start_usage})
     for i, block in enumerate(_blocks(answer)):
         if block["type"] == "text":
             empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
@@ -127,8 +127,8 @@ def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
         yield _event("content_block_start", index=i, content_block=empty)
         yield _event("content_block_delta", index=i, delta=delta)
         yield _event("content_block_stop", index=i)
-    ended = {"stop_reason": _ENDED[answer.finish], "stop_sequence": None}
-    yield _event("message_delta", delta=ended, usage={"output_tokens": answer.tokens})
+    final_delta = {"stop_reason": _STOP_REASONS[answer.finish], "stop_sequence": None}
+    yield _event("message_delta", delta=final_delta, usage={"output_tokens": answer.tokens})
     yield _event("message_stop")
 
 

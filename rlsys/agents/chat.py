@@ -8,12 +8,12 @@ from typing import Any
 
 from rlsys.agents.messages import (
     Answer,
-    Asked,
     BadRequest,
     Message,
+    TurnRequest,
     check_fields,
+    read_max_tokens,
     read_message,
-    read_most,
     read_sampling,
     read_stop,
     read_stream,
@@ -30,23 +30,23 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "functions": (None,), "function_call": (None,), "audio": (None,), "prediction": (None,),
     "reasoning_effort": (None,), "web_search_options": (None,), "verbosity": (None,),
 }  # fmt: skip
-"""What is not served, and the values that ask for nothing."""
+"""Fields that are not served, and their values without effect."""
 _NO_MATTER = {
     "model", "messages", "tools", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "seed",
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
-"""Read here, or without any say in which tokens are drawn: a sample's seed is the run's."""
+"""Fields that are read here, or do not change the sampling: the run sets a sample's seed."""
 
 
-def read(body: Mapping[str, Any]) -> Asked:
-    """Raises BadRequest."""
+def read(body: Mapping[str, Any]) -> TurnRequest:
+    """Parse a request. Raises BadRequest."""
     check_fields(body, _NEUTRAL, _NO_MATTER)
     messages, tools = read_conversation(body)
-    most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    return Asked(
+    field = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    return TurnRequest(
         messages,
         tools,
-        read_most(body, most),
+        read_max_tokens(body, field),
         read_stop(body, "stop"),
         read_stream(body),
         read_sampling(body),
@@ -62,8 +62,8 @@ def read_conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[Mapp
     return messages, read_tools(body.get("tools"), "tools")
 
 
-def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """As one JSON object."""
+def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Encode an answer as one JSON object."""
     return {**head(answer.id, body, COMPLETION), "choices": [choice(answer)], "usage": usage([answer])}
 
 
@@ -87,7 +87,7 @@ def deltas(answer: Answer) -> Iterator[Mapping[str, Any]]:
 
 
 def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """As the events of a stream: the turn is whole, since an interruption may fall into any other."""
+    """Encode an answer as the events of a stream. The turn is complete, because others may be interrupted."""
     common = head(answer.id, body, CHUNK)
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None) -> bytes:

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from rlsys.agents import anthropic, chat, responses
 from rlsys.agents.host import REWARD_URL
-from rlsys.agents.messages import Answer, Asked, BadRequest
+from rlsys.agents.messages import Answer, BadRequest, TurnRequest
 from rlsys.core.texts import load_json
 from rlsys.core.types import is_reward
 from rlsys.environments.client import KEY as ENVIRONMENT_KEY
@@ -33,10 +33,10 @@ from rlsys.http_server.server import Handler, Refusal, api_key, guarded_app, rea
 
 HOST = "127.0.0.1"
 ALIVE_SECONDS = 15.0
-"""Between two signs of life to a client that waits; usual clients give up after minutes."""
+"""Interval of keep-alive data to a waiting client; usual clients time out after minutes."""
 LIMITS = ServerLimits(connections=4096, body_bytes=64 * 2**20)
 RETRY_HEADER = "x-stainless-retry-count"
-"""Of the clients of OpenAI and Anthropic: how often they have sent the request before."""
+"""Header of OpenAI's and Anthropic's clients: number of earlier attempts."""
 
 
 AskEnvironment = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
@@ -47,48 +47,52 @@ AskEnvironment = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
 class Api:
     """One form of requests and answers."""
 
-    read: Callable[[Mapping[str, Any]], Asked]
-    whole: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
+    read: Callable[[Mapping[str, Any]], TurnRequest]
+    to_json: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
     events: Callable[[Answer, Mapping[str, Any]], Iterable[bytes]]
 
 
 APIS: Mapping[str, Api] = {
-    chat.PATH: Api(chat.read, chat.whole, chat.events),
-    responses.PATH: Api(responses.read, responses.whole, responses.events),
-    anthropic.PATH: Api(anthropic.read, anthropic.whole, anthropic.events),
+    chat.PATH: Api(chat.read, chat.to_json, chat.events),
+    responses.PATH: Api(responses.read, responses.to_json, responses.events),
+    anthropic.PATH: Api(anthropic.read, anthropic.to_json, anthropic.events),
 }
 
 
 @dataclass(eq=False)
 class Question:
-    """A request on its way to the session. `again`: its client says that it has sent it before. `gone`: whether the
-    client has closed the connection."""
+    """Request of an agent to its session.
 
-    asked: Asked
-    again: bool
-    gone: Callable[[], bool]
+    Attributes:
+        repeated: whether its client reports that it has sent it before.
+        is_disconnected: return whether the client has closed the connection.
+    """
+
+    request: TurnRequest
+    repeated: bool
+    is_disconnected: Callable[[], bool]
     answer: asyncio.Future[Answer]
     delivered: bool = False
 
     @property
-    def lost(self) -> bool:
-        """Its client went away before it had the answer."""
-        return self.gone() and not self.delivered
+    def undelivered(self) -> bool:
+        """Whether the client disconnected before it received the answer."""
+        return self.is_disconnected() and not self.delivered
 
 
 class Session:
-    """One agent's address. Whoever opened it takes the `questions` and sets each one's answer."""
+    """Address of one agent. Its owner takes the `questions` and sets each one's answer."""
 
     def __init__(self, url: str, ask_environment: AskEnvironment | None) -> None:
         self.url, self.key, self.ask_environment = url, secrets.token_urlsafe(24), ask_environment
         self.questions: asyncio.Queue[Question] = asyncio.Queue()
         self.waiting: set[asyncio.Future[Answer]] = set()
-        """Answers that somebody waits for."""
+        """Answers of pending questions."""
         self.reward: float | None = None
-        """What the agent has said last that its response was worth."""
+        """Last reward that the agent has reported for its response."""
 
     def environment(self) -> dict[str, str]:
-        """With which stock clients find it."""
+        """Return the environment variables by which stock clients find the address."""
         openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
         anthropic = {"ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
         environment = {ENVIRONMENT_URL: f"{self.url}/environment", ENVIRONMENT_KEY: self.key}
@@ -102,7 +106,7 @@ class Session:
 
 
 _SESSION = web.RequestKey("session", Session)
-"""Of a request that shows a key: whose it is."""
+"""Session of an authenticated request."""
 
 
 class Endpoint:
@@ -117,7 +121,7 @@ class Endpoint:
         routes = [
             *(web.post("/{session}" + path, self._answering(api)) for path, api in APIS.items()),
             web.get("/{session}/v1/models", self._models),
-            web.post("/{session}/reward", self._hear),
+            web.post("/{session}/reward", self._set_reward),
             web.post("/{session}/environment/{call:open|step|close}", self._play),
         ]
         app = guarded_app(routes, LIMITS, refusal, admit=self._admit)
@@ -125,13 +129,13 @@ class Endpoint:
             yield self
 
     def open(self, ask_environment: AskEnvironment | None = None) -> Session:
-        """An address and a key for one agent, and for what it asks of its environment."""
+        """Open an address with a key for one agent, and for its requests to the environment."""
         name = secrets.token_urlsafe(12)
         session = self._sessions[name] = Session(f"{self._base}/{name}", ask_environment)
         return session
 
     def close(self, session: Session) -> None:
-        """Questions that are not answered never will be."""
+        """Close a session. Pending questions are cancelled."""
         self._sessions = {name: s for name, s in self._sessions.items() if s is not session}
         for answer in list(session.waiting):
             answer.cancel()
@@ -146,9 +150,9 @@ class Endpoint:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlsys"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _hear(self, request: web.Request) -> web.Response:
+    async def _set_reward(self, request: web.Request) -> web.Response:
         try:
-            body = load_json(await request.read())  # NaN is told as that
+            body = load_json(await request.read())  # NaN is reported below
             reward = float(body["reward"])
         except (ValueError, KeyError, TypeError, OverflowError):
             raise Refusal(400, 'expected {"reward": NUMBER}') from None
@@ -158,12 +162,12 @@ class Endpoint:
         return web.json_response({})
 
     async def _play(self, request: web.Request) -> web.Response:
-        ask = request[_SESSION].ask_environment
-        if ask is None:
+        ask_environment = request[_SESSION].ask_environment
+        if ask_environment is None:
             raise Refusal(404, "this run has no rollout.generator_params.environment")
         try:
-            status, body = await ask(request.match_info["call"], await request.read())
-        except ConnectionError:  # the environment has died: its client asks once more
+            status, body = await ask_environment(request.match_info["call"], await request.read())
+        except ConnectionError:  # the environment died: its client retries
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()
@@ -176,10 +180,10 @@ class Endpoint:
             if not isinstance(body, dict):
                 raise Refusal(400, "the body is no JSON object")
             try:
-                asked = api.read(body)
-                again = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
+                turn_request = api.read(body)
+                repeated = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
                 answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-                question = Question(asked, again, lambda: request.transport is None, answer)
+                question = Question(turn_request, repeated, lambda: request.transport is None, answer)
                 session.waiting.add(answer)
                 answer.add_done_callback(session.waiting.discard)
                 session.questions.put_nowait(question)
@@ -193,14 +197,14 @@ class Endpoint:
 async def _wait(
     request: web.Request, question: Question, api: Api, body: Mapping[str, Any]
 ) -> web.StreamResponse:
-    """Until it is answered. Raises BadRequest where the session finds that it cannot be."""
-    stream = question.asked.stream
+    """Send the answer when it is there. Raises BadRequest if the session finds that there can be none."""
+    stream = question.request.stream
     response: web.StreamResponse | None = None
     while not question.answer.done():
         await asyncio.wait({question.answer}, timeout=ALIVE_SECONDS)
         if not question.answer.done():
-            response = response or await begun(request, stream)
-            await response.write(sign_of_life(stream))
+            response = response or await start_response(request, stream)
+            await response.write(keep_alive(stream))
     if question.answer.cancelled():  # its agent is to end
         if response is not None and request.transport is not None:
             request.transport.abort()
@@ -209,31 +213,31 @@ async def _wait(
         await response.write(json.dumps(error_body(str(error), error.param)).encode())
         return response
     answer = question.answer.result()
-    response = response or await begun(request, stream)
+    response = response or await start_response(request, stream)
     if stream:
         for event in api.events(answer, body):
             await response.write(event)
     else:
-        await response.write(json.dumps(api.whole(answer, body)).encode())
+        await response.write(json.dumps(api.to_json(answer, body)).encode())
     await response.write_eof()
     question.delivered = True
     return response
 
 
-async def begun(request: web.Request, stream: bool) -> web.StreamResponse:
-    """Status 200 and nothing yet: signs of life may follow."""
+async def start_response(request: web.Request, stream: bool) -> web.StreamResponse:
+    """Send status 200 and the headers: keep-alive data may follow."""
     kind = "text/event-stream" if stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind})
     await response.prepare(request)
     return response
 
 
-def sign_of_life(stream: bool) -> bytes:
+def keep_alive(stream: bool) -> bytes:
     return b": waiting\n\n" if stream else b"\n"
 
 
 def refusal(status: int, message: str, param: str | None = None) -> web.Response:
-    """In the form that stock clients read."""
+    """Build an error in the form that stock clients read."""
     return web.json_response(error_body(message, param), status=status)
 
 

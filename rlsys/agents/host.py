@@ -47,7 +47,7 @@ SAMPLE, EVALUATION_STEP = "RLSYS_SAMPLE_ID", "RLSYS_EVALUATION_STEP"
 """Which sample of the run it is; an evaluation's have none, but the train steps that its weights contain."""
 LENGTH = struct.Struct("<I")
 """Every message is its length and its bytes."""
-LONGEST_ERROR = 4000
+MAX_ERROR_CHARACTERS = 4000
 """Characters of what an agent raised: less than a pipe holds, so that nobody has to read it while it is written."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -73,7 +73,7 @@ class Host:
         signal.set_wakeup_fd(wakeup)
 
     def run(self) -> None:
-        """Until the channel ends."""
+        """Run until the channel ends."""
         first = self._read()
         if first is None:
             return
@@ -105,13 +105,13 @@ class Host:
         _kill_descendants(os.getpid())
 
     def _start(self, order: dict[str, Any], launch: Callable[[dict[str, Any]], None]) -> None:
-        errors, theirs = os.pipe()
+        parent_end, child_end = os.pipe()
         pid = os.fork()
         if not pid:
-            self._become(order, launch, theirs)
-        os.close(theirs)
-        os.set_blocking(errors, False)
-        self._children[pid] = _Child(order["start"], errors)
+            self._become(order, launch, child_end)
+        os.close(child_end)
+        os.set_blocking(parent_end, False)
+        self._children[pid] = _Child(order["start"], parent_end)
 
     def _become(
         self, order: dict[str, Any], launch: Callable[[dict[str, Any]], None], errors: int
@@ -130,12 +130,12 @@ class Host:
             random.seed(order["seed"])  # else all agents would draw the same
             launch(order["task"])
             code = 0
-        except BaseException as e:  # noqa: BLE001  (user code: whatever it raises ends this process, and is told)
+        except BaseException as e:  # noqa: BLE001  (user code: any exception ends this process, and is reported)
             traceback.print_exc()
-            told = f"{type(e).__name__}: {' '.join(str(e).split())}"[: LONGEST_ERROR // 4] + source_location(
-                e
-            )
-            os.write(errors, told.encode(errors="replace")[:LONGEST_ERROR])
+            message = f"{type(e).__name__}: {' '.join(str(e).split())}"[
+                : MAX_ERROR_CHARACTERS // 4
+            ] + source_location(e)
+            os.write(errors, message.encode(errors="replace")[:MAX_ERROR_CHARACTERS])
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
@@ -143,7 +143,7 @@ class Host:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Tell of every child that has ended; others are orphans that agents left behind."""
+        """Report every child that has ended; others are orphans of agents."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -154,13 +154,13 @@ class Host:
             child = self._children.pop(pid, None)
             if child is None:
                 continue
-            told = ""
+            message = ""
             with contextlib.suppress(BlockingIOError):  # its own children hold the pipe open
-                told = os.read(child.errors, LONGEST_ERROR).decode(errors="replace")
+                message = os.read(child.errors, MAX_ERROR_CHARACTERS).decode(errors="replace")
             os.close(child.errors)
             _kill_group(pid)  # what it has left running
             code = os.waitstatus_to_exitcode(status)
-            error = told or (f"ended with code {code}" if code > 0 else None)
+            error = message or (f"ended with code {code}" if code > 0 else None)
             self._write({"ended": child.id, "error": error, "signal": max(0, -code)})
 
     def _kill(self, agent: int) -> None:
@@ -181,14 +181,14 @@ class Host:
 
 
 def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """What an agent's process does with its task. Raises UserError for a function that does not exist."""
+    """Return the function that an agent's process runs with its task. Raises UserError for an unknown function."""
     if command := first.get("command"):
 
         def execute(task: dict[str, Any]) -> None:
-            with tempfile.TemporaryFile() as said:
-                said.write(json.dumps(task, default=str).encode())
-                said.seek(0)
-                os.dup2(said.fileno(), 0)
+            with tempfile.TemporaryFile() as task_file:
+                task_file.write(json.dumps(task, default=str).encode())
+                task_file.seek(0)
+                os.dup2(task_file.fileno(), 0)
             os.execvpe(command[0], command, os.environ)
 
         return execute
@@ -197,39 +197,39 @@ def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
 
     def call(task: dict[str, Any]) -> None:
         arguments = (task["row"], task["policies"]) if meets else (task,)
-        given = function(*arguments)
-        if inspect.iscoroutine(given):
-            given = asyncio.run(given)
+        result = function(*arguments)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
         if meets:
-            _tell({"rewards": given})
-        elif isinstance(given, numbers.Real):  # others return an answer, which nobody asked for
-            _tell({"reward": float(given)})
+            _report({"rewards": result})
+        elif isinstance(result, numbers.Real):  # others return an answer, which is ignored
+            _report({"reward": float(result)})
 
     return call
 
 
-def _tell(worth: dict[str, Any]) -> None:
-    """Raises ValueError for what is no finite number."""
+def _report(result: dict[str, Any]) -> None:
+    """Report the reward. Raises ValueError for a value that is no finite number."""
     url = urlsplit(os.environ[REWARD_URL])
     connection = http.client.HTTPConnection(url.hostname or "", url.port)
     headers = {"Authorization": f"Bearer {os.environ[REWARD_KEY]}"}
-    connection.request("POST", url.path, json.dumps(worth, default=float), headers)
+    connection.request("POST", url.path, json.dumps(result, default=float), headers)
     answer = connection.getresponse()
-    said = answer.read()
+    body = answer.read()
     connection.close()
     if answer.status != 200:
-        raise ValueError(json.loads(said)["error"]["message"])
+        raise ValueError(json.loads(body)["error"]["message"])
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    """None at the end."""
-    found = bytearray()
-    while len(found) < size:
-        part = channel.recv(size - len(found))
+    """Read `size` bytes; None at the end."""
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(size - len(data))
         if not part:
             return None
-        found += part
-    return bytes(found)
+        data += part
+    return bytes(data)
 
 
 def _kill_group(pid: int) -> None:
@@ -238,22 +238,24 @@ def _kill_group(pid: int) -> None:
 
 
 def _kill_descendants(pid: int) -> None:
-    """All that it has started, and what these have."""
+    """Kill all descendants of a process."""
     children: dict[int, list[int]] = {}
     for child, parent in _parents():
         children.setdefault(parent, []).append(child)
-    found = list(children.get(pid, ()))
-    for child in found:  # grows meanwhile
-        found += children.get(child, ())
+    descendants = list(children.get(pid, ()))
+    for child in descendants:  # grows meanwhile
+        descendants += children.get(child, ())
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(child, signal.SIGKILL)
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Every process of the machine, and the one that started it."""
+    """Yield (process, its parent) of the machine."""
     if sys.platform != "linux":
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-        for line in listed.stdout.splitlines():
+        processes = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+        )
+        for line in processes.stdout.splitlines():
             pid, parent = line.split()
             yield int(pid), int(parent)
         return

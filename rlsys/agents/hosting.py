@@ -1,4 +1,4 @@
-"""Our end of the process that agents are forked from (host.py): starts it, starts agents, hears how they end."""
+"""Client of the process that agents are forked from (host.py): starts it and its agents, and receives their exits."""
 
 from __future__ import annotations
 
@@ -24,56 +24,66 @@ START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Ended:
-    """`error`: what it raised, in words; None when it came to its end. `lost`: what killed it, in words; empty for
-    nothing."""
+class AgentExit:
+    """End of an agent.
+
+    Attributes:
+        error: the message of its exception; None when it completed.
+        kill_reason: what killed it, as text; empty for nothing.
+    """
 
     error: str | None
-    lost: str = ""
+    kill_reason: str = ""
 
 
-_HOST_DIED = Ended(None, "with the process of all agents")
+_HOST_DIED = AgentExit(None, "with the process of all agents")
 
 
 class AgentHost:
-    """Belongs to one event loop. Owns who still runs; `lost` when the host has ended, and its agents with it."""
+    """Client of a host. Belongs to one event loop. Owns the running agents.
+
+    Attributes:
+        host_exit: set when the host, and its agents with it, have ended.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._running: dict[int, asyncio.Future[Ended]] = {}
+        self._running: dict[int, asyncio.Future[AgentExit]] = {}
         self._ids = itertools.count()
-        self.lost = asyncio.Event()
+        self.host_exit = asyncio.Event()
 
     def start(
         self, task: Mapping[str, Any], seed: int, env: Mapping[str, str]
-    ) -> tuple[int, asyncio.Future[Ended]]:
-        """Start an agent: its number, and how it will have ended."""
-        agent, ended = next(self._ids), asyncio.get_running_loop().create_future()
-        if self.lost.is_set():
-            ended.set_result(_HOST_DIED)
+    ) -> tuple[int, asyncio.Future[AgentExit]]:
+        """Start an agent. Returns its number, and the future of its end."""
+        agent, exit_future = next(self._ids), asyncio.get_running_loop().create_future()
+        if self.host_exit.is_set():
+            exit_future.set_result(_HOST_DIED)
         else:
-            self._running[agent] = ended
+            self._running[agent] = exit_future
             _write(self._writer, {"start": agent, "task": task, "seed": seed, "env": env})
-        return agent, ended
+        return agent, exit_future
 
     def kill(self, agent: int) -> None:
-        """It, and all that it has started. Nothing when it has ended."""
-        if agent in self._running and not self.lost.is_set():
+        """Kill an agent and its descendants, unless it has ended."""
+        if agent in self._running and not self.host_exit.is_set():
             _write(self._writer, {"kill": agent})
 
     async def listen(self) -> None:
-        """Until the host ends."""
+        """Receive messages until the host ends."""
         try:
-            while (said := await _read(self._reader)) is not None:
-                ended = self._running.pop(said["ended"])
-                if not ended.done():
-                    signal = said["signal"]
-                    ended.set_result(Ended(said["error"], f"by signal {signal}" if signal else ""))
+            while (message := await _read(self._reader)) is not None:
+                exit_future = self._running.pop(message["ended"])
+                if not exit_future.done():
+                    signal = message["signal"]
+                    exit_future.set_result(
+                        AgentExit(message["error"], f"by signal {signal}" if signal else "")
+                    )
         finally:
-            self.lost.set()
-            for ended in self._running.values():
-                if not ended.done():
-                    ended.set_result(_HOST_DIED)
+            self.host_exit.set()
+            for exit_future in self._running.values():
+                if not exit_future.done():
+                    exit_future.set_result(_HOST_DIED)
 
 
 @asynccontextmanager
@@ -85,34 +95,40 @@ async def open_host(
     *,
     meets: bool = False,
 ) -> AsyncIterator[AgentHost]:
-    """A host for the function `run` in `python` (None: ours, with the packages of ours), or for a command.
-    `variables`: of our environment, what agents may see beside what programs need. `meets`: the function plays
-    episodes of several policies. Raises UserError for a function, a Python or a program that does not exist."""
+    """Open a host for the function `run` in `python` (None: this one, with its packages), or for a command.
+
+    Args:
+        variables: environment variables that agents get beside the inherited ones.
+        meets: the function plays episodes of several policies.
+
+    Raises:
+        UserError: the function, the Python or the program does not exist.
+    """
     for field, program in (("python", python), ("command", command[0] if command else None)):
         if program is not None and shutil.which(program) is None:
             raise UserError(f"rollout.generator_params.{field} = {program!r} is no program")
-    ours, theirs = socket.socketpair()
-    named = {*INHERITED_VARIABLES, *variables}
-    env = {name: value for name, value in os.environ.items() if name in named}
+    parent_socket, child_socket = socket.socketpair()
+    variable_names = {*INHERITED_VARIABLES, *variables}
+    env = {name: value for name, value in os.environ.items() if name in variable_names}
     if python is None and command is None:
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    with theirs:
+    with child_socket:
         process = await asyncio.create_subprocess_exec(
             python or sys.executable, venv_run.__file__, agents_host.__name__,
-            stdin=theirs.fileno(),
+            stdin=child_socket.fileno(),
             stdout=asyncio.subprocess.DEVNULL,
             env=env,
             start_new_session=True,
         )  # fmt: skip
-    reader, writer = await asyncio.open_connection(sock=ours)
+    reader, writer = await asyncio.open_connection(sock=parent_socket)
     try:
         function = {"run": run} | ({"meets": True} if meets else {})
         _write(writer, function if command is None else {"command": list(command)})
         async with asyncio.timeout(START_SECONDS):
-            said = await _read(reader)
-        if said is None or "error" in said:
+            message = await _read(reader)
+        if message is None or "error" in message:
             raise UserError(
-                said["error"] if said else "rollout.generator = 'agent': its process did not start"
+                message["error"] if message else "rollout.generator = 'agent': its process did not start"
             )
         host = AgentHost(reader, writer)
         listening = asyncio.create_task(host.listen())
@@ -131,10 +147,10 @@ def _write(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:
 
 
 async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message; None at the end."""
+    """Read the next message; None at the end."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        said: dict[str, Any] = json.loads(await reader.readexactly(length))
+        message: dict[str, Any] = json.loads(await reader.readexactly(length))
     except (ConnectionError, asyncio.IncompleteReadError):
         return None
-    return said
+    return message

@@ -1,7 +1,7 @@
-"""What an agent asks and is answered, in one form for all APIs: OpenAI's chat messages. Pure.
+"""Request and answer of an agent's turn, in one form for all APIs: OpenAI's chat messages. Pure.
 
-Asked    messages, tools, limits of the turn        read from a request by chat.py and its neighbours
-Answer   the model's turn: content, tool calls       told in the API's own form by the same file
+TurnRequest  messages, tools, limits of the turn    parsed by chat.py, responses.py or anthropic.py
+Answer       the model's turn: content, tool calls  encoded by the same file
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 
 
 class BadRequest(Exception):
-    """Of an agent: what it asks cannot be answered. `param`: the field of the request."""
+    """Request of an agent that cannot be answered. `param`: the field of the request."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -36,22 +36,27 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """`most`: tokens of the turn. `stop`: texts that end it, and are not part of the answer. `sampling`: the
-    parameters of the request that change what tokens are drawn from, by SGLang's names."""
+class TurnRequest:
+    """Request for a turn.
+
+    Attributes:
+        max_tokens: tokens of the turn.
+        stop: texts that end it, and are not part of the answer.
+        sampling: the parameters of the request that change the sampling distribution, by SGLang's names.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
-    most: int | None = None
+    max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
-        """Equal for equal questions, whatever else was in the request."""
-        said = [_plain(m) for m in self.messages]
-        return json.dumps([said, list(self.tools), self.most, self.stop], sort_keys=True)
+        """Key of the request, independent of the other fields of its body."""
+        messages = [_plain(m) for m in self.messages]
+        return json.dumps([messages, list(self.tools), self.max_tokens, self.stop], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """As the agent will send it back, in the one form."""
+        """The answer as the message that the agent will send back."""
         calls = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self.calls
@@ -76,26 +81,26 @@ class Answer:
         return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
 
 
-def behind(history: Sequence[Message], asked: Sequence[Message]) -> list[Message] | None:
-    """The messages of `asked` that come after `history`; None where it begins otherwise, or adds nothing.
+def new_messages(history: Sequence[Message], messages: Sequence[Message]) -> list[Message] | None:
+    """Return the messages that come after `history`; None if they do not begin with it, or add nothing.
 
-    Surrounding white space and the order of keys in arguments do not matter: frameworks change these, and the tokens
-    that were sampled stay what they are.
+    Surrounding white space and the order of keys in arguments are ignored: frameworks change these, and the sampled
+    tokens stay the same.
     """
-    if len(asked) <= len(history) or common(history, asked) < len(history):
+    if len(messages) <= len(history) or common_prefix(history, messages) < len(history):
         return None
-    return list(asked[len(history) :])
+    return list(messages[len(history) :])
 
 
-def common(history: Sequence[Message], asked: Sequence[Message]) -> int:
-    """How many messages both begin with, as `behind` compares them."""
-    pairs = enumerate(zip(history, asked, strict=False))
-    shorter = min(len(history), len(asked))
+def common_prefix(history: Sequence[Message], messages: Sequence[Message]) -> int:
+    """Return the number of messages that both begin with, compared as in `new_messages`."""
+    pairs = enumerate(zip(history, messages, strict=False))
+    shorter = min(len(history), len(messages))
     return next((i for i, (a, b) in pairs if _plain(a) != _plain(b)), shorter)
 
 
 def _plain(message: Message) -> tuple[Any, ...]:
-    """What of a message counts when two are compared."""
+    """Return the parts of a message that are compared."""
     calls = [
         (c.get("id"), c["function"]["name"], _arguments(c["function"]["arguments"]))
         for c in message.get("tool_calls") or ()
@@ -119,14 +124,14 @@ def read_text(content: Any, param: str) -> str:
         return content
     if not isinstance(content, list):
         raise BadRequest(f"{param} is a {type(content).__name__}, expected text", param)
-    found = []
+    texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get("text") if isinstance(part, dict) else part
         if kind not in ("text", "input_text", "output_text", "str") or not isinstance(text, str):
             raise BadRequest(f"{param} has a part of type {kind!r}; the model reads text only", param)
-        found.append(text)
-    return "".join(found)
+        texts.append(text)
+    return "".join(texts)
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -195,44 +200,48 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
     "logit_bias", "n", "min_tokens",
 )  # fmt: skip
-"""What changes the distribution that tokens are drawn from, by SGLang's names."""
+"""Parameters that change the sampling distribution, by SGLang's names."""
 
 
 def check_fields(
     body: Mapping[str, Any], neutral: Mapping[str, Sequence[object]], no_matter: Collection[str]
 ) -> None:
-    """Raises BadRequest for what is not served. `neutral`: fields with the values that ask for nothing. `no_matter`:
-    fields that are read, or have no say in which tokens are drawn."""
+    """Check that all fields of a request are served. Raises BadRequest.
+
+    Args:
+        neutral: fields and their values without effect.
+        no_matter: fields that are read, or do not change the sampling distribution.
+    """
     for name, value in body.items():
         if name in neutral:
             if value not in neutral[name]:
                 raise BadRequest(f"{name} = {json.dumps(value)[:80]}: not served", name)
         elif name not in no_matter and name not in SAMPLING:
-            known = ", ".join(sorted({*neutral, *no_matter, *SAMPLING}))
-            raise BadRequest(f"{short(name)[1:-1]}: not known; accepted: {known}", name)
+            accepted = ", ".join(sorted({*neutral, *no_matter, *SAMPLING}))
+            raise BadRequest(f"{short(name)[1:-1]}: not known; accepted: {accepted}", name)
 
 
 def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises BadRequest for a value out of its range; so for a `seed`, which is not used: a sample's is the run's."""
-    found = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    for name, value in {**found, "seed": body.get("seed")}.items():
+    """Read sampling parameters. Raises BadRequest for a value out of range, also of the unused `seed`."""
+    params = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    for name, value in {**params, "seed": body.get("seed")}.items():
         if value is not None:
             _check_parameter(name, value)
-    return found
+    return params
 
 
-def read_most(body: Mapping[str, Any], name: str) -> int | None:
-    """The most tokens of the turn."""
-    most: int | None = body.get(name)
-    if most is not None:
-        _check_parameter("max_new_tokens", most, name)
-        if most < 1:
-            raise BadRequest(f"{name} = {most!r}: expected 1 or more", name)
-    return most
+def read_max_tokens(body: Mapping[str, Any], name: str) -> int | None:
+    """Read the maximum tokens of the turn. Raises BadRequest."""
+    max_tokens: int | None = body.get(name)
+    if max_tokens is not None:
+        _check_parameter("max_new_tokens", max_tokens, name)
+        if max_tokens < 1:
+            raise BadRequest(f"{name} = {max_tokens!r}: expected 1 or more", name)
+    return max_tokens
 
 
 def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Texts that end the turn."""
+    """Read the texts that end the turn. Raises BadRequest."""
     try:
         return check_stop(body.get(name), name)
     except RefusedPrompt as e:
@@ -240,7 +249,7 @@ def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _check_parameter(parameter: str, value: Any, name: str | None = None) -> None:
-    """By the rules of engines' requests. `name`: of the field, where it is another one."""
+    """Check a parameter by the rules of engine requests. `name`: of the field, if it differs."""
     name = name or parameter
     try:
         ENGINE_SAMPLING[ALIASES.get(parameter, parameter)](ANY_ENGINE, name, value)

@@ -1,8 +1,8 @@
 """Endpoint of a policy in an episode. Its address stays the same when the run behind it restarts.
 
-The episode's function asks the seat, and the seat asks the sample that its run has sent. What was said is kept. When
-the run's process dies, a question waits; the sample comes again with another address, is asked everything once more,
-answers from its ledger, and the question goes on. So the function, and the other policies, notice nothing.
+The episode's function sends requests to the endpoint, which forwards them to the sample of its run, and stores the
+answers. When the run's process dies, a request waits; the sample arrives again with another address, replays all
+earlier requests from its ledger, and the request continues. So the function, and the other policies, do not notice.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ import aiohttp
 
 from rlsys.http_server.clients import read_bounded
 
-_CUT = re.compile(rb'"(finish|stop)_reason": "(length|max_tokens)"|"status": "incomplete"')
-"""In an answer of any API: its conversation may be full. Inside a text its quotes would be escaped."""
-MOST_BYTES = 64 * 2**20
-"""Of an answer of a run."""
-_OVER = (401, 410)
-"""What a run answers when nobody of this address is there any more."""
+_TRUNCATED = re.compile(rb'"(finish|stop)_reason": "(length|max_tokens)"|"status": "incomplete"')
+"""Mark of a truncated answer in any API: the conversation may be full. In a text its quotes would be escaped."""
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Limit of an answer of a run."""
+_ENDED_STATUSES = (401, 410)
+"""Statuses of a run whose sample at this address has ended."""
 
 
-class Gone(Exception):
-    """A policy that was asked is not here any more, and does not come back."""
+class PolicyGone(Exception):
+    """Error of a policy whose sample has ended and does not return."""
 
 
 @dataclass(eq=False)
 class Arrival:
-    """A run's request to play a sample. `outcome`: status and words of the answer to it; None: break the connection,
-    and the run sends the sample once more."""
+    """Request of a run to play a sample.
+
+    Attributes:
+        outcome: status and message of the answer to it; None: break the connection, so that the run sends it again.
+    """
 
     policy: str
     row: Mapping[str, Any]
@@ -42,12 +45,12 @@ class Arrival:
     key: str
     reward_url: str
     evaluation: str
-    """Which one of the run it is of; empty for training."""
+    """The run's evaluation; empty for training."""
     outcome: asyncio.Future[tuple[int, str] | None]
 
-    def answer(self, status: int, words: str) -> None:
+    def answer(self, status: int, message: str) -> None:
         if not self.outcome.done():
-            self.outcome.set_result((status, words))
+            self.outcome.set_result((status, message))
 
     def send_again(self) -> None:
         if not self.outcome.done():
@@ -55,27 +58,27 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Said:
+class PolicyAnswer:
     status: int
     kind: str
     """Content type."""
     body: bytes
-    """Without the signs of life that came before and between."""
+    """Content without keep-alive data."""
 
 
 @dataclass(eq=False)
 class Exchange:
-    """A question of the function, and what the policy said to it; None as long as it has not."""
+    """Request of the function, and the policy's answer; None until it is there."""
 
     path: str
     body: bytes
     headers: Mapping[str, str]
-    said: Said | None = None
+    answer: PolicyAnswer | None = None
 
 
 @dataclass(eq=False)
-class Seat:
-    """Owns what was said in it, and whose it is now. `wait`: seconds that it stays free for its sample."""
+class PolicyEndpoint:
+    """Endpoint of a policy. Owns its exchanges, and its sample. `wait`: maximum seconds without the sample."""
 
     policy: str
     session: aiohttp.ClientSession
@@ -84,29 +87,28 @@ class Seat:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     arrival: Arrival | None = None
     closed: str = ""
-    """Why nobody will sit here again."""
+    """Reason why no sample is accepted any more."""
     _exchanges: list[Exchange] = field(default_factory=list)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
-    _asking: set[asyncio.Task[Said]] = field(default_factory=set)
+    _asking: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
 
     @property
-    def used(self) -> bool:
-        """Whether its policy has been asked."""
+    def has_exchanges(self) -> bool:
+        """Whether its policy has received a request."""
         return bool(self._exchanges)
 
     def replace(self, arrival: Arrival) -> None:
-        """The sample is here, or here again; nobody is asked before `take`."""
+        """Set the sample, possibly an earlier one that arrives again. Requests wait for `take`."""
         self.arrival = arrival
         self._ready.clear()
 
     async def take(self, arrival: Arrival) -> bool:
-        """Tell the sample what was said, from the beginning. False: it says something else now, so nobody may go on
-        with it."""
-        for exchange in [e for e in self._exchanges if e.said is not None]:
-            said = await self._forward(arrival, exchange)
-            if self.arrival is not arrival or said is None:
-                return True  # it has gone again, and may come again
-            if said != exchange.said:
+        """Replay all earlier exchanges. False: the sample answers differently, and may not continue."""
+        for exchange in [e for e in self._exchanges if e.answer is not None]:
+            answer = await self._forward(arrival, exchange)
+            if self.arrival is not arrival or answer is None:
+                return True  # it left again, and may return
+            if answer != exchange.answer:
                 self.close("it does not say again what it has said before")
                 return False
         self._ready.set()
@@ -117,36 +119,36 @@ class Seat:
             self.arrival = None
             self._ready.clear()
 
-    def close(self, why: str) -> None:
-        """Whoever asks is told so."""
-        self.closed = self.closed or why
+    def close(self, reason: str) -> None:
+        """Close the endpoint: requests fail with the reason."""
+        self.closed = self.closed or reason
         self._ready.set()
 
-    async def ask(self, path: str, body: bytes, headers: Mapping[str, str]) -> Said:
-        """What the policy answers. Raises Gone when it is not here any more and does not come back."""
+    async def request(self, path: str, body: bytes, headers: Mapping[str, str]) -> PolicyAnswer:
+        """Forward a request to the policy. Raises PolicyGone when its sample does not return."""
         exchange = Exchange(path, body, headers)
         self._exchanges.append(exchange)
-        task = asyncio.create_task(self._asked(exchange))
+        task = asyncio.create_task(self._complete(exchange))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
-        return await asyncio.shield(task)  # a client that gives up asks again, and gets this answer
+        return await asyncio.shield(task)  # a client that times out retries, and gets this answer
 
-    async def _asked(self, exchange: Exchange) -> Said:
+    async def _complete(self, exchange: Exchange) -> PolicyAnswer:
         while True:
             arrival = await self._present()
-            said = await self._forward(arrival, exchange)
-            if said is not None:
-                if said.status == 200:
-                    exchange.said = said
+            answer = await self._forward(arrival, exchange)
+            if answer is not None:
+                if answer.status == 200:
+                    exchange.answer = answer
                 else:
                     self._exchanges.remove(exchange)
-                return said
+                return answer
             self.leave(arrival)
             arrival.answer(409, f"nobody answers at {arrival.base_url}")
 
     async def _present(self) -> Arrival:
         if self.arrival is None and self._full():
-            raise Gone(f"the response of {self.policy} has ended: it had no room for another answer")
+            raise PolicyGone(f"the response of {self.policy} has ended: it had no room for another answer")
         try:
             async with asyncio.timeout(self.wait):
                 while not self._ready.is_set():
@@ -154,36 +156,38 @@ class Seat:
         except TimeoutError:
             self.close(f"its run did not send it again within {self.wait:g} s")
         if self.closed or self.arrival is None:
-            raise Gone(f"the response of {self.policy} has ended: {self.closed}")
+            raise PolicyGone(f"the response of {self.policy} has ended: {self.closed}")
         return self.arrival
 
     def _full(self) -> bool:
-        answered = [e.said for e in self._exchanges if e.said is not None]
-        return bool(answered) and _CUT.search(answered[-1].body) is not None
+        answers = [e.answer for e in self._exchanges if e.answer is not None]
+        return bool(answers) and _TRUNCATED.search(answers[-1].body) is not None
 
-    async def _forward(self, arrival: Arrival, exchange: Exchange) -> Said | None:
-        """None: nobody is at this address any more."""
+    async def _forward(self, arrival: Arrival, exchange: Exchange) -> PolicyAnswer | None:
+        """Forward a request; None: no sample is at this address any more."""
         headers = {**exchange.headers, "Authorization": f"Bearer {arrival.key}"}
         url = arrival.base_url + exchange.path
         try:
             async with self.session.post(
                 url, data=exchange.body, headers=headers, allow_redirects=False
             ) as answer:
-                lines = (await read_bounded(answer, MOST_BYTES)).split(b"\n")
-                said = Said(answer.status, answer.content_type, b"\n".join(_without_signs_of_life(lines)))
+                lines = (await read_bounded(answer, MAX_ANSWER_BYTES)).split(b"\n")
+                policy_answer = PolicyAnswer(
+                    answer.status, answer.content_type, b"\n".join(_without_keep_alive(lines))
+                )
         except (aiohttp.ClientError, OSError):
             return None
-        return None if said.status in _OVER else said
+        return None if policy_answer.status in _ENDED_STATUSES else policy_answer
 
     def end(self) -> None:
-        """Nobody asks any more."""
+        """Cancel all requests."""
         for task in self._asking:
             task.cancel()
 
 
-def _without_signs_of_life(lines: list[bytes]) -> list[bytes]:
-    """A stream's comments and what ends them; white space before JSON."""
-    found = [line for line in lines if not line.startswith(b":")]
-    while found and not found[0].strip():
-        found.pop(0)
-    return found
+def _without_keep_alive(lines: list[bytes]) -> list[bytes]:
+    """Remove a stream's comments with their ends, and white space before JSON."""
+    body_lines = [line for line in lines if not line.startswith(b":")]
+    while body_lines and not body_lines[0].strip():
+        body_lines.pop(0)
+    return body_lines

@@ -1,10 +1,10 @@
-"""Agents behind a URL: a service that runs one for each request, in a venv or a container of its own.
+"""Agents behind a URL: a service that runs one for each request, in its own venv or container.
 
     POST {"task": {...}, "seed": n, "env": {"OPENAI_BASE_URL": ..., "OPENAI_API_KEY": ..., ...}}
 
-The answer comes when the agent has ended: status 200, or what went wrong as another one. A service that closes the
-connection has lost its agent, which is then run again; when we close it, the agent is to be ended. One that is not
-there may be starting anew: it is asked until it is.
+The answer comes when the agent has ended: status 200, or another one with the error. A service that closes the
+connection has lost its agent, which is then run again; when rlsys closes it, the service has to end the agent. An
+unreachable service may be restarting: requests are repeated for a while.
 """
 
 from __future__ import annotations
@@ -17,58 +17,61 @@ from typing import Any
 
 import aiohttp
 
-from rlsys.agents.hosting import Ended
+from rlsys.agents.hosting import AgentExit
 from rlsys.http_server.clients import direct_session, read_bounded
 
 CONNECT_SECONDS = 10.0
 PAUSE_SECONDS = 1.0
-"""Before a service is asked again, or its lost agent run again."""
+"""Pause before a request is repeated, or a lost agent is run again."""
 AWAY_SECONDS = 60.0
-"""So long a service may be away before an agent that it never got counts as lost."""
-LONGEST_WORDS = 300
-MOST_BYTES = 2**20
+"""Maximum time that a service is unreachable before its agent counts as lost."""
+MAX_MESSAGE_CHARACTERS = 300
+MAX_ANSWER_BYTES = 2**20
 
 
 class AgentService:
-    """In the place of hosting.AgentHost; belongs to one event loop. Through no proxy, and to no other address."""
+    """Client of a service, with the interface of hosting.AgentHost. Belongs to one event loop.
+
+    Uses no proxy, and follows no redirect.
+    """
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url, self._session = url, session
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ids = itertools.count()
-        self.lost = asyncio.Event()  # never: each request stands for itself
+        self.host_exit = asyncio.Event()  # never set: requests are independent
 
     def start(
         self, task: Mapping[str, Any], seed: int, env: Mapping[str, str]
-    ) -> tuple[int, asyncio.Future[Ended]]:
-        """Start an agent: its number, and how it will have ended."""
-        agent, ended = next(self._ids), asyncio.get_running_loop().create_future()
+    ) -> tuple[int, asyncio.Future[AgentExit]]:
+        """Start an agent. Returns its number, and the future of its end."""
+        agent, exit_future = next(self._ids), asyncio.get_running_loop().create_future()
         body = {"task": dict(task), "seed": seed, "env": dict(env)}
-        running = self._running[agent] = asyncio.create_task(self._ask(body, ended))
+        running = self._running[agent] = asyncio.create_task(self._run_agent(body, exit_future))
         running.add_done_callback(lambda _: self._running.pop(agent))
-        return agent, ended
+        return agent, exit_future
 
     def kill(self, agent: int) -> None:
-        """Close its connection. Nothing when it has ended."""
+        """Close the agent's connection, unless it has ended."""
         if agent in self._running:
             self._running[agent].cancel()
 
-    async def _ask(self, body: dict[str, Any], ended: asyncio.Future[Ended]) -> None:
+    async def _run_agent(self, body: dict[str, Any], exit_future: asyncio.Future[AgentExit]) -> None:
         try:
-            async with self._there(body) as answer:
-                words = (await read_bounded(answer, MOST_BYTES)).decode(errors="replace").split()
-                said = " ".join(words)[:LONGEST_WORDS]
-                error = None if answer.status == 200 else f"its service answered {answer.status} {said}"
-                end = Ended(error)
+            async with self._post(body) as answer:
+                fragments = (await read_bounded(answer, MAX_ANSWER_BYTES)).decode(errors="replace").split()
+                message = " ".join(fragments)[:MAX_MESSAGE_CHARACTERS]
+                error = None if answer.status == 200 else f"its service answered {answer.status} {message}"
+                end = AgentExit(error)
         except (aiohttp.ClientError, OSError) as e:
             await asyncio.sleep(PAUSE_SECONDS)
-            end = Ended(None, f"its service at {self._url} is gone: {type(e).__name__}")
-        if not ended.done():
-            ended.set_result(end)
+            end = AgentExit(None, f"its service at {self._url} is gone: {type(e).__name__}")
+        if not exit_future.done():
+            exit_future.set_result(end)
 
     @asynccontextmanager
-    async def _there(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Its answer to the task. Raises what the connection raised, at last."""
+    async def _post(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send the task, and wait for an unreachable service. Raises the last connection error."""
         loop = asyncio.get_running_loop()
         until = loop.time() + AWAY_SECONDS
         while True:

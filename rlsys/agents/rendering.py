@@ -25,11 +25,11 @@ _QUESTION, _TURN = "RLSYS-QUESTION", "RLSYS-TURN"
 
 
 class Rendering:
-    """Of one model."""
+    """Rendering of an agent's messages for one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._shown: dict[str, bool] = {}  # of tools: whether the template shows them
+        self._shows_tools: dict[str, bool] = {}  # tools -> whether the template shows them
 
     def prompt(
         self,
@@ -42,9 +42,9 @@ class Rendering:
         text = self._render(messages, tools, chat_args)
         if tools:
             key = json.dumps(list(tools), sort_keys=True)
-            if key not in self._shown:
-                self._shown[key] = text != self._render(messages, (), chat_args)
-            if not self._shown[key]:
+            if key not in self._shows_tools:
+                self._shows_tools[key] = text != self._render(messages, (), chat_args)
+            if not self._shows_tools[key]:
                 raise BadRequest(
                     f"the chat template of {self._tokenizer.path} shows no tools, so the model would not know of "
                     "them; describe them in a message",
@@ -52,14 +52,19 @@ class Rendering:
                 )
         return self._tokenizer.encode(text)
 
-    def behind(self, new: Sequence[Message], tools: Sequence[Mapping[str, Any]], last: str) -> list[int]:
-        """Ids between the end of a turn and the next one: `new` messages, and the opening of the turn. `last`: the
-        text of the token that ended the turn, which is not said twice; empty where the turn was cut off."""
-        before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TURN}]
-        _, turn, rest = self._render([*before, *new], tools).partition(_TURN)
+    def continuation(
+        self, new: Sequence[Message], tools: Sequence[Mapping[str, Any]], last: str
+    ) -> list[int]:
+        """Return the ids between the end of a turn and the next one: `new` messages, and the opening of the turn.
+
+        Args:
+            last: the text of the token that ended the turn, which is not repeated; empty if the turn was truncated.
+        """
+        marked_turn = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TURN}]
+        _, turn, following = self._render([*marked_turn, *new], tools).partition(_TURN)
         if not turn:
             raise BadRequest("the chat template does not show what an assistant said", "messages")
-        return self._tokenizer.encode(rest.removeprefix(last))
+        return self._tokenizer.encode(following.removeprefix(last))
 
     def _render(
         self,

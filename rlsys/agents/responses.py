@@ -11,12 +11,12 @@ from typing import Any
 
 from rlsys.agents.messages import (
     Answer,
-    Asked,
     BadRequest,
+    TurnRequest,
     check_fields,
     function_tool,
     read_call,
-    read_most,
+    read_max_tokens,
     read_sampling,
     read_stream,
     read_text,
@@ -35,11 +35,11 @@ _NO_MATTER = {
 }  # fmt: skip
 
 
-def read(body: Mapping[str, Any]) -> Asked:
-    """Raises BadRequest."""
+def read(body: Mapping[str, Any]) -> TurnRequest:
+    """Parse a request. Raises BadRequest."""
     check_fields(body, _NEUTRAL, _NO_MATTER)
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    content = body.get("input")
+    items = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(items, list) or not items:
         raise BadRequest("input: expected text, or a list with at least one item", "input")
     instructions = read_text(body.get("instructions"), "instructions")
@@ -51,10 +51,10 @@ def read(body: Mapping[str, Any]) -> Asked:
         isinstance(t, dict) and t.get("type") == "function" for t in tools
     ):
         raise BadRequest("tools: expected a list of functions", "tools")
-    return Asked(
+    return TurnRequest(
         messages,
         [function_tool(tool, "parameters") for tool in tools],
-        read_most(body, "max_output_tokens"),
+        read_max_tokens(body, "max_output_tokens"),
         (),
         read_stream(body),
         read_sampling(body),
@@ -62,7 +62,7 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 
 def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
-    """What an assistant says and its calls are items of their own, and one message of chat's."""
+    """Append an item. An assistant's text and its calls are separate items, and one chat message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "reasoning":
         return
@@ -73,8 +73,8 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        said = read_text(item.get("output"), f"{param}.output")
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
+        output = read_text(item.get("output"), f"{param}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "message" and item.get("role") in ("system", "developer", "user", "assistant"):
         role = "system" if item["role"] == "developer" else item["role"]
         messages.append({"role": role, "content": read_text(item.get("content"), f"{param}.content")})
@@ -82,9 +82,9 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
         raise BadRequest(f"{param}: not a message, a function_call or a function_call_output", param)
 
 
-def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """As one JSON object."""
-    cut = answer.finish == "length"
+def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Encode an answer as one JSON object."""
+    truncated = answer.finish == "length"
     usage = {
         "input_tokens": answer.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": answer.tokens, "output_tokens_details": {"reasoning_tokens": 0},
@@ -92,8 +92,8 @@ def whole(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     return {
         **_head(answer, body),
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "output": _items(answer),
         "usage": usage,
     }
@@ -117,9 +117,9 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
 
 
 def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """As the events of a stream, of a turn that is whole."""
-    made = list(_fields(answer, body))
-    for number, fields in enumerate(made):
+    """Encode the answer of a complete turn as the events of a stream."""
+    events_fields = list(_fields(answer, body))
+    for number, fields in enumerate(events_fields):
         data = json.dumps({**fields, "sequence_number": number})
         yield f"event: {fields['type']}\ndata: {data}\n\n".encode()
 
@@ -137,13 +137,13 @@ def _fields(answer: Answer, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]
             yield {"type": "response.output_text.done", **inside, "text": part["text"], "logprobs": []}
             yield {"type": "response.content_part.done", **inside, "part": part}
         else:
-            said, kind = item["arguments"], "response.function_call_arguments"
+            arguments, kind = item["arguments"], "response.function_call_arguments"
             yield {"type": "response.output_item.added", "output_index": i, "item": {**item, "arguments": ""}}
-            yield {"type": f"{kind}.delta", **at, "delta": said}
-            yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": said}
+            yield {"type": f"{kind}.delta", **at, "delta": arguments}
+            yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": arguments}
         yield {"type": "response.output_item.done", "output_index": i, "item": item}
-    ended = "response.incomplete" if answer.finish == "length" else "response.completed"
-    yield {"type": ended, "response": whole(answer, body)}
+    status = "response.incomplete" if answer.finish == "length" else "response.completed"
+    yield {"type": status, "response": to_json(answer, body)}
 
 
 def _head(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:

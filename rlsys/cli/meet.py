@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from rlsys.agents.hosting import open_host
-from rlsys.agents.multi_policy import Meeting
+from rlsys.agents.multi_policy import EpisodeServer
 from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import UserError
 from rlsys.http_server.clients import direct_session
@@ -78,7 +78,7 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     connector, times = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with direct_session(connector=connector, timeout=times) as session:
-        meeting = Meeting(policies, wait, session)
+        meeting = EpisodeServer(policies, wait, session)
         keeper = asyncio.create_task(_keep_host(meeting, episode, variables))
         stop_task = asyncio.create_task(stop.wait())
         try:
@@ -103,10 +103,10 @@ async def _first(keeper: asyncio.Task[None], other_task: asyncio.Task[Any]) -> N
         keeper.result()
 
 
-async def _keep_host(meeting: Meeting, episode: str, variables: Sequence[str]) -> None:
+async def _keep_host(meeting: EpisodeServer, episode: str, variables: Sequence[str]) -> None:
     """Keep a process running from which episodes are forked; restart it when it dies."""
     while True:
         async with open_host(episode, None, None, variables, meets=True) as host:
             meeting.put_host(host)
-            await host.lost.wait()
+            await host.host_exit.wait()
             log.warning("the process of the episodes has died; restarting it")

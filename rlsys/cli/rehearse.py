@@ -18,7 +18,7 @@ from typing import IO
 from rlsys.cli.explain import with_gpu_memory
 from rlsys.config import Config, add_config, load_config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_asked, check_layout
+from rlsys.convert.fit import check_layout, check_requirements
 from rlsys.convert.hub import model_overrides, pin_models
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.imports import module_command
@@ -119,7 +119,7 @@ def _check(args: argparse.Namespace, config: Config) -> HFConfig:
         )
     hf = read_model(config)
     check_layout(config, hf)
-    check_asked(config, hf)
+    check_requirements(config, hf)
     return hf
 
 

@@ -1,9 +1,9 @@
-"""Tensors of a folder that are no parameters of the model here, and that go along with it all the same: vision
-towers, and layers for multi-token prediction.
+"""Tensors of a folder that are no parameters of the model here, and are carried along: vision towers, and layers for
+multi-token prediction.
 
-All stay as they are where those layers are not trained. A folder has them among its others, a Megatron checkpoint
-that was converted from one in files of their own. Where they are trained, only copies are left: folders repeat the
-model's embedding and head in them, and get the model's own again.
+All stay unchanged where those layers are not trained. A folder has them among its other tensors, a Megatron
+checkpoint converted from one in separate files. Where they are trained, only copies remain: folders repeat the
+model's embedding and head in them, and get the model's current ones.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _FILES = "carried-*.tensors"
 
 
 def save_carried(checkpoint: Path, tensors: HFTensors, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Those of a folder into a checkpoint. Holds at most one file's."""
-    held: dict[str, Tensor] = {}
+    """Write the carried tensors of a folder into a checkpoint. Holds at most one file's tensors."""
+    buffer: dict[str, Tensor] = {}
     files = size = 0
     names = sorted(tensors.carried)
     for i, name in enumerate(names):
-        held[name] = tensors.read(name)
-        size += held[name].nbytes
+        buffer[name] = tensors.read(name)
+        size += buffer[name].nbytes
         if size >= max_file_bytes or i == len(names) - 1:
-            save_file(held, checkpoint / _FILES.replace("*", f"{files:05d}"))
-            held, files, size = {}, files + 1, 0
+            save_file(buffer, checkpoint / _FILES.replace("*", f"{files:05d}"))
+            buffer, files, size = {}, files + 1, 0
 
 
 class CheckpointCarried:
-    """Those that a checkpoint has beside its weights; read on demand."""
+    """Carried tensors of a checkpoint; read on demand."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._files: dict[str, Path] = {}
@@ -49,6 +49,7 @@ class CheckpointCarried:
         return frozenset(self._files)
 
     def read(self, name: str) -> Tensor:
+        """Read a tensor."""
         with safe_open(str(self._files[name]), framework="pt") as f:
             tensor: Tensor = f.get_tensor(name)
         return tensor
@@ -57,19 +58,22 @@ class CheckpointCarried:
 def with_carried(
     tensors: Iterable[tuple[str, Tensor]], source: Path, hf: HFConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """The model's `tensors`, and what `source`, the folder or checkpoint that it began with, has beside them. In an
-    order that never changes."""
-    held: HFTensors | CheckpointCarried
+    """Yield the model's `tensors`, then the carried ones of `source`, in a fixed order.
+
+    Args:
+        source: the folder or checkpoint that the model began with.
+    """
+    carried: HFTensors | CheckpointCarried
     if any(source.glob("*.safetensors")):
-        held = HFTensors(source, hf)
-        names = held.carried
+        carried = HFTensors(source, hf)
+        names = carried.carried
     else:
-        held = CheckpointCarried(source)
-        names = carried_names(hf, held.names)
-    copies = {own: copy for copy, own in shared_names(hf).items() if hf.mtp and copy in names}
+        carried = CheckpointCarried(source)
+        names = carried_names(hf, carried.names)
+    copies = {original: copy for copy, original in shared_names(hf).items() if hf.mtp and copy in names}
     for name, tensor in tensors:
         yield name, tensor
         if name in copies:
             yield copies[name], tensor
     for name in sorted(names - set(copies.values())):
-        yield name, held.read(name)
+        yield name, carried.read(name)

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model folder, in one set of words for all families, and checked."""
+"""config.json of a Hugging Face model folder, in one vocabulary for all families, and checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.model_folder import language_part
 
 VOCABULARY_STEP = 8
-"""Tensor-parallel ranks, the most for which a vocabulary of any size can be cut."""
+"""Maximum number of tensor-parallel ranks that can shard a vocabulary of any size."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,26 @@ class DeltaSizes:
 
     @property
     def convolved(self) -> int:
+        """Channels of the convolution."""
         return sum(self.sections)
 
     @property
     def projected(self) -> int:
-        """Of queries, keys, values and the gates of values."""
+        """Channels of queries, keys, values and the gates of values."""
         return self.convolved + self.value_heads * self.value_size
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token chooses its experts. `groups` > 1: only those of the `top_groups` best groups.
+    """Routing of a token to its experts.
 
-    softmax: over all experts, `normalised` to sum 1 over the chosen ones, times `scale`. sigmoid: weighted by the
-    normalised score times `scale` (DeepSeek-V3, section 2.1.2). `biased`: chosen by score + bias. A group is worth
-    the sum of its `group_worth` best experts.
+    softmax: over all experts, `normalised` to sum 1 over the selected ones, times `scale`. sigmoid: weighted by the
+    normalised score times `scale` (DeepSeek-V3, section 2.1.2).
+
+    Attributes:
+        groups: > 1: experts are selected from the `top_groups` best groups only.
+        biased: experts are selected by score + bias.
+        group_worth: the score of a group is the sum of its best `group_worth` experts.
     """
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
@@ -122,7 +127,11 @@ class HFConfig:
 
     @classmethod
     def read(cls, folder: Path) -> HFConfig:
-        """Raises UserError that names the field when something would not be converted faithfully."""
+        """Read config.json of a folder.
+
+        Raises:
+            UserError: a field cannot be converted faithfully; the message names it.
+        """
         file = folder / "config.json"
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
@@ -132,25 +141,27 @@ class HFConfig:
             raise UserError(f"{file}: not readable as JSON: {e}") from None
         if not isinstance(raw, dict):
             raise UserError(f"{file}: expected a JSON object, found {type(raw).__name__}")
-        made = cls.of(raw, str(file))
-        if (beside := folder / _BESIDE).is_file() and not made.quantised:
-            raise UserError(f"{beside}: the weights are quantised ({_quantiser(beside)}); {_CAN_BE_READ}")
-        return made
+        config = cls.of(raw, str(file))
+        if (quantisation_file := folder / _MODELOPT_FILE).is_file() and not config.quantised:
+            raise UserError(
+                f"{quantisation_file}: the weights are quantised ({_quantiser(quantisation_file)}); {_READABLE_TYPES}"
+            )
+        return config
 
     @classmethod
-    def of(cls, raw: dict[str, Any], where: str) -> HFConfig:
-        """`raw` is config.json as read from `where`."""
-        named = raw.get("architectures") or ["?"]
-        if not isinstance(named, list) or not isinstance(named[0], str):
-            raise UserError(f"{where}: architectures = {named!r:.80}: expected a list with one name")
-        family = family_of(named[0])
-        given = _in_our_words(language_part(raw, where) if family.part_of_more else raw, family, where)
+    def of(cls, raw: dict[str, Any], source: str) -> HFConfig:
+        """Convert `raw`, the content of config.json; errors name `source`."""
+        architectures = raw.get("architectures") or ["?"]
+        if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+            raise UserError(f"{source}: architectures = {architectures!r:.80}: expected a list with one name")
+        family = family_of(architectures[0])
+        fields = _normalise_fields(language_part(raw, source) if family.part_of_more else raw, family, source)
         part = raw["text_config"] if family.part_of_more else raw
-        raw = {**family.defaults, **given, **_null_sizes(part, given)}
-        _check_numbers(raw, family, where)
-        _check_supported(raw, family, where)
+        raw = {**family.defaults, **fields, **_null_sizes(part, fields)}
+        _check_numbers(raw, family, source)
+        _check_supported(raw, family, source)
         try:
-            _check_layer_kinds(raw, given, family, where)
+            _check_layer_kinds(raw, fields, family, source)
             heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
             experts = {
                 "experts": raw["num_experts"],
@@ -169,43 +180,46 @@ class HFConfig:
                 kv_heads=raw.get("num_key_value_heads") or heads,
                 head_dim=raw.get("head_dim") or hidden // heads,
                 ffn_size=raw["intermediate_size"],
-                rope=read_rope(raw, family, where),
+                rope=read_rope(raw, family, source),
                 norm_eps=raw["rms_norm_eps"],
                 tied=raw["tie_word_embeddings"],
                 context_length=raw["max_position_embeddings"],
                 qk_norm=raw["qk_norm"],
                 qkv_bias=raw["attention_bias"],
-                moe_layers=_moe_layers(raw, family, where),
+                moe_layers=_moe_layers(raw, family, source),
                 latent=_latent(raw) if family.mla else None,
                 prediction_layers=raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 0)),
                 megatron=family.megatron(raw),
-                quantised=_quantised(raw, family, where),
-                **_windows(raw, family, where),
-                **(_delta_net(raw, where) if family.delta_net else {}),
+                quantised=_quantised(raw, family, source),
+                **_windows(raw, family, source),
+                **(_delta_net(raw, source) if family.delta_net else {}),
                 **experts,
             )
         except KeyError as e:
-            raise UserError(f"{where}: field {e} is missing") from None
+            raise UserError(f"{source}: field {e} is missing") from None
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of Megatron's embedding and head: of the model's vocabulary alone, so that checkpoints have one shape
-        in all layouts. The rows behind the vocabulary are 0, and no token is ever one of them."""
+        """Rows of Megatron's embedding and head.
+
+        Independent of the layout, so that checkpoints have one shape in all layouts. The rows after the vocabulary
+        are 0, and no token selects them.
+        """
         return -(-self.vocab_size // VOCABULARY_STEP) * VOCABULARY_STEP
 
     def in_folder(self, name: str) -> str:
-        """What the family's folders call a tensor of the name table."""
+        """Return the family's name in folders of a tensor of the name table."""
         prefix = self.family.prefix
         return prefix + name.removeprefix(TABLE_PREFIX) if name.startswith(TABLE_PREFIX) else name
 
     def in_table(self, name: str) -> str:
-        """The inverse of in_folder."""
+        """Return the name in the table of a tensor of the family's folders."""
         prefix = self.family.prefix
         return TABLE_PREFIX + name.removeprefix(prefix) if name.startswith(prefix) else name
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What the whole model has."""
+        """Features of the whole model."""
         ranked: Feature = "q_rank" if self.latent is not None and self.latent.q_rank else "q_full"
         have: dict[Feature, bool] = {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, ranked: True}
         return frozenset(name for name, present in have.items() if present)
@@ -278,29 +292,36 @@ def _null_sizes(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, None]:
     return {name: None for name in _NULLABLE if name in raw and name not in fields}
 
 
-def _in_our_words(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """What the file says, under our names for the family's fields. Raises UserError where two names of one field have
-    different values: transformers and SGLang each take another one."""
-    given = {name: value for name, value in raw.items() if value is not None}
-    for name in _SHARED_EXPERTS & raw.keys() - given.keys():
-        given[name] = 0  # null: SGLang builds none
-    for ours, theirs in (*family.fields.items(), ("num_experts", "num_local_experts")):
-        if theirs not in given:
+def _normalise_fields(raw: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """Return the fields under our names.
+
+    Raises:
+        UserError: two names of one field have different values, of which transformers and SGLang read different ones.
+    """
+    values = {name: value for name, value in raw.items() if value is not None}
+    for name in _SHARED_EXPERTS & raw.keys() - values.keys():
+        values[name] = 0  # null: SGLang builds none
+    for name_here, family_name in (*family.fields.items(), ("num_experts", "num_local_experts")):
+        if family_name not in values:
             continue
-        if ours in _EXPERT_COUNTS and family.moe and given.get(ours, given[theirs]) != given[theirs]:
+        if (
+            name_here in _EXPERT_COUNTS
+            and family.moe
+            and values.get(name_here, values[family_name]) != values[family_name]
+        ):
             raise UserError(
-                f"{where}: {theirs} = {given[theirs]!r:.80} and {ours} = {given[ours]!r:.80}: expected the same, or "
-                "one of them"
+                f"{source}: {family_name} = {values[family_name]!r:.80} and {name_here} = "
+                f"{values[name_here]!r:.80}: expected the same, or one of them"
             )
-        given[ours] = given[theirs]
-    return given
+        values[name_here] = values[family_name]
+    return values
 
 
-LARGEST = 2**31 - 1
-"""Of any size; of the layers, which are counted one by one, MOST_LAYERS."""
-MOST_LAYERS = 10_000
-MOST_EXPERTS = 1_000_000
-"""Of all layers together: each has a name of its own."""
+MAX_SIZE = 2**31 - 1
+"""Limit of any size; MAX_LAYERS limits the layers, which are enumerated."""
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 1_000_000
+"""Limit of all layers together: each expert has its own name."""
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "max_position_embeddings", "decoder_sparse_step",
@@ -320,44 +341,44 @@ _POSITIVE = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "swiglu_limi
 _ROPE_POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
-def _check_numbers(raw: dict[str, Any], family: Family, where: str) -> None:
-    """Python's JSON takes NaN, and a size that is no whole number would show far from here, or never."""
+def _check_numbers(raw: dict[str, Any], family: Family, source: str) -> None:
+    """Refuse numbers that are not finite (Python's JSON reads NaN), and sizes that are no whole numbers."""
 
     def refuse(field: str, value: object, expected: str) -> NoReturn:
-        raise UserError(f"{where}: {field} = {value!r:.80}: expected {expected}")
+        raise UserError(f"{source}: {field} = {value!r:.80}: expected {expected}")
 
-    more = [
+    family_sizes = [
         name
-        for names, needed in (
+        for names, present in (
             (_EXPERT_SIZES, family.moe),
             (_LATENT_SIZES, family.mla),
             ((*_DELTA_SIZES, "full_attention_interval"), family.delta_net),
         )
-        if needed
+        if present
         for name in names
     ]
-    for names, least in (((*_SIZES, *more), 1), (_COUNTS, 0)):
+    for names, min_value in (((*_SIZES, *family_sizes), 1), (_COUNTS, 0)):
         for field in names:
-            value, most = raw.get(field), MOST_LAYERS if field == "num_hidden_layers" else LARGEST
-            # One that is needed and missing is told when it is read.
-            if value is not None and (type(value) is not int or not least <= value <= most):
-                refuse(field, value, f"a whole number from {least} to {most}")
+            value, max_value = raw.get(field), MAX_LAYERS if field == "num_hidden_layers" else MAX_SIZE
+            # A missing required field is reported when it is read.
+            if value is not None and (type(value) is not int or not min_value <= value <= max_value):
+                refuse(field, value, f"a whole number from {min_value} to {max_value}")
     for field in _SWITCHES:
         if not isinstance(raw[field], bool):
             refuse(field, raw[field], "true or false")
     if not _whole_numbers(layers := raw.get("mlp_only_layers", [])):
         refuse("mlp_only_layers", layers, "a list of layers")
-    rope = rope_fields(raw, where)
+    rope = rope_fields(raw, source)
     for field, value in {**raw, **rope}.items():
         if isinstance(value, float) and not math.isfinite(value):
             refuse(field, value, "a finite number")
-    for found, fields in ((raw, _POSITIVE), (rope, _ROPE_POSITIVE)):
+    for values, fields in ((raw, _POSITIVE), (rope, _ROPE_POSITIVE)):
         for field in fields:
-            value = found.get(field)
-            if value is not None and not (_is_number(value) and 0 < value <= LARGEST):
-                refuse(field, value, f"a number above 0, at most {LARGEST}")
+            value = values.get(field)
+            if value is not None and not (_is_number(value) and 0 < value <= MAX_SIZE):
+                refuse(field, value, f"a number above 0, at most {MAX_SIZE}")
     for field in ("mscale", "mscale_all_dim"):
-        if not (_is_number(value := rope.get(field) or 0) and abs(value) <= LARGEST):
+        if not (_is_number(value := rope.get(field) or 0) and abs(value) <= MAX_SIZE):
             refuse(f"rope {field}", value, "a number")
     _check_divisions(raw, family, refuse)
 
@@ -365,7 +386,7 @@ def _check_numbers(raw: dict[str, Any], family: Family, where: str) -> None:
 def _check_divisions(
     raw: dict[str, Any], family: Family, refuse: Callable[[str, object, str], NoReturn]
 ) -> None:
-    """Sizes that have to go into others."""
+    """Refuse sizes that do not divide others as required."""
     heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if heads and groups and heads % groups and not family.mla:
         refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
@@ -373,12 +394,12 @@ def _check_divisions(
         refuse("num_attention_heads", heads, f"at most hidden_size = {raw['hidden_size']}, or a head_dim")
     if not family.moe:
         return
-    experts, chosen = raw.get("num_experts", 0), raw.get("num_experts_per_tok", 0)
-    if experts * (layers := raw.get("num_hidden_layers", 1)) > MOST_EXPERTS:
-        refuse("num_experts", experts, f"at most {MOST_EXPERTS} in all {layers} layers")
-    if chosen > experts:
-        refuse("num_experts_per_tok", chosen, f"at most num_experts = {experts}")
-    if chosen == 1 and (family.sigmoid or raw["norm_topk_prob"]):
+    experts, experts_per_token = raw.get("num_experts", 0), raw.get("num_experts_per_tok", 0)
+    if experts * (layers := raw.get("num_hidden_layers", 1)) > MAX_EXPERTS:
+        refuse("num_experts", experts, f"at most {MAX_EXPERTS} in all {layers} layers")
+    if experts_per_token > experts:
+        refuse("num_experts_per_tok", experts_per_token, f"at most num_experts = {experts}")
+    if experts_per_token == 1 and (family.sigmoid or raw["norm_topk_prob"]):
         field = family.fields.get("num_experts_per_tok", "num_experts_per_tok")
         refuse(
             field,
@@ -401,85 +422,88 @@ def _whole_numbers(value: object) -> bool:
     return isinstance(value, list) and all(type(v) is int for v in value)
 
 
-def _check_supported(raw: dict[str, Any], family: Family, where: str) -> None:
-    """Refuse what would silently compute something else."""
+def _check_supported(raw: dict[str, Any], family: Family, source: str) -> None:
+    """Refuse values that would silently change the computation."""
     for field, values in family.allowed.items():
         if raw.get(field) not in values:
             expected = " or ".join(repr(v) for v in values)
             raise UserError(
-                f"{where}: {field} = {raw.get(field)!r:.80} is not supported; expected {expected}"
+                f"{source}: {field} = {raw.get(field)!r:.80} is not supported; expected {expected}"
             )
 
 
-_BESIDE = "hf_quant_config.json"
-"""Where ModelOpt says that weights are quantised, config.json does not."""
-_CAN_BE_READ = (
+_MODELOPT_FILE = "hf_quant_config.json"
+"""File in which ModelOpt records the quantisation of weights; config.json does not."""
+_READABLE_TYPES = (
     f"expected bfloat16 or float32, or what can be read: fp8 with weight_block_size [{BLOCK}, {BLOCK}], or mxfp4 of "
     "gpt-oss"
 )
 
 
-def _quantised(raw: dict[str, Any], family: Family, where: str) -> Literal["", "mxfp4", "fp8"]:
-    told = raw.get("quantization_config") or raw.get(
+def _quantised(raw: dict[str, Any], family: Family, source: str) -> Literal["", "mxfp4", "fp8"]:
+    value = raw.get("quantization_config") or raw.get(
         "compression_config"
     )  # of older compressed-tensors folders
-    if not told:
+    if not value:
         return ""
-    given = told if isinstance(told, dict) else {"quant_method": told}
-    method = given.get("quant_method")
+    settings = value if isinstance(value, dict) else {"quant_method": value}
+    method = settings.get("quant_method")
     if method == "mxfp4" and any(stack.interleaved for stack in family.stacks.values()):
         return "mxfp4"
-    if method == "fp8" and not family.stacks and given.get("weight_block_size") == [BLOCK, BLOCK]:
+    if method == "fp8" and not family.stacks and settings.get("weight_block_size") == [BLOCK, BLOCK]:
         return "fp8"
-    kind = " ".join(str(method or given.get("quant_algo")).split())[:40]
-    raise UserError(f"{where}: the weights are quantised ({kind}); {_CAN_BE_READ}")
+    kind = " ".join(str(method or settings.get("quant_algo")).split())[:40]
+    raise UserError(f"{source}: the weights are quantised ({kind}); {_READABLE_TYPES}")
 
 
 def _quantiser(file: Path) -> str:
-    """What ModelOpt says of its method, in a few words."""
+    """Return the name of ModelOpt's method."""
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))["quantization"]["quant_algo"]
+        method = json.loads(file.read_text(encoding="utf-8"))["quantization"]["quant_algo"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "ModelOpt"
-    return " ".join(str(told).split())[:40]
+    return " ".join(str(method).split())[:40]
 
 
 _DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_end_index", "mlp_only_layers", "decoder_sparse_step")
-"""Fields that say which layers have experts without naming each layer."""
+"""Fields that determine the layers with experts without listing each layer."""
 
 
-def _check_layer_kinds(raw: dict[str, Any], given: dict[str, Any], family: Family, where: str) -> None:
-    """Raises UserError where a list of the layers' kinds contradicts a field that SGLang reads in its place."""
-    dense = [field for field in _DENSE_LAYERS if field in given]
-    if family.moe and "mlp_layer_types" in given and dense:
+def _check_layer_kinds(raw: dict[str, Any], fields: dict[str, Any], family: Family, source: str) -> None:
+    """Raise UserError if a list of the layers' kinds contradicts a field that SGLang reads instead of it."""
+    dense = [field for field in _DENSE_LAYERS if field in fields]
+    if family.moe and "mlp_layer_types" in fields and dense:
         unnamed = {name: value for name, value in raw.items() if name != "mlp_layer_types"}
-        if _moe_layers(raw, family, where) != _moe_layers(unnamed, family, where):
+        if _moe_layers(raw, family, source) != _moe_layers(unnamed, family, source):
             raise UserError(
-                f"{where}: mlp_layer_types = {raw['mlp_layer_types']!r:.80} and {dense[0]} = {raw[dense[0]]!r:.80}: "
+                f"{source}: mlp_layer_types = {raw['mlp_layer_types']!r:.80} and {dense[0]} = {raw[dense[0]]!r:.80}: "
                 "expected the same layers, or one of them"
             )
-    if family.delta_net and "layer_types" in given and "full_attention_interval" in given:
+    if family.delta_net and "layer_types" in fields and "full_attention_interval" in fields:
         unnamed = {name: value for name, value in raw.items() if name != "layer_types"}
-        if _linear_layers(raw, where) != _linear_layers(unnamed, where):
+        if _linear_layers(raw, source) != _linear_layers(unnamed, source):
             raise UserError(
-                f"{where}: layer_types = {raw['layer_types']!r:.80} and full_attention_interval = "
+                f"{source}: layer_types = {raw['layer_types']!r:.80} and full_attention_interval = "
                 f"{raw['full_attention_interval']!r:.80}: expected the same layers, or one of them"
             )
 
 
-def _moe_layers(raw: dict[str, Any], family: Family, where: str) -> tuple[bool, ...]:
-    """DeepSeek and GLM begin with dense layers; Qwen names dense ones, or has experts in every n-th layer. Ernie may
-    end with dense ones. Newer folders name the kind of every layer."""
+def _moe_layers(raw: dict[str, Any], family: Family, source: str) -> tuple[bool, ...]:
+    """Return whether each layer has experts.
+
+    DeepSeek and GLM begin with dense layers; Qwen lists dense ones, or has experts in every n-th layer. Ernie may end
+    with dense ones. Newer folders list the kind of every layer.
+    """
     layers = raw["num_hidden_layers"]
     if family.moe and (kinds := raw.get("mlp_layer_types")) is not None:
         return tuple(
-            kind == "sparse" for kind in _kinds(raw, "mlp_layer_types", kinds, ("dense", "sparse"), where)
+            kind == "sparse" for kind in _kinds(raw, "mlp_layer_types", kinds, ("dense", "sparse"), source)
         )
     first, step = raw.get("first_k_dense_replace", 0), raw.get("decoder_sparse_step", 1)
     last = raw.get("moe_layer_end_index", -1)
     if type(last) is not int or not -1 <= last < layers:
         raise UserError(
-            f"{where}: moe_layer_end_index = {last!r:.80}: expected a layer, or -1 for the last one"
+            f"{source}: moe_layer_end_index = {last!r:.80}: expected a layer, or -1 for the last one"
         )
     dense = set(raw.get("mlp_only_layers", ()))
     ends = last if last >= 0 else layers - 1
@@ -488,42 +512,44 @@ def _moe_layers(raw: dict[str, Any], family: Family, where: str) -> tuple[bool, 
     )
 
 
-def _windows(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+def _windows(raw: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
     if not family.windowed:
         return {}
-    known = ("full_attention", "sliding_attention")
-    kinds = _kinds(raw, "layer_types", raw["layer_types"], known, where)
+    allowed = ("full_attention", "sliding_attention")
+    kinds = _kinds(raw, "layer_types", raw["layer_types"], allowed, source)
     if not (window := raw.get("sliding_window")):
-        raise UserError(f"{where}: sliding_window = {window!r}: expected a number of tokens above 0")
+        raise UserError(f"{source}: sliding_window = {window!r}: expected a number of tokens above 0")
     return {"window": window, "windowed_layers": tuple(kind == "sliding_attention" for kind in kinds)}
 
 
-def _delta_net(raw: dict[str, Any], where: str) -> dict[str, Any]:
+def _delta_net(raw: dict[str, Any], source: str) -> dict[str, Any]:
     delta = DeltaSizes(*(raw[name] for name in _DELTA_SIZES))
     if delta.value_heads % delta.key_heads:
         raise UserError(
-            f"{where}: linear_num_value_heads = {delta.value_heads}: expected a multiple of linear_num_key_heads = "
+            f"{source}: linear_num_value_heads = {delta.value_heads}: expected a multiple of linear_num_key_heads = "
             f"{delta.key_heads}"
         )
-    return {"delta": delta, "linear_layers": _linear_layers(raw, where)}
+    return {"delta": delta, "linear_layers": _linear_layers(raw, source)}
 
 
-def _linear_layers(raw: dict[str, Any], where: str) -> tuple[bool, ...]:
-    """For each layer whether it has a gated delta net."""
-    layers, every = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
+def _linear_layers(raw: dict[str, Any], source: str) -> tuple[bool, ...]:
+    """Return whether each layer has a gated delta net."""
+    layers, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
     kinds = raw.get("layer_types")
     if kinds is None:
-        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
-    kinds = _kinds(raw, "layer_types", kinds, ("full_attention", "linear_attention"), where)
+        kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
+    kinds = _kinds(raw, "layer_types", kinds, ("full_attention", "linear_attention"), source)
     return tuple(kind == "linear_attention" for kind in kinds)
 
 
-def _kinds(raw: dict[str, Any], field: str, value: object, known: tuple[str, ...], where: str) -> list[str]:
-    """The kind of each layer. Raises UserError unless there is one for each, and each is known."""
+def _kinds(
+    raw: dict[str, Any], field: str, value: object, allowed: tuple[str, ...], source: str
+) -> list[str]:
+    """Return the kind of each layer. Raises UserError unless each layer has an allowed one."""
     layers = raw["num_hidden_layers"]
-    if not isinstance(value, list) or len(value) != layers or any(kind not in known for kind in value):
-        expected = " or ".join(repr(kind) for kind in known)
-        raise UserError(f"{where}: {field} = {value!r:.80}: expected a list of {layers} x {expected}")
+    if not isinstance(value, list) or len(value) != layers or any(kind not in allowed for kind in value):
+        expected = " or ".join(repr(kind) for kind in allowed)
+        raise UserError(f"{source}: {field} = {value!r:.80}: expected a list of {layers} x {expected}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Whether a layout, and what is asked of the trainer, fit a model: known from its config.json alone."""
+"""Checks of a layout and of trainer settings against a model, from its config.json alone."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from rlsys.core.model_folder import read_fields
 
 
 def trained_model(config: Config) -> HFConfig:
-    """Of model.path, with layers for multi-token prediction if these are trained. Raises UserError."""
+    """Read the config of model.path, with trained layers for multi-token prediction if set. Raises UserError."""
     hf = HFConfig.read(config.model.path)
     return replace(hf, mtp=True) if config.trainer.mtp_loss and not hf.mtp else hf
 
 
 def stage_layers(layers: int, stages: int) -> list[int]:
-    """Layers of each pipeline stage: equally many, save that the last one may have fewer; it has the head as well.
+    """Return the number of layers of each pipeline stage: equal, but the last one, with the head, may have fewer.
 
-    Its last number is 0 or less when there are too few layers for so many stages.
+    The last number is 0 or less when there are too few layers.
     """
-    each = -(-layers // stages)
-    return [each] * (stages - 1) + [layers - each * (stages - 1)]
+    per_stage = -(-layers // stages)
+    return [per_stage] * (stages - 1) + [layers - per_stage * (stages - 1)]
 
 
 def layer_stages(layers: int, pp: int, vpp: int) -> list[int]:
-    """Of each layer its pipeline stage: a stage has a run of neighbours, or every pp-th run of them where stages are
-    interleaved."""
+    """Return the pipeline stage of each layer.
+
+    A stage has consecutive layers, or every pp-th run of them where stages are interleaved.
+    """
     if vpp > 1:
         run = layers // (pp * vpp)
         return [i // run % pp for i in range(layers)]
@@ -38,7 +40,7 @@ def layer_stages(layers: int, pp: int, vpp: int) -> list[int]:
 
 
 def check_layout(config: Config, hf: HFConfig) -> None:
-    """Raises UserError, with both numbers, for a layout that does not divide this model."""
+    """Raise UserError, with both numbers, for a layout that does not divide this model."""
     p, path = config.parallel, config.model.path
     if p.pp > hf.layers:
         raise UserError(f"parallel.pp = {p.pp}: expected at most the {hf.layers} layers of {path}")
@@ -57,7 +59,7 @@ def check_layout(config: Config, hf: HFConfig) -> None:
         )
     if p.ep > 1 and not hf.experts:
         raise UserError(f"parallel.ep = {p.ep}, but {path} has no experts")
-    for name, size, what, total in (
+    for name, size, divided_name, total in (
         ("parallel.pp * vpp", p.pp * p.vpp if p.vpp > 1 else 1, "layers", hf.layers),
         ("parallel.tp", p.tp, "key-value heads", hf.kv_heads),
         ("parallel.tp", p.tp, "attention heads", hf.heads),
@@ -70,11 +72,11 @@ def check_layout(config: Config, hf: HFConfig) -> None:
         *(("engine.tp", tp, "attention heads", hf.heads) for tp in config.engine.tps),
     ):
         if total % size:
-            raise UserError(f"{name} = {size} does not divide {what} = {total} of {path}")
+            raise UserError(f"{name} = {size} does not divide {divided_name} = {total} of {path}")
 
 
 def _check_stacks(config: Config, hf: HFConfig) -> None:
-    """Raises UserError for what experts that are stacked in one tensor cannot do."""
+    """Raise UserError for settings that experts stacked in one tensor do not support."""
     path = config.model.path
     biased = any(rule.per_expert and rule.megatron.endswith(".bias") for rule in hf.family.rules)
     if biased and config.parallel.expert_tp > 1:
@@ -87,7 +89,7 @@ def _check_stacks(config: Config, hf: HFConfig) -> None:
 
 
 def check_fp8(config: Config, hf: HFConfig) -> None:
-    """Raises UserError when an engine's rank would hold part of a block of weights."""
+    """Raise UserError when an engine's rank would hold part of a block of weights."""
     if config.model.fp8 == "none":
         return
     path = config.model.path
@@ -101,17 +103,20 @@ def check_fp8(config: Config, hf: HFConfig) -> None:
         ("the shared experts' feed-forward size", hf.shared_ffn_size),
         ("the size of all attention heads", hf.heads * hf.head_dim),
     ]
-    sizes = [(what, size, tp, tp) for tp in config.engine.tps for what, size in divided]
-    for what, size, ranks, tp in [("the hidden size", hf.hidden_size, 1, config.engine.tps[0]), *sizes]:
+    sizes = [(divided_name, size, tp, tp) for tp in config.engine.tps for divided_name, size in divided]
+    for divided_name, size, ranks, tp in [
+        ("the hidden size", hf.hidden_size, 1, config.engine.tps[0]),
+        *sizes,
+    ]:
         if size % (BLOCK * ranks):
             raise UserError(
-                f"model.fp8 = {config.model.fp8}: {what} = {size} of {path} is no multiple of {BLOCK} on each of "
-                f"engine.tp = {tp} ranks"
+                f"model.fp8 = {config.model.fp8}: {divided_name} = {size} of {path} is no multiple of {BLOCK} on "
+                f"each of engine.tp = {tp} ranks"
             )
 
 
-def check_asked(config: Config, hf: HFConfig) -> None:
-    """Raises UserError for what is asked of a model that has none of it."""
+def check_requirements(config: Config, hf: HFConfig) -> None:
+    """Raise UserError for trainer and engine settings that the model does not support."""
     check_fp8(config, hf)
     check_lora(config, hf)
     t, path = config.trainer, config.model.path
@@ -135,8 +140,8 @@ def check_asked(config: Config, hf: HFConfig) -> None:
             raise UserError(f"trainer.{field} = {value}, but {path} has no experts")
     if t.balance_rate and hf.routing.kind != "sigmoid":
         raise UserError(f"trainer.balance_rate = {t.balance_rate}, but the routers of {path} have no bias")
-    if t.mtp_loss and (told := _no_prediction(hf)):
-        raise UserError(f"trainer.mtp_loss = {t.mtp_loss:g}: {told} of {path}; expected 0")
+    if t.mtp_loss and (reason := _no_prediction(hf)):
+        raise UserError(f"trainer.mtp_loss = {t.mtp_loss:g}: {reason} of {path}; expected 0")
     lacking = {
         "mla_up_proj": hf.latent is None,
         "shared_experts": not hf.shared_ffn_size,
@@ -153,7 +158,7 @@ def check_asked(config: Config, hf: HFConfig) -> None:
 
 
 def _no_prediction(hf: HFConfig) -> str:
-    """Why the model has no layer for multi-token prediction that can be trained here; nothing if it has one."""
+    """Return why no layer for multi-token prediction can be trained; empty if one can."""
     if not hf.prediction_layers:
         return "there is no layer for multi-token prediction (num_nextn_predict_layers) in config.json"
     if not hf.family.mtp:
@@ -168,14 +173,13 @@ def _no_prediction(hf: HFConfig) -> str:
 
 
 def check_teacher(config: Config, hf: HFConfig, teacher: HFConfig, folder: Path) -> None:
-    """Raises UserError when the model `teacher` in `folder`, of algo.teacher, does not fit the layout, or has another
-    vocabulary than the policy `hf`."""
+    """Raise UserError when the teacher in `folder` does not fit the layout or the vocabulary of the policy `hf`."""
     check_layout(config, teacher)
     check_vocabulary(config, hf, teacher.vocab_size, folder)
 
 
 def check_vocabulary(config: Config, hf: HFConfig, tokens: int, folder: Path) -> None:
-    """Raises UserError when the teacher in `folder` has another number of tokens than the policy `hf`."""
+    """Raise UserError when the teacher in `folder` has another number of tokens than the policy `hf`."""
     if config.algo.teacher is not None and tokens != hf.vocab_size:
         field = next(f for f, path in config.algo.teacher.folders.items() if path == folder)
         raise UserError(
@@ -185,7 +189,7 @@ def check_vocabulary(config: Config, hf: HFConfig, tokens: int, folder: Path) ->
 
 
 def read_vocabulary(folder: Path) -> int:
-    """Tokens of a model of any family. Raises UserError when its config.json does not tell."""
+    """Read the number of tokens of a model of any family. Raises UserError when config.json lacks it."""
     try:
         return int(read_fields(folder)["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError) as e:

@@ -1,11 +1,11 @@
-"""What a sequence costs to compute, from config.json alone. Pure."""
+"""Compute cost of a sequence, from config.json alone. Pure."""
 
 from __future__ import annotations
 
 from math import prod
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.table import predicting_layers
+from rlsys.convert.table import prediction_layers
 
 
 def crossover_length(hf: HFConfig) -> float:
@@ -24,8 +24,8 @@ def crossover_length(hf: HFConfig) -> float:
 
 
 def visited_parameters(hf: HFConfig) -> float:
-    """Of one token: all but the embedding, which is looked up, and the experts that it is not sent to."""
-    layers = [*range(hf.layers), *(predicting_layers(hf) if hf.mtp else ())]
+    """Return the parameters that one token visits: all but the embedding and the experts it is not routed to."""
+    layers = [*range(hf.layers), *(prediction_layers(hf) if hf.mtp else ())]
     rules = [rule for layer in layers for rule in hf.rules(layer)]
     rules += [rule for rule in hf.family.rules if not rule.per_layer][
         1:
@@ -39,5 +39,5 @@ def visited_parameters(hf: HFConfig) -> float:
 
 
 def forward_flops(hf: HFConfig, tokens: int) -> float:
-    """Of one sequence."""
+    """Return the FLOPs of the forward pass of one sequence."""
     return 2 * visited_parameters(hf) * (tokens + tokens**2 / crossover_length(hf))

@@ -1,9 +1,8 @@
-"""Which tensors of a model folder are the model's, and where they lie, from the index and the files' headers: no
-tensors, no torch.
+"""Location of a model's tensors in a folder, from the index and the files' headers: no tensors, no torch.
 
-Trainer and engine have to read the same bits. SGLang loads every tensor of every file that the index names, in the
+Trainer and engine have to read the same bits. SGLang loads every tensor of every file that the index lists, in the
 order of the files' names, so the last copy of a tensor counts there; without an index it loads all files. The index
-decides here, and what engines would read otherwise is refused.
+decides here, and a folder that engines would read otherwise is refused.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from rlsys.core.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
-"""How names of quantised tensors and of their scales end."""
+"""Suffixes of the names of quantised tensors and of their scales."""
 WEIGHT_TYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Stored types that are numbers by themselves, and their bytes."""
+"""Stored types without scales, and their bytes."""
 _FP8, _FP8_SCALE_TYPES, _BYTE = "F8_E4M3", (*WEIGHT_TYPES, "F8_E8M0"), "U8"
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
     "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4,
 }  # fmt: skip
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""How names of tensors end that old folders hold and that are no weights; SGLang and transformers skip them, too."""
+"""Suffixes of tensors of old folders that are no weights; SGLang and transformers skip them, too."""
 _SHARED_GATE = "shared_expert_gate.weight"
-"""How the name of a gate ends that transformers keeps where it gates shared experts of size 0; SGLang skips it."""
-_ORIGINAL, _WHOLE = "consolidated.safetensors", "model.safetensors"
-"""Mistral's folders hold the weights a second time, in a format of their own."""
+"""Suffix of the gate that transformers keeps for shared experts of size 0; SGLang skips it."""
+_ORIGINAL, _MERGED = "consolidated.safetensors", "model.safetensors"
+"""Mistral's folders hold the weights a second time, in Mistral's own format."""
 _PREDICTIONS, _PREDICTING = "mtp.safetensors", ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
-"""A file that SGLang reads for these architectures where the index has left it out."""
-_LARGEST_HEADER = 100_000_000  # the format's own bound
+"""File that SGLang reads for these architectures if the index lacks it."""
+_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor as a file's header describes it. `dtype`: safetensors' name of the type."""
+class StoredTensor:
+    """Tensor as a file's header describes it. `dtype`: safetensors' name of the type."""
 
     file: Path
     name: str
@@ -61,11 +60,13 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: a whole one, or part `part` of `parts` of expert `expert` of a fused one.
+class TensorLocation:
+    """Location of a tensor: a whole one, or part `part` of `parts` of expert `expert` of a fused one.
 
-    `stack`: what the fused one is, if it is one of the family's. `scales`: of a quantised one, their file and name.
-    `bytes`: of the tensor as it is read.
+    Attributes:
+        stack: the family's stack that the fused tensor is, if any.
+        scales: file and name of the scales of a quantised tensor.
+        bytes: size of the tensor as it is read.
     """
 
     file: Path
@@ -79,12 +80,13 @@ class Place:
     bytes: int = 0
 
 
-def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
-    """Every tensor of the folder by its name in the table; the parts of fused experts have per-expert names.
+def find_tensors(folder: Path, hf: HFConfig) -> dict[str, TensorLocation]:
+    """Locate every tensor of the folder by its name in the table; the parts of fused experts have per-expert names.
 
-    Raises UserError that names the first file that is missing or not whole; the first tensor that is stored twice,
-    has a type that is no weight's, or a scale that does not belong to it; the first tensor that is missing, has no
-    place in the model, or another shape than config.json says.
+    Raises:
+        UserError: a file is missing or incomplete; a tensor is stored twice, has a type that is no weight's, or an
+            unrelated scale; a tensor is missing, unknown, or of another shape than config.json says. The message
+            names the first one.
     """
     if (folder / ".metadata").is_file():
         raise UserError(
@@ -92,43 +94,48 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, Place]:
             "engines load; expected one of them"
         )
     headers = _read_headers(folder, hf)
-    others = {
+    alternative_names = {
         hf.in_folder(name).format(l=layer): tuple(hf.in_folder(p).replace("{l}", str(layer)) for p in parts)
         for name, parts in hf.family.other_names.items()
         for layer in range(hf.layers + hf.mtp * hf.prediction_layers)
     }
     stacks = stacked_names(hf)
     scales = _take_scales(headers, hf, stacks)
-    found: dict[str, Place] = {}
-    for name, stored in headers.items():
+    locations: dict[str, TensorLocation] = {}
+    for name, tensor in headers.items():
         stack = stacks.get(name)
-        parts = stack.parts if stack is not None else others.get(name, (name,))
-        size = WEIGHT_TYPES.get(stored.dtype, 2)  # what is quantised becomes bfloat16
-        for part, place in _places(stored, parts, hf.experts, stack).items():
-            if (other := found.get(part)) is not None:
+        parts = stack.parts if stack is not None else alternative_names.get(name, (name,))
+        size = WEIGHT_TYPES.get(tensor.dtype, 2)  # what is quantised becomes bfloat16
+        for part, location in _locations(tensor, parts, hf.experts, stack).items():
+            if (earlier := locations.get(part)) is not None:
                 raise UserError(
-                    f"{folder}: {part} is stored twice: as {other.name} in {other.file.name} and as {name} in "
-                    f"{stored.file.name}"
+                    f"{folder}: {part} is stored twice: as {earlier.name} in {earlier.file.name} and as {name} in "
+                    f"{tensor.file.name}"
                 )
-            found[part] = replace(place, scales=scales.get(name), bytes=math.prod(place.shape) * size)
-    check_names(hf, frozenset(found), str(folder))
+            locations[part] = replace(
+                location, scales=scales.get(name), bytes=math.prod(location.shape) * size
+            )
+    check_names(hf, frozenset(locations), str(folder))
     for entry in entries(hf):
         for name, expected in entry.hf.items():
-            if (shape := found[name].shape) != expected:
+            if (shape := locations[name].shape) != expected:
                 raise UserError(f"{folder}: {name} has shape {shape}; config.json says {expected}")
-    return found
+    return locations
 
 
-def _read_headers(folder: Path, hf: HFConfig) -> dict[str, Stored]:
-    """The tensors of the folder by their names in its files. Raises UserError where two files hold the same one and
-    nothing decides, or engines would decide otherwise."""
+def _read_headers(folder: Path, hf: HFConfig) -> dict[str, StoredTensor]:
+    """Read the tensors of the folder by their names in its files.
+
+    Raises:
+        UserError: two files hold the same tensor, and the index does not select the copy that engines read.
+    """
     index = _read_index(folder)
-    copies: dict[str, list[Stored]] = defaultdict(list)
+    copies: dict[str, list[StoredTensor]] = defaultdict(list)
     skipped = _BUFFERS if hf.shared_ffn_size else (*_BUFFERS, _SHARED_GATE)
     for file in _files(folder, index, hf):
-        for stored in read_header(file):
-            if 0 not in stored.shape and not stored.name.endswith(skipped):
-                copies[stored.name].append(stored)
+        for tensor in read_header(file):
+            if 0 not in tensor.shape and not tensor.name.endswith(skipped):
+                copies[tensor.name].append(tensor)
     for name, stored_ones in copies.items():
         if len(stored_ones) == 1:
             continue
@@ -145,13 +152,13 @@ def _read_headers(folder: Path, hf: HFConfig) -> dict[str, Stored]:
 
 
 def _files(folder: Path, index: dict[str, str] | None, hf: HFConfig) -> list[Path]:
-    """The files that SGLang reads, in its order."""
+    """List the files that SGLang reads, in its order."""
     names = {file.name for file in folder.glob("*.safetensors")}
     if not names:
         raise UserError(f"{folder}: no *.safetensors in it")
     if index is None:
         return [
-            folder / name for name in sorted(names - {_ORIGINAL} if names == {_ORIGINAL, _WHOLE} else names)
+            folder / name for name in sorted(names - {_ORIGINAL} if names == {_ORIGINAL, _MERGED} else names)
         ]
     files = sorted(set(index.values()))
     if hf.prediction_layers and hf.family.architecture in _PREDICTING and _PREDICTIONS in names - {*files}:
@@ -162,34 +169,36 @@ def _files(folder: Path, index: dict[str, str] | None, hf: HFConfig) -> list[Pat
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Names of tensors -> names of files; None: the folder has no index."""
+    """Read names of tensors -> names of files; None: the folder has no index."""
     path = folder / INDEX
     if not os.path.lexists(path):  # a link to a file that is gone is not "none"
         return None
     try:
         index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        places = dict(index.items())
+        weight_map = dict(index.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: not an index of safetensors files") from None
-    for name, file in places.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise UserError(
                 f"{path}: {name} is in {file!r:.80}; expected the name of a *.safetensors file of this folder"
             )
-    if not places:
+    if not weight_map:
         raise UserError(f"{path}: names no tensor")
-    return places
+    return weight_map
 
 
 def _take_scales(
-    headers: dict[str, Stored], hf: HFConfig, stacks: Iterable[str]
+    headers: dict[str, StoredTensor], hf: HFConfig, stacks: Iterable[str]
 ) -> dict[str, tuple[Path, str]]:
-    """Takes scales of quantised tensors out of `headers`: where each lies, by the name of its tensor. What mxfp4 has
-    in groups gets the name and shape that it has unquantised.
+    """Remove the scales of quantised tensors from `headers`, and return their locations by the names of the tensors.
 
-    Raises UserError for a type that is no weight's, and where a tensor and its scale do not belong together.
+    The groups of an mxfp4 tensor get the name and shape of the unquantised tensor.
+
+    Raises:
+        UserError: a type is no weight's, or a tensor and its scale do not belong together.
     """
-    scales: dict[str, Stored] = {}
+    scales: dict[str, StoredTensor] = {}
     if hf.quantised == "fp8":
         for name in [name for name in headers if name.endswith(FP8_SCALES)]:
             scales[name.removesuffix(FP8_SCALES)] = headers.pop(name)
@@ -200,8 +209,8 @@ def _take_scales(
             if blocks is None and groups is None:
                 continue
             if name in headers:
-                other = headers[name]
-                raise UserError(f"{other} is stored twice, the second time quantised: {blocks or groups}")
+                plain = headers[name]
+                raise UserError(f"{plain} is stored twice, the second time quantised: {blocks or groups}")
             scales[name] = _check_mxfp4(name, blocks, groups)
             assert blocks is not None
             experts, rows, count, _ = blocks.shape
@@ -214,46 +223,49 @@ def _take_scales(
     return {name: (scale.file, scale.name) for name, scale in scales.items()}
 
 
-def _check_type(stored: Stored, scale: Stored | None, hf: HFConfig) -> None:
-    """Raises UserError unless it is a weight as it is, or eight bits with the scales of their blocks."""
+def _check_type(tensor: StoredTensor, scale: StoredTensor | None, hf: HFConfig) -> None:
+    """Raise UserError unless the tensor is a plain weight, or eight bits with the scales of its blocks."""
     expected = "expected " + ", ".join(WEIGHT_TYPES)
     if hf.quantised == "fp8":
         expected += f", or {_FP8} with a scale {FP8_SCALES}"
     elif not hf.quantised:
-        expected += "; config.json says nothing of quantised weights" * (stored.dtype not in WEIGHT_TYPES)
-    if stored.dtype in WEIGHT_TYPES:
+        expected += "; config.json says nothing of quantised weights" * (tensor.dtype not in WEIGHT_TYPES)
+    if tensor.dtype in WEIGHT_TYPES:
         if scale is not None:
-            raise UserError(f"{stored} has type {stored.dtype} and a scale, {scale.name}; expected {_FP8}")
+            raise UserError(f"{tensor} has type {tensor.dtype} and a scale, {scale.name}; expected {_FP8}")
         return
-    if stored.dtype != _FP8 or hf.quantised != "fp8":
-        raise UserError(f"{stored} has type {stored.dtype}; {expected}")
-    if len(stored.shape) != 2:
-        raise UserError(f"{stored} has type {_FP8} and shape {stored.shape}; expected a matrix")
+    if tensor.dtype != _FP8 or hf.quantised != "fp8":
+        raise UserError(f"{tensor} has type {tensor.dtype}; {expected}")
+    if len(tensor.shape) != 2:
+        raise UserError(f"{tensor} has type {_FP8} and shape {tensor.shape}; expected a matrix")
     if scale is None:
         raise UserError(
-            f"{stored} has type {_FP8} and no scale; expected {stored.name}{FP8_SCALES} beside it"
+            f"{tensor} has type {_FP8} and no scale; expected {tensor.name}{FP8_SCALES} beside it"
         )
-    blocks = tuple(-(-n // BLOCK) for n in stored.shape)
+    blocks = tuple(-(-n // BLOCK) for n in tensor.shape)
     if scale.dtype not in _FP8_SCALE_TYPES:
         raise UserError(f"{scale} has type {scale.dtype}; expected {', '.join(_FP8_SCALE_TYPES)}")
     if scale.shape != blocks:
         raise UserError(
             f"{scale} has shape {scale.shape}; expected {blocks}, a scale for each block of {BLOCK} x {BLOCK} of "
-            f"{stored.name}, whose shape is {stored.shape}"
+            f"{tensor.name}, whose shape is {tensor.shape}"
         )
 
 
-def _check_mxfp4(name: str, blocks: Stored | None, scales: Stored | None) -> Stored:
-    """The scales. Raises UserError unless blocks `[experts, rows, groups, 16]` and scales `[experts, rows, groups]`
-    are bytes, and both are there."""
+def _check_mxfp4(name: str, blocks: StoredTensor | None, scales: StoredTensor | None) -> StoredTensor:
+    """Return the scales of an mxfp4 tensor.
+
+    Raises:
+        UserError: blocks `[experts, rows, groups, 16]` or scales `[experts, rows, groups]` are missing or no bytes.
+    """
     if blocks is None or scales is None:
-        there, missing = (blocks, MXFP4_SCALES) if blocks is not None else (scales, MXFP4_BLOCKS)
-        raise UserError(f"{there} is there without {name}{missing}")
+        present, missing = (blocks, MXFP4_SCALES) if blocks is not None else (scales, MXFP4_BLOCKS)
+        raise UserError(f"{present} is there without {name}{missing}")
     if len(blocks.shape) != 4 or blocks.shape[-1] != 16:
         raise UserError(f"{blocks} has shape {blocks.shape}; expected [experts, rows, groups, 16]")
-    for stored in (blocks, scales):
-        if stored.dtype != _BYTE:
-            raise UserError(f"{stored} has type {stored.dtype}; expected {_BYTE}")
+    for tensor in (blocks, scales):
+        if tensor.dtype != _BYTE:
+            raise UserError(f"{tensor} has type {tensor.dtype}; expected {_BYTE}")
     if scales.shape != blocks.shape[:-1]:
         raise UserError(
             f"{scales} has shape {scales.shape}; expected {blocks.shape[:-1]}, as {blocks.name} has groups"
@@ -261,25 +273,31 @@ def _check_mxfp4(name: str, blocks: Stored | None, scales: Stored | None) -> Sto
     return scales
 
 
-def _places(stored: Stored, parts: tuple[str, ...], experts: int, stack: Stack | None) -> dict[str, Place]:
-    """`parts`: the names of the table that the tensor holds, of one expert for those of all."""
-    file, name, shape = stored.file, stored.name, stored.shape
+def _locations(
+    tensor: StoredTensor, parts: tuple[str, ...], experts: int, stack: Stack | None
+) -> dict[str, TensorLocation]:
+    """Return the locations of the tensors of the table that a stored tensor holds.
+
+    Args:
+        parts: their names in the table; names of one expert, with {e}, for a tensor of all experts.
+    """
+    file, name, shape = tensor.file, tensor.name, tensor.shape
     if "{e}" not in parts[0]:
-        return {parts[0]: Place(file, name, shape)}
-    if (held := shape[0] if len(shape) > 1 else 0) != experts:
-        raise UserError(f"{file}: {name} holds {held} experts, config.json says {experts}")
-    each = (shape[1] // len(parts), *shape[2:])
+        return {parts[0]: TensorLocation(file, name, shape)}
+    if (stored_experts := shape[0] if len(shape) > 1 else 0) != experts:
+        raise UserError(f"{file}: {name} holds {stored_experts} experts, config.json says {experts}")
+    part_shape = (shape[1] // len(parts), *shape[2:])
     if stack is not None:
-        each = (shape[-1] // len(parts), *shape[1:-1])
+        part_shape = (shape[-1] // len(parts), *shape[1:-1])
     return {
-        part.format(e=expert): Place(file, name, each, expert, at, len(parts), stack)
+        part.format(e=expert): TensorLocation(file, name, part_shape, expert, at, len(parts), stack)
         for expert in range(experts)
         for at, part in enumerate(parts)
     }
 
 
-def read_header(file: Path) -> list[Stored]:
-    """The tensors of a file. Raises UserError unless the file has exactly the bytes that its header tells."""
+def read_header(file: Path) -> list[StoredTensor]:
+    """Read the tensors of a file. Raises UserError unless its size matches its header."""
     try:
         size = file.stat().st_size
         if not file.is_file():
@@ -287,12 +305,12 @@ def read_header(file: Path) -> list[Stored]:
         with file.open("rb") as stream:
             start = stream.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-            if length > min(size - 8, _LARGEST_HEADER):
+            if length > min(size - 8, _MAX_HEADER_BYTES):
                 raise UserError(f"{file}: not a whole safetensors file: it ends within its header")
             header = json.loads(stream.read(length), object_pairs_hook=_object)
         if not isinstance(header.pop("__metadata__", {}), dict):
             raise ValueError
-        tensors = [Stored(file, name, t["dtype"], tuple(t["shape"])) for name, t in header.items()]
+        tensors = [StoredTensor(file, name, t["dtype"], tuple(t["shape"])) for name, t in header.items()]
         extents = [tuple(t["data_offsets"]) for t in header.values()]
         if not all(isinstance(tensor.dtype, str) for tensor in tensors):
             raise ValueError
@@ -310,16 +328,16 @@ def read_header(file: Path) -> list[Stored]:
         raise UserError(f"{file}: cannot be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError(f"{file}: not a whole safetensors file: its header is damaged") from None
-    if (told := 8 + length + begins[-1]) != size:
+    if (expected_size := 8 + length + begins[-1]) != size:
         raise UserError(
-            f"{file}: not a whole safetensors file: it has {size} bytes, its header tells of {told}"
+            f"{file}: not a whole safetensors file: it has {size} bytes, its header requires {expected_size}"
         )
     return tensors
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a name that is there twice: JSON readers differ in which they take."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    """Build a JSON object. Raises ValueError for a duplicate name, of which JSON readers take different ones."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError
-    return made
+    return fields

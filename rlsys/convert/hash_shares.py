@@ -1,4 +1,4 @@
-"""Which trainer rank hashes which tensors of a weight update, where all ranks gather the whole model. Pure."""
+"""Assignment of the tensors of a weight update to the ranks that hash them, if all ranks gather all. Pure."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from dataclasses import dataclass
 from heapq import heapreplace
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.table import entries, held_as, slots
+from rlsys.convert.table import engine_name_of, entries, slots
 
 PENDING_BYTES = 64 * 2**20
-"""Of tensors on a GPU that wait until one kernel hashes them together."""
+"""Size of the batch of tensors on a GPU that one kernel hashes."""
 
 
 @dataclass(frozen=True)
 class HashShares:
-    """`hasher`: name of a tensor in the folder, experts stacked as there -> the rank that hashes it. `elements`:
-    numbers that each rank hashes."""
+    """Assignment of tensors to ranks.
+
+    Attributes:
+        hasher: name of a tensor in the folder, experts stacked as there -> the rank that hashes it.
+        elements: numbers that each rank hashes.
+    """
 
     hasher: dict[str, int]
     elements: list[int]
 
 
 def hash_shares(hf: HFConfig, ranks: int, *, experts_together: bool) -> HashShares:
-    """Units in the order of the name table, each to the rank with least so far, so that what comes at one time is
-    spread over the ranks.
+    """Assign units in the order of the name table, each to the rank with the fewest elements so far.
+
+    So the units of one bucket are spread over the ranks.
 
     Args:
         experts_together: whether one rank hashes all experts of a layer: SHA-256 needs it, a GPU's digest is a sum.
@@ -36,7 +41,7 @@ def hash_shares(hf: HFConfig, ranks: int, *, experts_together: bool) -> HashShar
     for entry in entries(hf):
         for name in entry.hf:
             stack = stacks.get(name)
-            key: Hashable = stack.name if stack else held_as(entry, hf)
+            key: Hashable = stack.name if stack else engine_name_of(entry, hf)
             if not stack and not experts_together and entry.expert is not None:
                 key = key, entry.expert
             units.setdefault(key, []).append(stack.name if stack else name)

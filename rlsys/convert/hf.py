@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlsys.config.precision import BLOCK
 from rlsys.convert.config import HFConfig
-from rlsys.convert.folder import INDEX, MXFP4_BLOCKS, Place, find_tensors
+from rlsys.convert.folder import INDEX, MXFP4_BLOCKS, TensorLocation, find_tensors
 from rlsys.convert.output import partial_of
 from rlsys.convert.quantised import from_fp8, from_mxfp4
 from rlsys.convert.stack import part_of
@@ -32,46 +32,46 @@ class HFTensors:
     """Tensors of a folder by their names in the table, read on demand."""
 
     def __init__(self, folder: Path, config: HFConfig) -> None:
-        """Raises UserError as find_tensors does: every tensor of the model is there, and none beside."""
-        self._places = find_tensors(folder, config)
+        """Raise UserError as find_tensors does, unless the folder has exactly the model's tensors."""
+        self._locations = find_tensors(folder, config)
         self.carried = carried_names(config, self.names)
-        """Those of them that nobody trains."""
+        """Names of the tensors that are not trained."""
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._places)
+        return frozenset(self._locations)
 
     @property
     def bytes(self) -> int:
-        """Of all tensors as they are read: what was quantised counts as bfloat16."""
-        return sum(place.bytes for place in self._places.values())
+        """Size of all tensors as they are read: a quantised one counts as bfloat16."""
+        return sum(location.bytes for location in self._locations.values())
 
     def read(self, name: str) -> Tensor:
-        """Raises UserError when the file is damaged in a way that its header does not show."""
-        place = self._places[name]
+        """Read a tensor. Raises UserError when the file has damage that its header does not show."""
+        location = self._locations[name]
         try:
-            if place.scales is not None:
-                return _dequantised(place, place.scales)
-            with safe_open(str(place.file), framework="pt") as f:
-                if place.expert is None:
-                    tensor: Tensor = f.get_tensor(place.name)
+            if location.scales is not None:
+                return _read_dequantised(location, location.scales)
+            with safe_open(str(location.file), framework="pt") as f:
+                if location.expert is None:
+                    tensor: Tensor = f.get_tensor(location.name)
                     return tensor
-                fused: Tensor = f.get_slice(place.name)[place.expert]
-                if place.stack is not None:
-                    return part_of(fused, place.part, place.stack)
-                return fused.chunk(place.parts, dim=0)[place.part]
+                fused: Tensor = f.get_slice(location.name)[location.expert]
+                if location.stack is not None:
+                    return part_of(fused, location.part, location.stack)
+                return fused.chunk(location.parts, dim=0)[location.part]
         except (SafetensorError, OSError) as e:
-            raise UserError(f"{place.file}: not a whole safetensors file: {e}") from None
+            raise UserError(f"{location.file}: not a whole safetensors file: {e}") from None
 
 
-def _dequantised(place: Place, scales: tuple[Path, str]) -> Tensor:
-    """In bfloat16."""
-    with safe_open(str(place.file), framework="pt") as f, safe_open(str(scales[0]), framework="pt") as g:
-        if place.expert is None:
-            return from_fp8(f.get_tensor(place.name), g.get_tensor(scales[1]), BLOCK)
-        rows = slice(place.part, None, place.parts)
-        blocks: Tensor = f.get_slice(place.name + MXFP4_BLOCKS)[place.expert]
-        exponents: Tensor = g.get_slice(scales[1])[place.expert]
+def _read_dequantised(location: TensorLocation, scales: tuple[Path, str]) -> Tensor:
+    """Read a quantised tensor as bfloat16."""
+    with safe_open(str(location.file), framework="pt") as f, safe_open(str(scales[0]), framework="pt") as g:
+        if location.expert is None:
+            return from_fp8(f.get_tensor(location.name), g.get_tensor(scales[1]), BLOCK)
+        rows = slice(location.part, None, location.parts)
+        blocks: Tensor = f.get_slice(location.name + MXFP4_BLOCKS)[location.expert]
+        exponents: Tensor = g.get_slice(scales[1])[location.expert]
         return from_mxfp4(blocks[rows], exponents[rows])
 
 
@@ -82,32 +82,35 @@ def write_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write a model folder: `tensors` with the config and tokenizer of `source`. `changes`: of its config.json.
+    """Write a model folder: `tensors` with the config and tokenizer of `source`.
 
-    Holds at most one file's tensors in memory. Atomic: `folder` appears whole or not at all.
+    Holds at most one file's tensors in memory. Atomic: the complete `folder` appears, or none.
+
+    Args:
+        changes: changed fields of config.json.
     """
     partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     files: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
-    total = held_bytes = 0
-    held: dict[str, Tensor] = {}
+    total = buffer_bytes = 0
+    buffer: dict[str, Tensor] = {}
 
     def flush() -> None:
-        save_file(held, partial / f"{len(files)}.part", metadata={"format": "pt"})
-        files.append(list(held))
-        held.clear()
+        save_file(buffer, partial / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(buffer))
+        buffer.clear()
 
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if held and held_bytes + size > max_file_bytes:
+        if buffer and buffer_bytes + size > max_file_bytes:
             flush()
-            held_bytes = 0
+            buffer_bytes = 0
         # A copy: the tensor may be a view of a parameter, and the next optimizer step must not reach it.
-        held[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        buffer[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         dtypes.add(tensor.dtype)
-        held_bytes, total = held_bytes + size, total + size
+        buffer_bytes, total = buffer_bytes + size, total + size
     flush()
     _name_files(partial, files, total)
     changes = dict(changes)
@@ -119,22 +122,27 @@ def write_hf(
 
 
 def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """The names that loaders expect, known only when the number of files is; an index where there are several."""
+    """Rename files to the names that loaders expect, once their number is known; write an index for several."""
     if len(files) == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
         return
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(files):
         file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         (folder / f"{i}.part").rename(folder / file)
-        where.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_side_files(source: Path, folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Copy what goes along with a model's weights, so that `folder` loads by itself. Its weights are not quantised,
-    and neither does its config.json say so. `changes`: of config.json."""
+    """Copy the files beside the weights, so that `folder` loads by itself.
+
+    The copy of config.json says that the weights are not quantised.
+
+    Args:
+        changes: changed fields of config.json.
+    """
     for name in side_files(source):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
@@ -144,7 +152,7 @@ def copy_side_files(source: Path, folder: Path, changes: Mapping[str, Any] = Map
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Give `partial` its final name, once everything in it is on the disk."""
+    """Give `partial` its final name, after its content is synced to disk."""
     for path in [partial, *partial.rglob("*")]:
         _sync(path)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Combine HF tensors into a Megatron parameter and take them apart again. Pure, full (unsharded) tensors.
+"""Composition of HF tensors into a Megatron parameter, and its inverse. Pure, full (unsharded) tensors.
 
 Shapes: hidden h, heads n, key-value groups g, head size d, feed-forward f. q `[n d, h]`, k and v `[g d, h]`;
 linear_qkv `[g (n/g + 2) d, h]`; gate and up `[f, h]`, linear_fc1 `[2 f, h]`. Biases have no h.
@@ -18,10 +18,11 @@ from rlsys.convert.rules import Layout, Rule
 
 @dataclass(frozen=True)
 class Combination:
-    """`join` HF tensors, and `part` them again, bit for bit; parts may be views.
+    """Functions that `join` HF tensors, and `part` them again, bit for bit; parts may be views.
 
-    `sections`: the parameter's equal sections along the axis of the cut. Each is cut over ranks by itself, so that a
-    rank holds matching parts of all of them.
+    Attributes:
+        sections: the parameter's equal sections along the shard axis. Each is sharded separately, so that a rank
+            holds matching parts of all of them.
     """
 
     join: Callable[[list[Tensor], HFConfig], Tensor]
@@ -48,9 +49,9 @@ def _join_gated(parts: list[Tensor], config: HFConfig) -> Tensor:
 
 
 def _part_gated(tensor: Tensor, config: HFConfig) -> list[Tensor]:
-    g, d, each = config.kv_heads, config.head_dim, config.heads // config.kv_heads
-    grouped = tensor.reshape(g, 2 * each + 2, d, *tensor.shape[1:])
-    q, gate, k, v = grouped.split([each, each, 1, 1], dim=1)
+    g, d, per_group = config.kv_heads, config.head_dim, config.heads // config.kv_heads
+    grouped = tensor.reshape(g, 2 * per_group + 2, d, *tensor.shape[1:])
+    q, gate, k, v = grouped.split([per_group, per_group, 1, 1], dim=1)
     both = torch.stack([q, gate], dim=2)
     return [part.reshape(-1, *tensor.shape[1:]) for part in (both, k, v)]
 
@@ -64,15 +65,15 @@ def _delta_sections(config: HFConfig) -> tuple[int, list[int], list[int]]:
 
 
 def _join_by_key_head(parts: list[Tensor], config: HFConfig) -> Tensor:
-    (whole,) = parts
+    (tensor,) = parts
     heads, sizes, _ = _delta_sections(config)
-    by_head = [x.reshape(heads, -1, *x.shape[1:]) for x in whole.split(sizes)]
-    return torch.cat(by_head, dim=1).reshape(whole.shape)
+    by_head = [x.reshape(heads, -1, *x.shape[1:]) for x in tensor.split(sizes)]
+    return torch.cat(by_head, dim=1).reshape(tensor.shape)
 
 
 def _part_by_key_head(tensor: Tensor, config: HFConfig) -> list[Tensor]:
-    heads, _, each = _delta_sections(config)
-    by_head = tensor.reshape(heads, -1, *tensor.shape[1:]).split(each, dim=1)
+    heads, _, head_sizes = _delta_sections(config)
+    by_head = tensor.reshape(heads, -1, *tensor.shape[1:]).split(head_sizes, dim=1)
     return [torch.cat([x.reshape(-1, *tensor.shape[1:]) for x in by_head])]
 
 
@@ -95,14 +96,15 @@ LAYOUTS: dict[Layout, Combination] = {
 
 
 def to_megatron(rule: Rule, parts: list[Tensor], config: HFConfig) -> Tensor:
+    """Compose HF tensors into the megatron parameter of a rule."""
     return LAYOUTS[rule.layout].join(parts, config)
 
 
 def to_hf(rule: Rule, tensor: Tensor, config: HFConfig) -> list[Tensor]:
-    """The inverse of to_megatron, bit for bit. Parts may be views of `tensor`."""
+    """Split a megatron parameter, the inverse of to_megatron, bit for bit. Parts may be views of `tensor`."""
     return LAYOUTS[rule.layout].part(tensor, config)
 
 
 def sections(rule: Rule) -> int:
-    """See Combination."""
+    """Return the number of sections of a rule's parameter (see Combination)."""
     return LAYOUTS[rule.layout].sections

@@ -1,4 +1,4 @@
-"""Where a conversion writes: a new folder, with room for what comes."""
+"""Output folder of a conversion: new, with enough disk space."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rlsys.core.errors import UserError
 
 
 def partial_of(folder: Path) -> Path:
-    """What `folder` is called until it is whole."""
+    """Return the path of `folder` until it is complete."""
     return folder.with_name(folder.name + ".partial")
 
 
 @contextmanager
-def new_folder(folder: Path, needed: int) -> Iterator[None]:
-    """The block writes `folder`, about `needed` bytes, by way of partial_of(folder).
+def new_folder(folder: Path, size: int) -> Iterator[None]:
+    """Let the block write `folder`, about `size` bytes, at partial_of(folder).
 
-    Raises UserError when the folder exists or the disk is too small, also when that shows only on the way; what was
-    written is then deleted.
+    Raises:
+        UserError: the folder exists or the disk is too small, also when this shows during the block; partial output
+            is deleted.
     """
     if folder.exists():
         raise UserError(f"--out {folder}: exists already; name a new folder")
@@ -32,8 +33,8 @@ def new_folder(folder: Path, needed: int) -> Iterator[None]:
         free = shutil.disk_usage(folder.parent).free
     except OSError as e:
         raise UserError(f"--out {folder}: cannot write there: {e.strerror}") from None
-    if free < needed:
-        raise UserError(f"--out {folder}: needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left")
+    if free < size:
+        raise UserError(f"--out {folder}: needs {size / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB left")
     try:
         yield
     except (OSError, SafetensorError) as e:

@@ -1,4 +1,4 @@
-"""Adapters as a folder of PEFT's, which vLLM and SGLang load, too."""
+"""Adapters as a PEFT folder, which vLLM and SGLang load, too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlsys.convert.output import partial_of
 
 
 def adapter_config(base: Path, lora: LoraConfig, hf: HFConfig) -> dict[str, Any]:
-    """adapter_config.json, in PEFT's words. `base`: the folder of the model under the adapters."""
+    """Return PEFT's adapter_config.json. `base`: the folder of the model under the adapters."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -37,16 +37,16 @@ def adapter_config(base: Path, lora: LoraConfig, hf: HFConfig) -> dict[str, Any]
 def write_adapter(
     folder: Path, base: Path, lora: LoraConfig, hf: HFConfig, factors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """`factors`: by PEFT's names, all of them held at once. Atomic."""
+    """Write a PEFT folder atomically. `factors`: by PEFT's names, all held in memory at once."""
     partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     # A copy: the next optimizer step must not reach it.
-    held = {
+    tensors = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in factors
     }
-    save_file(held, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-    told = json.dumps(adapter_config(base, lora, hf), indent=2)
-    (partial / "adapter_config.json").write_text(told + "\n", encoding="utf-8")
+    save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = json.dumps(adapter_config(base, lora, hf), indent=2)
+    (partial / "adapter_config.json").write_text(config + "\n", encoding="utf-8")
     publish(partial, folder)

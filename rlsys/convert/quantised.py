@@ -16,15 +16,19 @@ _BIAS = 127
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks `[rows, groups, 16]` uint8, two numbers a byte, the low half first; scales `[rows, groups]` uint8, the
-    exponents + 127 -> `[rows, groups x 32]` bfloat16."""
+    """Dequantise mxfp4: `[rows, groups x 32]` bfloat16.
+
+    Args:
+        blocks: `[rows, groups, 16]` uint8, two numbers a byte, the low half first.
+        scales: `[rows, groups]` uint8, the exponents + 127.
+    """
     table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.bfloat16)
     numbers = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], dim=-1).flatten(-2)
     return torch.ldexp(numbers, (scales.int() - _BIAS)[..., None]).to(torch.bfloat16).flatten(1)
 
 
 def from_fp8(weight: Tensor, scales: Tensor, block: int) -> Tensor:
-    """weight `[rows, columns]` E4M3, scales `[rows / block, columns / block]`, rounded up -> bfloat16."""
+    """Dequantise E4M3 `[rows, columns]` by scales `[rows / block, columns / block]`, rounded up, to bfloat16."""
     rows, columns = weight.shape
-    each = scales.float().repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
-    return (weight.float() * each).to(torch.bfloat16)
+    expanded = scales.float().repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+    return (weight.float() * expanded).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What config.json says of rotary embedding."""
+"""Rotary embedding of config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlsys.convert.rules import Family
 from rlsys.core.errors import UserError
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's llama3 scaling of rotary frequencies is written for."""
+"""Values that megatron-core's llama3 scaling of rotary frequencies hard-codes."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,18 @@ class Rope:
     truncate: bool = True
 
 
-def rope_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What `rope_parameters` (newer) or `rope_scaling` say. Where both are given, `rope_scaling` takes the other's
-    place, as in transformers 5 and SGLang.
+def rope_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the fields of `rope_parameters` (newer) or `rope_scaling`.
 
-    Raises UserError when `rope_parameters` then says something that nothing else does: engines would take a default.
+    If both are given, `rope_scaling` replaces the other, as in transformers 5 and SGLang.
+
+    Raises:
+        UserError: `rope_parameters` then has a value that no other field has: engines would use a default.
     """
     for name in ("rope_scaling", "rope_parameters"):
         value = raw.get(name)
         if value is not None and not isinstance(value, dict):
-            raise UserError(f"{where}: {name} = {value!r:.80}: expected an object")
+            raise UserError(f"{source}: {name} = {value!r:.80}: expected an object")
     scaling, parameters = (_with_type(raw.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
     if not scaling:
         return parameters
@@ -49,32 +51,33 @@ def rope_fields(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, value in parameters.items():
         if name not in scaling and applied.get(name) != value:
             raise UserError(
-                f"{where}: rope_parameters has {name} = {value!r:.80}, and rope_scaling, which takes its place, has "
+                f"{source}: rope_parameters has {name} = {value!r:.80}, and rope_scaling, which takes its place, has "
                 f"none; expected {name} in rope_scaling, or one of the two fields"
             )
     return scaling
 
 
 def _with_type(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Under the newer name of its kind."""
-    named = {name: value for name, value in rope.items() if name != "type" and value is not None}
-    return named | ({"rope_type": rope["type"]} if rope.get("type") and not rope.get("rope_type") else {})
+    """Rename `type` to the newer `rope_type`."""
+    fields = {name: value for name, value in rope.items() if name != "type" and value is not None}
+    return fields | ({"rope_type": rope["type"]} if rope.get("type") and not rope.get("rope_type") else {})
 
 
 _ROPE_FIELDS = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
 _YARN = {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 
 
-def read_rope(raw: dict[str, Any], family: Family, where: str) -> Rope:
-    """From `rope_parameters`, or `rope_theta` and `rope_scaling`, of config.json in our words.
+def read_rope(raw: dict[str, Any], family: Family, source: str) -> Rope:
+    """Read the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`, of normalised fields.
 
-    Raises UserError that names the field when something would not be computed faithfully.
+    Raises:
+        UserError: a field would not be computed faithfully; the message names it.
     """
-    given = rope_fields(raw, where)
-    if nested := sorted(name for name, value in given.items() if isinstance(value, dict)):
-        raise UserError(f"{where}: rope of {nested[0]} apart from other layers is not supported")
-    kind = given.get("rope_type") or "default"
-    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    fields = rope_fields(raw, source)
+    if nested := sorted(name for name, value in fields.items() if isinstance(value, dict)):
+        raise UserError(f"{source}: rope of {nested[0]} apart from other layers is not supported")
+    kind = fields.get("rope_type") or "default"
+    share = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if raw.get("rotary_dim") and raw.get("head_dim"):
         share = raw["rotary_dim"] / raw["head_dim"]
     kinds = ("default", "yarn") if family.mla or family.yarn else ("default", "llama3")
@@ -82,27 +85,31 @@ def read_rope(raw: dict[str, Any], family: Family, where: str) -> Rope:
     for field, value, allowed in (("rope type", kind, kinds), ("partial_rotary_factor", share, shares)):
         if value not in allowed:
             expected = " or ".join(repr(a) for a in allowed)
-            raise UserError(f"{where}: {field} = {value!r} is not supported; expected {expected}")
-    theta = float(given.get("rope_theta") or raw["rope_theta"])
+            raise UserError(f"{source}: {field} = {value!r} is not supported; expected {expected}")
+    theta = float(fields.get("rope_theta") or raw["rope_theta"])
     if kind == "default":
         return Rope(theta, share)
-    known = _ROPE_FIELDS | (_YARN if kind == "yarn" else set(LLAMA3))
-    if unknown := sorted(set(given) - known):
-        raise UserError(f"{where}: rope {unknown[0]} = {given[unknown[0]]!r} is not supported with {kind!r}")
+    supported = _ROPE_FIELDS | (_YARN if kind == "yarn" else set(LLAMA3))
+    if unknown := sorted(set(fields) - supported):
+        raise UserError(
+            f"{source}: rope {unknown[0]} = {fields[unknown[0]]!r} is not supported with {kind!r}"
+        )
     if kind == "llama3":
         for field, value in LLAMA3.items():
-            if given[field] != value:
-                raise UserError(f"{where}: rope {field} = {given[field]} is not supported; expected {value}")
-        return Rope(theta, share, "llama3", given["factor"])
-    if bool(given.get("mscale")) != bool(given.get("mscale_all_dim")):
-        raise UserError(f"{where}: rope mscale without mscale_all_dim, or the reverse, is not supported")
-    more = {
-        name: given[name]
+            if fields[field] != value:
+                raise UserError(
+                    f"{source}: rope {field} = {fields[field]} is not supported; expected {value}"
+                )
+        return Rope(theta, share, "llama3", fields["factor"])
+    if bool(fields.get("mscale")) != bool(fields.get("mscale_all_dim")):
+        raise UserError(f"{source}: rope mscale without mscale_all_dim, or the reverse, is not supported")
+    extra_fields = {
+        name: fields[name]
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        if given.get(name)
+        if fields.get(name)
     }
-    truncate = given.get("truncate", True)
+    truncate = fields.get("truncate", True)
     if not isinstance(truncate, bool) or (family.mla and not truncate):
-        raise UserError(f"{where}: rope truncate = {truncate!r} is not supported; expected True")
-    context = given.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-    return Rope(theta, share, "yarn", given["factor"], context, truncate=truncate, **more)
+        raise UserError(f"{source}: rope truncate = {truncate!r} is not supported; expected True")
+    context = fields.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    return Rope(theta, share, "yarn", fields["factor"], context, truncate=truncate, **extra_fields)

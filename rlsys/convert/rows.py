@@ -13,11 +13,11 @@ P = "mtp.layers.{l}."
 
 _QKV = tuple(H + f"self_attn.{x}_proj." for x in "qkv")
 EMBEDDING = (
-    Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vh"}, "vocabulary", cut=0),
+    Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "vh"}, "vocabulary", shard_axis=0),
 )
 HEAD = (
     Rule("decoder.final_layernorm.weight", {"model.norm.weight": "h"}),
-    Rule("output_layer.weight", {"lm_head.weight": "vh"}, "vocabulary", cut=0),
+    Rule("output_layer.weight", {"lm_head.weight": "vh"}, "vocabulary", shard_axis=0),
 )
 NORMS = (
     Rule(M + "input_layernorm.weight", {H + "input_layernorm.weight": "h"}),
@@ -28,16 +28,16 @@ PROJECTIONS = (
         M + "self_attention.linear_qkv.weight",
         dict(zip((n + "weight" for n in _QKV), ("qh", "kh", "kh"), strict=True)),
         "qkv",
-        cut=0,
+        shard_axis=0,
     ),
     Rule(
         M + "self_attention.linear_qkv.bias",
         dict(zip((n + "bias" for n in _QKV), "qkk", strict=True)),
         "qkv",
-        cut=0,
+        shard_axis=0,
         only="qkv_bias",
     ),
-    Rule(M + "self_attention.linear_proj.weight", {H + "self_attn.o_proj.weight": "hq"}, cut=1),
+    Rule(M + "self_attention.linear_proj.weight", {H + "self_attn.o_proj.weight": "hq"}, shard_axis=1),
 )
 ATTENTION = (
     *PROJECTIONS,
@@ -46,24 +46,24 @@ ATTENTION = (
 )
 HEAD_NORMED_ATTENTION = (
     *PROJECTIONS,
-    Rule(M + "self_attention.q_layernorm.weight", {H + "self_attn.q_norm.weight": "q"}, cut=0),
-    Rule(M + "self_attention.k_layernorm.weight", {H + "self_attn.k_norm.weight": "k"}, cut=0),
+    Rule(M + "self_attention.q_layernorm.weight", {H + "self_attn.q_norm.weight": "q"}, shard_axis=0),
+    Rule(M + "self_attention.k_layernorm.weight", {H + "self_attn.k_norm.weight": "k"}, shard_axis=0),
 )
 
 
-def _latent(megatron: str, hf: str, shape: str, **more: Any) -> Rule:
-    return Rule(f"{M}self_attention.{megatron}.weight", {f"{H}self_attn.{hf}.weight": shape}, **more)
+def _latent(megatron: str, hf: str, shape: str, **fields: Any) -> Rule:
+    return Rule(f"{M}self_attention.{megatron}.weight", {f"{H}self_attn.{hf}.weight": shape}, **fields)
 
 
 LATENT_ATTENTION = (
-    _latent("linear_q_proj", "q_proj", "bh", cut=0, only="q_full"),
+    _latent("linear_q_proj", "q_proj", "bh", shard_axis=0, only="q_full"),
     _latent("linear_q_down_proj", "q_a_proj", "ah", only="q_rank"),
     _latent("q_layernorm", "q_a_layernorm", "a", only="q_rank"),
-    _latent("linear_q_up_proj", "q_b_proj", "ba", cut=0, only="q_rank"),
+    _latent("linear_q_up_proj", "q_b_proj", "ba", shard_axis=0, only="q_rank"),
     _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", "ph"),
     _latent("kv_layernorm", "kv_a_layernorm", "c"),
-    _latent("linear_kv_up_proj", "kv_b_proj", "xc", cut=0),
-    _latent("linear_proj", "o_proj", "ho", cut=1),
+    _latent("linear_kv_up_proj", "kv_b_proj", "xc", shard_axis=0),
+    _latent("linear_proj", "o_proj", "ho", shard_axis=1),
 )
 
 
@@ -73,7 +73,7 @@ def mtp(final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
     return (
         Rule(P + "enorm.weight", {H + "enorm.weight": "h"}),
         Rule(P + "hnorm.weight", {H + "hnorm.weight": "h"}),
-        Rule(P + "eh_proj.weight", {H + "eh_proj.weight": "ht"}, cut=0),
+        Rule(P + "eh_proj.weight", {H + "eh_proj.weight": "ht"}, shard_axis=0),
         Rule(P + "final_layernorm.weight", {f"{H}{final_norm}.weight": "h"}),
     )
 
@@ -88,10 +88,10 @@ def mlp(
             f"{M}{megatron}.linear_fc1.weight",
             {gate: letter + "h", up: letter + "h"},
             "gate_up",
-            cut=0,
+            shard_axis=0,
             only=only,
         ),
-        Rule(f"{M}{megatron}.linear_fc2.weight", {down: "h" + letter}, cut=1, only=only),
+        Rule(f"{M}{megatron}.linear_fc2.weight", {down: "h" + letter}, shard_axis=1, only=only),
     )
 
 

@@ -42,18 +42,21 @@ Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full", "fu
 
 @dataclass(frozen=True)
 class Rule:
-    """`megatron` is made of the tensors in `hf` (name -> letters of its shape), combined by `layout`.
+    """Rule of the name table: the parameter `megatron` is composed of the tensors in `hf` by `layout`.
 
-    `cut` is the axis along which tensor-parallel ranks share it (an expert's: expert-tensor-parallel ranks);
-    None: every rank holds all of it. `only`: it exists in layers, or in models, that have this feature.
-    `engine_name`: SGLang's, where it is neither the folder's nor one that rlsys/weights/checksums.py works out.
-    `engine_dtype`: in which SGLang keeps it, whatever the model's is.
+    Attributes:
+        hf: Hugging Face name -> letters of its shape.
+        shard_axis: axis along which tensor-parallel ranks share it (expert-tensor-parallel ranks for an expert);
+            None: every rank holds the whole parameter.
+        only: the feature of a layer, or of a model, that it requires.
+        engine_name: SGLang's name, where it is neither the folder's nor derived by rlsys/weights/checksums.py.
+        engine_dtype: SGLang's type, where it is independent of the model's.
     """
 
     megatron: str
     hf: dict[str, str]
     layout: Layout = "same"
-    cut: Literal[0, 1] | None = None
+    shard_axis: Literal[0, 1] | None = None
     only: Feature | None = None
     engine_name: str = ""
     engine_dtype: Literal["bfloat16", "float32"] | None = None
@@ -69,26 +72,29 @@ class Rule:
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor that a family's folders and engines hold for all experts of a layer.
+    """Tensor of a family's folders and engines that holds all experts of a layer.
 
-    `parts`: an expert's tensors of the table. They are transposed and put together: n parts `[out, in]` give
-    `[experts, in, n out]`, n biases `[out]` give `[experts, n out]`. `interleaved`: number by number; else one part
-    after the other. `engine`: the end of SGLang's name, where the weights are `[experts, n out, in]`. `cut`: its axis
-    there that tensor-parallel ranks share.
+    n parts `[out, in]` are transposed and joined to `[experts, in, n out]`, n biases `[out]` to `[experts, n out]`.
+
+    Attributes:
+        parts: an expert's tensors of the table.
+        engine: the end of SGLang's name, where the weights are `[experts, n out, in]`.
+        shard_axis: the axis of SGLang's tensor that tensor-parallel ranks share.
+        interleaved: whether the parts alternate; else one part follows the other.
     """
 
     parts: tuple[str, ...]
     engine: str
-    cut: int | None
+    shard_axis: int | None
     interleaved: bool = True
 
     @property
     def sections(self) -> int:
-        """Sections of the engine's tensor along the axis of the cut, each of which is cut by itself."""
+        """Sections of the engine's tensor along its shard axis, each of which is sharded separately."""
         return 1 if self.interleaved else len(self.parts)
 
 
-def _nothing(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _no_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -136,5 +142,5 @@ class Family:
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     stacks: dict[str, Stack] = field(default_factory=dict)
-    megatron: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    megatron: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields
     mtp: tuple[Rule, ...] = ()

@@ -1,4 +1,4 @@
-"""All experts of a layer in one tensor, where a family's folders and engines hold them so (rules.Stack)."""
+"""Stacking of all experts of a layer into one tensor, for families that store them so (rules.Stack)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from rlsys.convert.rules import Stack
 from rlsys.convert.table import slots
 
 
-def stacked(tensors: Iterable[tuple[str, Tensor]], hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, experts stacked as the family's folders have them. Holds one layer's experts at a time."""
-    places = slots(hf)
-    waiting: dict[str, dict[tuple[int, int], Tensor]] = {}
+def stack_experts(tensors: Iterable[tuple[str, Tensor]], hf: HFConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, experts stacked as in the family's folders. Holds one layer's experts at a time."""
+    slot_of = slots(hf)
+    incomplete: dict[str, dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors:
-        if (slot := places.get(name)) is None:
+        if (slot := slot_of.get(name)) is None:
             yield name, tensor
             continue
-        held, parts = waiting.setdefault(slot.name, {}), len(slot.stack.parts)
-        held[slot.expert, slot.part] = tensor
-        if len(held) == parts * hf.experts:
-            del waiting[slot.name]
-            each = ([held[expert, i] for i in range(parts)] for expert in range(hf.experts))
-            yield slot.name, torch.stack([put_together(of_expert, slot.stack) for of_expert in each])
-    if waiting:
-        raise ValueError(f"not all experts came for {next(iter(waiting))}")
+        received, parts = incomplete.setdefault(slot.name, {}), len(slot.stack.parts)
+        received[slot.expert, slot.part] = tensor
+        if len(received) == parts * hf.experts:
+            del incomplete[slot.name]
+            parts_of_experts = ([received[expert, i] for i in range(parts)] for expert in range(hf.experts))
+            yield (
+                slot.name,
+                torch.stack([join_parts(of_expert, slot.stack) for of_expert in parts_of_experts]),
+            )
+    if incomplete:
+        raise ValueError(f"not all experts came for {next(iter(incomplete))}")
 
 
-def put_together(parts: list[Tensor], stack: Stack) -> Tensor:
-    """n tensors `[out, in]` -> `[in, n out]`; n biases `[out]` -> `[n out]`."""
-    turned = [part.t() if part.dim() == 2 else part for part in parts]
-    return torch.stack(turned, dim=-1).flatten(-2) if stack.interleaved else torch.cat(turned, dim=-1)
+def join_parts(parts: list[Tensor], stack: Stack) -> Tensor:
+    """Join the parts of an expert: n tensors `[out, in]` -> `[in, n out]`; n biases `[out]` -> `[n out]`."""
+    transposed = [part.t() if part.dim() == 2 else part for part in parts]
+    return torch.stack(transposed, dim=-1).flatten(-2) if stack.interleaved else torch.cat(transposed, dim=-1)
 
 
 def part_of(expert: Tensor, part: int, stack: Stack) -> Tensor:
-    """The inverse of put_together, for one part."""
+    """Return one part of an expert: the inverse of join_parts."""
     parts = len(stack.parts)
-    found = expert[..., part::parts] if stack.interleaved else expert.chunk(parts, dim=-1)[part]
-    return (found.t() if found.dim() == 2 else found).contiguous()
+    section = expert[..., part::parts] if stack.interleaved else expert.chunk(parts, dim=-1)[part]
+    return (section.t() if section.dim() == 2 else section).contiguous()

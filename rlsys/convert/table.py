@@ -43,8 +43,8 @@ def entries(config: HFConfig) -> Iterator[Entry]:
         for rule in config.rules(layer):
             for expert in range(config.experts) if rule.per_expert else [None]:
                 yield _entry(rule, config, layer, expert)
-    for layer in predicting_layers(config) if config.mtp else ():
-        yield from _predicting(config, layer)
+    for layer in prediction_layers(config) if config.mtp else ():
+        yield from _prediction_entries(config, layer)
     for rule in rules[last + 1 :]:
         if not (config.tied and rule.megatron == "output_layer.weight"):
             yield _entry(rule, config)
@@ -58,17 +58,17 @@ def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int |
     return Entry(rule, rule.megatron.format(l=layer, e="{e}"), shapes, layer, expert)
 
 
-def predicting_layers(config: HFConfig) -> range:
+def prediction_layers(config: HFConfig) -> range:
     """The numbers that folders give to layers for multi-token prediction."""
     return range(config.layers, config.layers + config.prediction_layers)
 
 
-def _predicting(config: HFConfig, layer: int) -> Iterator[Entry]:
-    """Of one layer for multi-token prediction, which megatron counts from 0."""
-    whole = [
+def _prediction_entries(config: HFConfig, layer: int) -> Iterator[Entry]:
+    """Yield the entries of one layer for multi-token prediction, which megatron counts from 0."""
+    layer_rules = [
         replace(r, megatron=r.megatron.replace(M, P + "transformer_layer.")) for r in config.rules(layer)
     ]
-    for rule in (*config.family.mtp, *whole):
+    for rule in (*config.family.mtp, *layer_rules):
         for expert in range(config.experts) if rule.per_expert else [None]:
             entry = _entry(rule, config, layer, expert)
             name = rule.megatron.format(l=layer - config.layers, e="{e}")
@@ -76,20 +76,19 @@ def _predicting(config: HFConfig, layer: int) -> Iterator[Entry]:
 
 
 def is_matrix(entry: Entry) -> bool:
-    """Whether it is made of matrices of a layer, a router's apart: what Muon updates, and what adapters are for."""
+    """Return whether an entry consists of matrices of a layer that Muon updates and adapters adapt: no router's."""
     of_layer = entry.layer is not None and "router" not in entry.rule.megatron
     return of_layer and all(len(shape) == 2 and min(shape) > 1 for shape in entry.hf.values())
 
 
-def held_as(entry: Entry, hf: HFConfig) -> str:
-    """SGLang's name of the tensor that holds this parameter. Families that stack their experts have other names for
-    these (`slots`)."""
+def engine_name_of(entry: Entry, hf: HFConfig) -> str:
+    """Return SGLang's name of the tensor that holds this parameter. Stacked experts have other names (`slots`)."""
     if entry.rule.engine_name:
         return entry.rule.engine_name.format(l=entry.layer)
     first = hf.in_table(next(iter(entry.hf)))
     if entry.expert is not None:
-        which = "w13" if entry.rule.layout == "gate_up" else "w2"
-        return f"{first[: first.index('.experts.')]}.experts.{which}_weight"
+        kernel = "w13" if entry.rule.layout == "gate_up" else "w2"
+        return f"{first[: first.index('.experts.')]}.experts.{kernel}_weight"
     compressed = (
         hf.latent is not None and hf.latent.q_rank is not None
     )  # then it holds both first projections
@@ -104,45 +103,48 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def carried_names(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
-    """Tensors that are no parameters of the model here (rlsys.convert.carried): what the family says, and layers for
-    multi-token prediction; where these are trained, copies of what they share with the model."""
-    layers, copies = predicting_layers(config), shared_names(config)
+    """Return the tensors that are carried along (rlsys.convert.carried).
 
-    def of_such_a_layer(name: str) -> bool:
+    They are those of the family, and layers for multi-token prediction; where these are trained, only the copies
+    that they share with the model.
+    """
+    layers, copies = prediction_layers(config), shared_names(config)
+
+    def in_prediction_layer(name: str) -> bool:
         layer = _LAYER.match(name)
         return layer is not None and int(layer[1]) in layers and (not config.mtp or name in copies)
 
     return frozenset(
         name
         for name in present
-        if name.startswith(config.family.carried) or of_such_a_layer(config.in_table(name))
+        if name.startswith(config.family.carried) or in_prediction_layer(config.in_table(name))
     )
 
 
 def shared_names(config: HFConfig) -> dict[str, str]:
-    """What a folder may hold a second time in its layers for multi-token prediction -> the model's tensor."""
+    """Return the copies that folders may hold in layers for multi-token prediction -> the model's tensor."""
     return {
-        f"model.layers.{layer}.{copy}.weight": f"{own}.weight"
-        for layer in predicting_layers(config)
-        for copy, own in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head"))
+        f"model.layers.{layer}.{copy}.weight": f"{original}.weight"
+        for layer in prediction_layers(config)
+        for copy, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head"))
     }
 
 
-def check_names(config: HFConfig, present: frozenset[str], where: str) -> None:
-    """Every tensor accounted for. Raises UserError that names the first missing or unknown tensor."""
+def check_names(config: HFConfig, present: frozenset[str], source: str) -> None:
+    """Raise UserError, with the first name, for a missing or unknown tensor."""
     expected = {name for entry in entries(config) for name in entry.hf}
     present -= carried_names(config, present)
     if config.tied:
         present -= {"lm_head.weight"}
     if missing := sorted(expected - present):
-        raise UserError(f"{where}: {len(missing)} tensor(s) are missing, first: {missing[0]}")
+        raise UserError(f"{source}: {len(missing)} tensor(s) are missing, first: {missing[0]}")
     if extra := sorted(present - expected):
-        raise UserError(f"{where}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
+        raise UserError(f"{source}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of an expert's tensor: part `part` of expert `expert` in the tensor `name`."""
+    """Slot of an expert's tensor: part `part` of expert `expert` in the tensor `name`."""
 
     name: str
     stack: Stack
@@ -151,7 +153,7 @@ class Slot:
 
 
 def stacked_names(hf: HFConfig) -> dict[str, Stack]:
-    """Of every layer with experts, with the names of that layer's parts; empty where the family stacks nothing."""
+    """Return the stack of every layer with experts, with that layer's names; empty if the family stacks none."""
 
     def in_layer(name: str, layer: int) -> str:
         return hf.in_folder(name).replace("{l}", str(layer))
@@ -165,7 +167,7 @@ def stacked_names(hf: HFConfig) -> dict[str, Stack]:
 
 
 def slots(hf: HFConfig) -> dict[str, Slot]:
-    """By the table's name of an expert's tensor."""
+    """Return the slots by the table's name of an expert's tensor."""
     return {
         part.format(e=expert): Slot(name, stack, expert, i)
         for name, stack in stacked_names(hf).items()

@@ -43,7 +43,7 @@ _FORMAT = {
 
 @dataclass(frozen=True)
 class Box:
-    """Where a piece lies in its tensor: first element and size along each axis."""
+    """Extent of a piece in its tensor: first element and size along each axis."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -52,9 +52,9 @@ class Box:
     def end(self) -> tuple[int, ...]:
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
 
-    def common(self, other: Box) -> Box | None:
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        size = tuple(min(a, b) - s for a, b, s in zip(self.end, other.end, start, strict=True))
+    def common(self, box: Box) -> Box | None:
+        start = tuple(max(a, b) for a, b in zip(self.start, box.start, strict=True))
+        size = tuple(min(a, b) - s for a, b, s in zip(self.end, box.end, start, strict=True))
         return Box(start, size) if min(size, default=1) > 0 else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
@@ -65,12 +65,12 @@ class Box:
 
 
 class DistWriter:
-    """`put` every piece once, then `finish`. Holds the files of all ranks open."""
+    """Writer of a checkpoint: `write` every piece once, then `finish`. Holds the files of all ranks open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._locations: dict[MetadataIndex, _StorageInfo] = {}
         self._files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> DistWriter:
@@ -80,24 +80,24 @@ class DistWriter:
         for file in self._files.values():
             file.close()
 
-    def put(self, rank: int, key: str, shape: tuple[int, ...], box: Box, piece: Tensor) -> None:
+    def write(self, rank: int, key: str, shape: tuple[int, ...], box: Box, piece: Tensor) -> None:
         """Write `piece` `[box.size]` of tensor `key` `[shape]` to the file of `rank`."""
-        stored = self._tensors.setdefault(
+        metadata = self._tensors.setdefault(
             key, TensorStorageMetadata(TensorProperties(dtype=piece.dtype), torch.Size(shape), [])
         )
-        stored.chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)))
+        metadata.chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)))
         name, data = f"__{rank}_0.distcp", io.BytesIO()
         # A copy: a view would be saved with all that it is a view of.
         torch.save(piece.reshape(box.size).clone(memory_format=torch.contiguous_format), data)
         if name not in self._files:
             self._files[name] = (self._folder / name).open("wb")
         file = self._files[name]
-        self._places[MetadataIndex(key, box.start)] = _StorageInfo(name, file.tell(), data.tell())
+        self._locations[MetadataIndex(key, box.start)] = _StorageInfo(name, file.tell(), data.tell())
         file.write(data.getbuffer())
 
     def finish(self, common: dict[str, Any]) -> None:
-        """What makes the folder a checkpoint. `common`: what is no tensor."""
-        metadata = Metadata({**self._tensors}, planner_data={}, storage_data=self._places)
+        """Complete the checkpoint. `common`: the state that is no tensor."""
+        metadata = Metadata({**self._tensors}, planner_data={}, storage_data=self._locations)
         (self._folder / _METADATA).write_bytes(pickle.dumps(metadata))
         torch.save(common, self._folder / "common.pt")
         (self._folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
@@ -126,7 +126,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class DistReader:
-    """Raises UserError when `folder` is no such checkpoint. `shapes`: of all tensors in it, by key."""
+    """Reader of a checkpoint. Raises UserError when `folder` is none. `shapes`: of all tensors in it, by key."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -140,17 +140,18 @@ class DistReader:
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as e:
             raise UserError(f"{file}: not readable: {type(e).__name__}: {e}") from None
         self._tensors = {
-            key: stored
-            for key, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
-        self._places: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
-            (index.fqn, tuple(index.offset or ())): place for index, place in metadata.storage_data.items()
+        self._locations: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
+            (index.fqn, tuple(index.offset or ())): location
+            for index, location in metadata.storage_data.items()
         }
-        self.shapes = {key: tuple(stored.size) for key, stored in self._tensors.items()}
+        self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
 
     def check_types(self, keys: Iterable[str]) -> None:
-        """Raises UserError for a tensor of `keys` whose stored type is no weight's."""
+        """Raise UserError for a tensor of `keys` whose stored type is no weight's."""
         for key in keys:
             if (dtype := self._tensors[key].properties.dtype) not in _WEIGHT_TYPES:
                 names = [str(t).removeprefix("torch.") for t in (dtype, *_WEIGHT_TYPES)]
@@ -159,35 +160,35 @@ class DistReader:
                 )
 
     def bytes_of(self, key: str) -> int:
-        """Of the tensor's values."""
-        stored = self._tensors[key]
-        return math.prod(stored.size) * stored.properties.dtype.itemsize
+        """Return the size of the tensor's values."""
+        metadata = self._tensors[key]
+        return math.prod(metadata.size) * metadata.properties.dtype.itemsize
 
     def read(self, key: str, box: Box) -> Tensor:
-        """The values of `box`, `[box.size]`. Raises UserError when some are missing or a file is damaged."""
-        stored = self._tensors[key]
-        out = torch.empty(box.size, dtype=stored.properties.dtype)
-        filled = 0
-        for chunk in stored.chunks:
-            held = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            if (common := box.common(held)) is None:
+        """Read the values of `box`, `[box.size]`. Raises UserError when some are missing or a file is damaged."""
+        metadata = self._tensors[key]
+        out = torch.empty(box.size, dtype=metadata.properties.dtype)
+        copied = 0
+        for chunk in metadata.chunks:
+            extent = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if (common := box.common(extent)) is None:
                 continue
-            piece = self._piece(key, held)
-            out[common.within(box)] = piece[common.within(held)]
-            filled += math.prod(common.size)
-        if filled != out.numel():
+            piece = self._piece(key, extent)
+            out[common.within(box)] = piece[common.within(extent)]
+            copied += math.prod(common.size)
+        if copied != out.numel():
             raise UserError(
-                f"{self._folder}: {key} holds {filled} of the {out.numel()} values at {box.start}"
+                f"{self._folder}: {key} holds {copied} of the {out.numel()} values at {box.start}"
             )
         return out
 
-    def _piece(self, key: str, held: Box) -> Tensor:
-        place = self._places[key, held.start]
-        file = self._folder / place.relative_path
+    def _piece(self, key: str, extent: Box) -> Tensor:
+        location = self._locations[key, extent.start]
+        file = self._folder / location.relative_path
         try:
             with file.open("rb") as stream:
-                stream.seek(place.offset)
-                piece: Tensor = torch.load(io.BytesIO(stream.read(place.length)), weights_only=True)
+                stream.seek(location.offset)
+                piece: Tensor = torch.load(io.BytesIO(stream.read(location.length)), weights_only=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
             raise UserError(f"{file}: {key} is not readable: {' '.join(str(e).split())[:200]}") from None
-        return piece.reshape(held.size)
+        return piece.reshape(extent.size)

@@ -19,17 +19,17 @@ from rlsys.data.tokenizer import Tokenizer
 
 
 def mixture(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Several sources with weights."""
+    """Build a weighted mixture of several sources."""
     p = parse_params("data.params", MixtureParams, params)
-    made = []
-    for place, part in enumerate(p.sources):
+    sources = []
+    for index, part in enumerate(p.sources):
         try:
-            made.append(build_source(part_config(config, part), tokenizer))
+            sources.append(build_source(part_config(config, part), tokenizer))
         except UserError as e:
-            raise UserError(f"data.params.sources[{place}]: {e}") from None
+            raise UserError(f"data.params.sources[{index}]: {e}") from None
     names = [part.name or part.source for part in p.sources]
     seed = config.data.seed + config.run.seed
-    return Mixture(made, [part.weight for part in p.sources], names, seed)
+    return Mixture(sources, [part.weight for part in p.sources], names, seed)
 
 
 SOURCES: dict[str, Callable[..., PromptSource]] = {
@@ -45,9 +45,10 @@ SOURCES: dict[str, Callable[..., PromptSource]] = {
 
 
 def build_source(config: Config, tokenizer: Tokenizer) -> PromptSource:
-    """The source that `data.source` names, made as `function(config, tokenizer, **data.params)`.
+    """Build the source that `data.source` names, as `function(config, tokenizer, **data.params)`.
 
-    Raises UserError: unknown name (with the nearest known one), parameters it does not take.
+    Raises:
+        UserError: the name is unknown (the message has the nearest known one), or has no such parameters.
     """
     source: PromptSource = call(
         "data.params",

@@ -30,7 +30,7 @@ class ChainSumParams(Section):
     """Digits of a term."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         for name, (low, high) in (("short", self.short), ("long", self.long)):
             if low > high:
                 raise ValueError(f"{name} = [{low}, {high}]: the fewest terms come first")

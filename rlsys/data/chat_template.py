@@ -1,7 +1,7 @@
 """Chat templates of Hugging Face model folders: jinja2's sandbox with what transformers gives them, and with bounds.
 
 A template is anybody's program. It has `SECONDS` of CPU time for a chat, and no value that it makes is larger than
-`LARGEST`. Loops and macros look at the clock; operators, filters and calls are refused before and after they make
+`MAX_LENGTH`. Loops and macros look at the clock; operators, filters and calls are refused before and after they make
 something too large.
 """
 
@@ -24,9 +24,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 2.0
 """CPU time of the thread, for one chat; real templates take milliseconds."""
-LARGEST = 2**24
+MAX_LENGTH = 2**24
 """Characters of a text, items of a list, and the largest number that may say how many."""
-LARGEST_BITS = 2**14
+MAX_BITS = 2**14
 """Of an integer."""
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -52,14 +52,14 @@ class ChatTemplate:
         environment.filters = {
             name: _bounded(function) for name, function in {**environment.filters, "tojson": _to_json}.items()
         }
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _format_now}
         tree = environment.parse(text)
         self.variables = jinja2.meta.find_undeclared_variables(tree) - set(environment.globals)
-        """What it looks at."""
-        self._template = environment.from_string(_watched(tree, environment))
+        """Names of the variables that the template reads."""
+        self._template = environment.from_string(_add_checks(tree, environment))
 
     def render(self, **variables: Any) -> str:
-        """Raises one of TEMPLATE_ERRORS."""
+        """Render the template. Raises one of TEMPLATE_ERRORS."""
         end = time.thread_time() + SECONDS
 
         def step() -> str:
@@ -68,30 +68,30 @@ class ChatTemplate:
             return ""
 
         pieces, size = [], 0
-        own: dict[str, Any] = {_STEP: step, _SIZED: _sized, _PRINTED: _check_printed}
-        for piece in self._template.generate(**variables, **own):
+        checks: dict[str, Any] = {_STEP: step, _SIZED: _sized, _PRINTED: _check_printed}
+        for piece in self._template.generate(**variables, **checks):
             step()
             pieces.append(piece)
             size += len(piece)
-            if size > LARGEST:
-                raise jinja2.TemplateRuntimeError(f"it writes more than {LARGEST:,} characters")
+            if size > MAX_LENGTH:
+                raise jinja2.TemplateRuntimeError(f"it writes more than {MAX_LENGTH:,} characters")
         return "".join(pieces)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, first: Any, second: Any) -> Any:
         if operator == "*":
-            _check_product(left, right)
-        elif operator == "**" and isinstance(left, int) and left.bit_length() * abs(right) > LARGEST_BITS:
+            _check_product(first, second)
+        elif operator == "**" and isinstance(first, int) and first.bit_length() * abs(second) > MAX_BITS:
             _too_large()
         elif operator == "+":
-            _check_size(_length(left) + _length(right))
-        elif operator == "%" and isinstance(left, str):
-            _check_format(left)
-            _check_printed(right)
-        return _sized(super().call_binop(context, operator, left, right))
+            _check_size(_length(first) + _length(second))
+        elif operator == "%" and isinstance(first, str):
+            _check_format(first)
+            _check_printed(second)
+        return _sized(super().call_binop(context, operator, first, second))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(owner := getattr(__obj, "__self__", None), str):
@@ -102,16 +102,19 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _sized(super().call(__context, __obj, *args, **kwargs))
 
 
-def _watched(tree: nodes.Template, environment: _Environment) -> nodes.Template:
-    """With a look at the clock in each turn of a loop and each call of a macro, and a look at what is about to become
-    text, and at what gets a name."""
+def _add_checks(tree: nodes.Template, environment: _Environment) -> nodes.Template:
+    """Insert calls of the checks into a template.
+
+    The clock is checked in each turn of a loop and each call of a macro, sizes where a value becomes text or is
+    assigned.
+    """
 
     def call(name: str, *arguments: Any) -> nodes.Expr:
         return nodes.Call(nodes.Name(name, "load"), list(arguments), [], None, None)
 
     plain = (nodes.TemplateData, nodes.Const)
-    every = [tree, *tree.find_all(nodes.Node)]
-    for node in every:
+    all_nodes = [tree, *tree.find_all(nodes.Node)]
+    for node in all_nodes:
         if isinstance(node, nodes.Output | nodes.Concat):
             node.nodes = [n if isinstance(n, plain) else call(_PRINTED, n) for n in node.nodes]
         elif isinstance(node, nodes.Assign):
@@ -126,46 +129,46 @@ def _watched(tree: nodes.Template, environment: _Environment) -> nodes.Template:
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is refused a number that is too large, or the making of something that is."""
+    """Wrap a filter: it refuses a number, and a result, that is too large."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        arguments = args[1:] if hasattr(function, "jinja_pass_arg") else args
         if function.__name__ == "do_format":
-            _check_format(str(given[0]))
-            _check_printed(given[1:])
-        elif isinstance(given[0], list | tuple | dict) and function.__name__ in _PRINTERS:
-            _check_printed(given[0])
-        _check_numbers(given[1:], kwargs)
+            _check_format(str(arguments[0]))
+            _check_printed(arguments[1:])
+        elif isinstance(arguments[0], list | tuple | dict) and function.__name__ in _PRINTERS:
+            _check_printed(arguments[0])
+        _check_numbers(arguments[1:], kwargs)
         return _sized(function(*args, **kwargs))
 
     return call
 
 
-def _check_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > LARGEST_BITS:
+def _check_product(first: Any, second: Any) -> None:
+    if isinstance(first, int) and isinstance(second, int):
+        if first.bit_length() + second.bit_length() > MAX_BITS:
             _too_large()
-    elif isinstance(left, int):
-        _check_size(_length(right) * left)
-    elif isinstance(right, int):
-        _check_size(_length(left) * right)
+    elif isinstance(first, int):
+        _check_size(_length(second) * first)
+    elif isinstance(second, int):
+        _check_size(_length(first) * second)
 
 
 def _check_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, int | float) and abs(value) > LARGEST:
+        if isinstance(value, int | float) and abs(value) > MAX_LENGTH:
             _too_large()
 
 
 def _check_format(text: str) -> None:
-    """A width or a precision in a format is a number of characters."""
+    """Refuse a format with a large width or precision, which is a number of characters."""
     if _WIDE.search(text):
         _too_large()
 
 
 def _check_printed(value: Any) -> Any:
-    """The value. Raises TemplateError where its text would be too large: lists may hold one list many times."""
+    """Return the value. Raises TemplateError if its text would be too large: lists may hold one list many times."""
     if isinstance(value, list | tuple | dict):
         size, items = 0, [value]
         while items:
@@ -183,20 +186,20 @@ def _check_printed(value: Any) -> Any:
 
 
 def _sized(value: Any) -> Any:
-    """The value. Raises TemplateError for one that is too large."""
-    if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
+    """Return the value. Raises TemplateError for one that is too large."""
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
         _too_large()
     _check_size(_length(value))
     return value
 
 
 def _check_size(size: int) -> None:
-    if size > LARGEST:
+    if size > MAX_LENGTH:
         _too_large()
 
 
 def _too_large() -> NoReturn:
-    raise jinja2.TemplateRuntimeError(f"it makes something larger than {LARGEST:,} characters or items")
+    raise jinja2.TemplateRuntimeError(f"it makes something larger than {MAX_LENGTH:,} characters or items")
 
 
 def _length(value: Any) -> int:
@@ -204,7 +207,7 @@ def _length(value: Any) -> int:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant says, for trainers that mask by it; it changes no text."""
+    """Tag `{% generation %}` of the assistant's text, for trainers that mask by it; it changes no text."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it on the instance)
 
@@ -229,5 +232,5 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _now(form: str) -> str:
+def _format_now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)

@@ -19,7 +19,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.seeds import stable_hash
 from rlsys.data.row_files import of_field
 from rlsys.data.row_source import Paths
-from rlsys.data.rows import Entry, Message, check_texts, described, read_messages, read_row, tools_of
+from rlsys.data.rows import Entry, Message, check_texts, describe_type, read_messages, read_row, tools_of
 from rlsys.data.tables import read_rows
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
@@ -41,28 +41,28 @@ class AnswerParams(Section):
 
 class ChatParams(AnswerParams):
     train: Literal["all", "last"] = "all"
-    """Which turns of the assistant are imitated."""
+    """Turns of the assistant that are imitated."""
 
 
 def chats(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Rows with `messages` that end with the assistant's turn, or with `prompt` and `completion`."""
+    """Build batches of rows with `messages` that end with the assistant's turn, or with `prompt` and `completion`."""
     p = parse_params("sft.params", ChatParams, params)
 
-    def traces(row: Entry, where: str) -> list[Trace]:
+    def traces(row: Entry, location: str) -> list[Trace]:
         key = "completion" if "completion" in row else "messages"
-        return [_answer(row, key, where, config, tokenizer, every=p.train == "all")]
+        return [_answer(row, key, location, config, tokenizer, all_turns=p.train == "all")]
 
     return _Rows(config, p, ("completion", "messages"), traces).batch
 
 
 def pairs(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Rows with `chosen` and `rejected`, with a `prompt` or as whole chats, and perhaps a `margin`."""
+    """Build batches of rows with `chosen` and `rejected`, with a `prompt` or as whole chats, maybe a `margin`."""
 
-    def traces(row: Entry, where: str) -> list[Trace]:
-        made = [_answer(row, key, where, config, tokenizer) for key in ("chosen", "rejected")]
-        made[0].margin = made[1].margin = _margin(row.get("margin"), where)
-        made[1].liked = False
-        return made
+    def traces(row: Entry, location: str) -> list[Trace]:
+        answers = [_answer(row, key, location, config, tokenizer) for key in ("chosen", "rejected")]
+        answers[0].margin = answers[1].margin = _margin(row.get("margin"), location)
+        answers[1].liked = False
+        return answers
 
     return _Rows(
         config, parse_params("sft.params", AnswerParams, params), ("chosen", "rejected"), traces
@@ -70,20 +70,20 @@ def pairs(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
 
 
 def labels(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Rows with `prompt`, `completion` and `label`, which is true for a good answer."""
+    """Build batches of rows with `prompt`, `completion` and `label`, which is true for a good answer."""
 
-    def traces(row: Entry, where: str) -> list[Trace]:
-        made = _answer(row, "completion", where, config, tokenizer)
+    def traces(row: Entry, location: str) -> list[Trace]:
+        answer = _answer(row, "completion", location, config, tokenizer)
         if row.get("label") not in (True, False):
-            raise UserError(f"{where}: label is {row.get('label')!r}; expected true or false")
-        made.liked = bool(row["label"])
-        return [made]
+            raise UserError(f"{location}: label is {row.get('label')!r}; expected true or false")
+        answer.liked = bool(row["label"])
+        return [answer]
 
     return _Rows(config, parse_params("sft.params", AnswerParams, params), ("completion",), traces).batch
 
 
 class _Rows:
-    """Rows of files, in an order of their own in each epoch."""
+    """Rows of files, in another order in each epoch."""
 
     def __init__(
         self,
@@ -92,31 +92,36 @@ class _Rows:
         keys: tuple[str, ...],
         traces: Callable[[Entry, str], list[Trace]],
     ) -> None:
-        """`keys`: a row has the first of them, at least. `traces`: of a row and its place, for messages."""
+        """Read and check the rows.
+
+        Args:
+            keys: a row has at least the first of them.
+            traces: (row, its location for messages) -> its traces.
+        """
         with of_field("sft.params"):
             self._table = read_rows(params.path)
         for i in range(len(self._table)):  # now, not in the middle of the run
             row = self._table.row(i)
             if not isinstance(row, dict) or not any(row.get(key) for key in keys):
-                found = ", ".join(row) if isinstance(row, dict) else described(row)
-                raise UserError(f"{self._table.place(i)}: expected {' or '.join(keys)}, found {found}")
-            check_texts(row, self._table.place(i))
-        self._longest, self._size, self._traces = config.trainer.token_budget, params.batch, traces
+                present = ", ".join(row) if isinstance(row, dict) else describe_type(row)
+                raise UserError(f"{self._table.location(i)}: expected {' or '.join(keys)}, found {present}")
+            check_texts(row, self._table.location(i))
+        self._max_tokens, self._size, self._traces = config.trainer.token_budget, params.batch, traces
         self._seed = ("answers", config.data.seed + config.run.seed, params.shuffle_seed)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def batch(self, step: int) -> list[Trace]:
-        """Raises UserError, one line, for a row that is not as it should be or does not fit."""
+        """Return the traces of a step. Raises UserError, one line, for a malformed row or one that does not fit."""
         out: list[Trace] = []
         for i in range(self._size):
-            epoch, place = divmod(step * self._size + i, len(self._table))
-            number = self._order(epoch)[place]
-            where = self._table.place(number)
-            for trace in self._traces(self._table.row(number), where):
+            epoch, index = divmod(step * self._size + i, len(self._table))
+            number = self._order(epoch)[index]
+            location = self._table.location(number)
+            for trace in self._traces(self._table.row(number), location):
                 length = len(trace.prompt_ids) + len(trace.response_ids)
-                if length > self._longest:
+                if length > self._max_tokens:
                     raise UserError(
-                        f"{where}: {length} tokens; expected at most trainer.token_budget = {self._longest}"
+                        f"{location}: {length} tokens; expected at most trainer.token_budget = {self._max_tokens}"
                     )
                 trace.pair = i
                 out.append(trace)
@@ -127,29 +132,33 @@ class _Rows:
 
 
 def _answer(
-    row: Entry, key: str, where: str, config: Config, tokenizer: Tokenizer, every: bool = False
+    row: Entry, key: str, location: str, config: Config, tokenizer: Tokenizer, all_turns: bool = False
 ) -> Trace:
-    """The answer under `key`, to the row's `prompt`; without one, `key` is the whole chat."""
+    """Return the trace of the answer under `key` to the row's `prompt`; without one, `key` is the whole chat."""
     if f"{key}_ids" in row:
-        return Trace(_ids(row, "prompt_ids", where, tokenizer), _ids(row, f"{key}_ids", where, tokenizer))
-    found = row.get(key)
-    if not isinstance(found, str | list) or not found:
-        raise UserError(f"{where}: {key} is {described(found)}; expected a text or messages")
-    answer = found if isinstance(found, str) else read_messages(found, where)
+        return Trace(
+            _ids(row, "prompt_ids", location, tokenizer), _ids(row, f"{key}_ids", location, tokenizer)
+        )
+    value = row.get(key)
+    if not isinstance(value, str | list) or not value:
+        raise UserError(f"{location}: {key} is {describe_type(value)}; expected a text or messages")
+    answer = value if isinstance(value, str) else read_messages(value, location)
     if config.data.keys.prompt or "prompt" in row:
-        asked = read_row(row, config.data.keys, where)
-        prompt, tools = asked.messages, asked.tools
+        prompt_row = read_row(row, config.data.keys, location)
+        prompt, tools = prompt_row.messages, prompt_row.tools
     else:
         turns = [i for i, m in enumerate(answer) if isinstance(m, dict) and m["role"] == "assistant"]
         if isinstance(answer, str) or not turns:
-            raise UserError(f"{where}: {key} has no turn of the assistant, and there is no prompt beside it")
-        first = turns[0] if every else turns[-1]
-        tools = tools_of(row, config.data.keys.tools, where)
+            raise UserError(
+                f"{location}: {key} has no turn of the assistant, and there is no prompt beside it"
+            )
+        first = turns[0] if all_turns else turns[-1]
+        tools = tools_of(row, config.data.keys.tools, location)
         prompt, answer = answer[:first], answer[first:]
     try:
-        return written(tokenizer, prompt, answer, tools, every)
+        return encode_answer(tokenizer, prompt, answer, tools, all_turns)
     except UserError as e:
-        raise UserError(f"{where}: {e}") from None
+        raise UserError(f"{location}: {e}") from None
 
 
 def _margin(value: Any, location: str) -> float:
@@ -157,70 +166,75 @@ def _margin(value: Any, location: str) -> float:
         return 0.0
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_MARGIN:
         return float(value)
-    words = value if isinstance(value, float) else described(value)
-    raise UserError(f"{location}: margin is {words}; expected a number below {_LARGEST_MARGIN:g}")
+    description = value if isinstance(value, float) else describe_type(value)
+    raise UserError(f"{location}: margin is {description}; expected a number below {_LARGEST_MARGIN:g}")
 
 
-def _ids(row: Entry, key: str, where: str, tokenizer: Tokenizer) -> list[int]:
+def _ids(row: Entry, key: str, location: str, tokenizer: Tokenizer) -> list[int]:
     ids = row.get(key)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise UserError(f"{where}: {key} is {described(ids)}; expected a list of ids")
-    if (most := max(ids)) >= tokenizer.vocab_size or min(ids) < 0:
+        raise UserError(f"{location}: {key} is {describe_type(ids)}; expected a list of ids")
+    if (largest := max(ids)) >= tokenizer.vocab_size or min(ids) < 0:
         raise UserError(
-            f"{where}: {key} has id {most}, of 0 to {tokenizer.vocab_size - 1}: another model's tokens?"
+            f"{location}: {key} has id {largest}, of 0 to {tokenizer.vocab_size - 1}: another model's tokens?"
         )
     return ids
 
 
-def written(
+def encode_answer(
     tokenizer: Tokenizer,
     prompt: list[Message],
     answer: str | list[Message],
     tools: list[dict[str, Any]] | None = None,
-    every: bool = False,
+    all_turns: bool = False,
 ) -> Trace:
-    """The ids that the model should have written: an answer's own turns, each to the stop id that ends it. `every`:
-    all turns of the assistant in `answer`, else the last one.
+    """Return the ids that the model should generate for an answer, each of its turns up to the stop id that ends it.
 
-    A turn ends with the last stop id that the chat template writes in it; where it writes none, with the next role's
-    mark if that is a stop id (GLM), and an answer with the tokenizer's turn_end_id.
+    A turn ends with the last stop id that the chat template writes in it; without one, with the next role's mark if
+    that is a stop id (GLM), and an answer with the tokenizer's turn_end_id. Pieces are encoded one by one, as in a
+    rollout.
 
-    Pieces are encoded one by one, as a rollout does it. Raises UserError where the chat template does not write a
-    turn behind what stood there when it was opened.
+    Args:
+        all_turns: train on all turns of the assistant in `answer`, else on the last one.
+
+    Raises:
+        UserError: the chat template changes earlier text when a turn is added.
     """
     so_far = tokenizer.apply_chat(prompt, tools=tools)
     prompt_ids = tokenizer.encode(so_far)
     if isinstance(answer, str):
-        return Trace(prompt_ids, _ended(tokenizer, tokenizer.encode(answer)))
+        return Trace(prompt_ids, _with_turn_end(tokenizer, tokenizer.encode(answer)))
     if answer[-1]["role"] != "assistant":
         raise UserError(f"the answer ends with the turn of {answer[-1]['role']}; expected the assistant's")
     ids: list[int] = []
     trained: list[bool] = []
     stop_ids = tokenizer.stop_ids
     for i, message in enumerate(answer):
-        own = message["role"] == "assistant"
-        text = tokenizer.apply_chat([*prompt, *answer[: i + 1]], generate=not own, tools=tools)
+        is_answer = message["role"] == "assistant"
+        text = tokenizer.apply_chat([*prompt, *answer[: i + 1]], generate=not is_answer, tools=tools)
         if not text.startswith(so_far):
             last = "; or imitate the last turn alone (sft.params: {train: last})" if i else ""
             raise UserError(
-                f"the chat template writes the chat otherwise once turn {len(prompt) + i + 1} is there: what the "
-                f"model would have written cannot be told, because it does not begin with {so_far[-30:]!r} any more; "
-                f"give the turns before as prompt, and as completion the text that the model writes after them{last}"
+                f"the chat template changes earlier text when turn {len(prompt) + i + 1} is added, so the text that "
+                f"the model would generate is undefined: it does not begin with {so_far[-30:]!r} any more; give the "
+                f"turns before as prompt, and as completion the text that the model writes after them{last}"
             )
         piece = tokenizer.encode(text[len(so_far) :])
         ends = [k + 1 for k, token in enumerate(piece) if token in stop_ids]
-        mine = (ends[-1] if ends else len(piece)) if own and (every or i == len(answer) - 1) else 0
-        if not own and ends[:1] == [1] and trained and trained[-1] and ids[-1] not in stop_ids:
-            mine = 1  # the next role's mark ends the turn before it
+        trained_tokens = (
+            (ends[-1] if ends else len(piece)) if is_answer and (all_turns or i == len(answer) - 1) else 0
+        )
+        if not is_answer and ends[:1] == [1] and trained and trained[-1] and ids[-1] not in stop_ids:
+            trained_tokens = 1  # the next role's mark ends the turn before it
         ids += piece
-        trained += [True] * mine + [False] * (len(piece) - mine)
+        trained += [True] * trained_tokens + [False] * (len(piece) - trained_tokens)
         so_far = text
-    while not trained[-1]:  # what the template writes behind the end
+    while not trained[-1]:  # text of the template after the end
         ids.pop(), trained.pop()
-    ids = _ended(tokenizer, ids)
+    ids = _with_turn_end(tokenizer, ids)
     return Trace(prompt_ids, ids, trained + [True] * (len(ids) - len(trained)))
 
 
-def _ended(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """An answer with a stop id at its end."""
+def _with_turn_end(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Return an answer with a stop id at its end."""
     return ids if ids and ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.turn_end_id]

@@ -32,53 +32,55 @@ class EnvironmentParams(RowParams):
 
 
 def load_environment(params: dict[str, Any]) -> Any:
-    """The environment that `data.params` names. Raises UserError: none there, or one of several turns."""
+    """Load the environment that `data.params` names. Raises UserError: it is missing, or has several turns."""
     p = parse_params("data.params", EnvironmentParams, params)
     path = p.load if ":" in p.load else f"{p.load.rpartition('/')[2].replace('-', '_')}:load_environment"
     make = import_attribute(FIELD, path)
     if not callable(make):
         raise UserError(f"{FIELD} = {p.load!r}: there is no function {path.rpartition(':')[2]!r}")
     with one_line_errors(f"{FIELD} = {p.load!r}"):
-        made = make(**p.args)
-    turns = getattr(made, "max_turns", 1)
+        environment = make(**p.args)
+    turns = getattr(environment, "max_turns", 1)
     if turns != 1:
         raise UserError(
-            f"{FIELD} = {p.load!r}: {type(made).__name__} has max_turns = {turns}, expected 1: an environment of "
-            "several turns needs a rollout.generator"
+            f"{FIELD} = {p.load!r}: {type(environment).__name__} has max_turns = {turns}, expected 1: an environment "
+            "of several turns needs a rollout.generator"
         )
-    return made
+    return environment
 
 
 def environment(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Prompts of a verifiers environment; its evaluation set, where it has one, is held out."""
-    made = load_environment(params)
-    rows = _rows(made, "dataset")
+    """Build prompts of a verifiers environment; its evaluation set, if any, is held out."""
+    verifiers_environment = load_environment(params)
+    rows = _rows(verifiers_environment, "dataset")
     if not rows:
-        raise UserError(f"{FIELD} = {params['load']!r}: {type(made).__name__} has no data set")
-    held = _rows(made, "eval_dataset")
+        raise UserError(
+            f"{FIELD} = {params['load']!r}: {type(verifiers_environment).__name__} has no data set"
+        )
+    heldout_rows = _rows(verifiers_environment, "eval_dataset")
     config = config.model_copy(update={"data": config.data.model_copy(update={"keys": KeysConfig()})})
     return RowSource(
         config,
         tokenizer,
         Arrow(rows, f"{params['load']} (dataset)"),
-        Arrow(held, f"{params['load']} (eval_dataset)") if held else None,
+        Arrow(heldout_rows, f"{params['load']} (eval_dataset)") if heldout_rows else None,
         parse_params("data.params", EnvironmentParams, params),
     )
 
 
-def _rows(made: Any, name: str) -> list[dict[str, Any]]:
-    """With a chat as `prompt`: its own, or the question after system prompt and examples."""
-    found = getattr(made, name, None)
-    before = []
-    if system := getattr(made, "system_prompt", None):
-        before.append({"role": "system", "content": system})
-    before += list(getattr(made, "few_shot", None) or [])
+def _rows(environment: Any, name: str) -> list[dict[str, Any]]:
+    """Return the rows of a data set, with a chat as `prompt`: their own, or system prompt, examples and question."""
+    dataset = getattr(environment, name, None)
+    first_messages = []
+    if system := getattr(environment, "system_prompt", None):
+        first_messages.append({"role": "system", "content": system})
+    first_messages += list(getattr(environment, "few_shot", None) or [])
     rows = []
-    for row in found if found is not None else ():
+    for row in dataset if dataset is not None else ():
         row = dict(row)
         if isinstance(info := row.get("info"), str):  # tables keep it as a text
             row["info"] = json.loads(info)
         if "prompt" not in row and isinstance(row.get("question"), str):
-            row["prompt"] = [*before, {"role": "user", "content": row["question"]}]
+            row["prompt"] = [*first_messages, {"role": "user", "content": row["question"]}]
         rows.append(row)
     return rows

@@ -29,8 +29,11 @@ class FaultParams(ChainSumParams):
 
 
 class ChainSumFaults:
-    """Of the sums that `sums` gives. A flawed solution has one line with a wrong result, and goes on from the right
-    one: its final answer is right. An entry has `step`, the number of that line or -1, and `steps`."""
+    """Judged solutions of the sums of `sums`.
+
+    A flawed solution has one line with a wrong result, and continues from the right one: its final answer is right.
+    An entry has `step`, the number of that line or -1, and `steps`.
+    """
 
     def __init__(self, sums: PromptSource, tokenizer: Tokenizer, params: FaultParams, seed: int) -> None:
         self._sums, self._tokenizer, self._params, self._seed = sums, tokenizer, params, seed
@@ -43,20 +46,24 @@ class ChainSumFaults:
 
     def _judged(self, prompt: Prompt, side: str) -> Prompt:
         rng = Random(stable_hash("faults", self._seed, side, prompt.index))
-        text = expression(prompt.entry)
-        lines = working(text).split("\n")
+        sum_expression = expression(prompt.entry)
+        lines = working(sum_expression).split("\n")
         step = rng.randrange(len(lines)) if rng.random() < self._params.flawed else -1
         if step >= 0:
             sum_text, _, result = lines[step].partition("=")
             lines[step] = f"{sum_text}={int(result) + rng.choice((-2, -1, 1, 2))}"
-        shown = {"{prompt}": text + "=", "{key}": str(sum(terms(text))), "{response}": "\n".join(lines)}
+        replacements = {
+            "{prompt}": sum_expression + "=",
+            "{key}": str(sum(terms(sum_expression))),
+            "{response}": "\n".join(lines),
+        }
         question = self._params.question
-        for name, value in shown.items():
+        for name, value in replacements.items():
             question = question.replace(name, value)
         entry: Entry = {"question": question, "answer": str(step), "step": step, "steps": len(lines)}
-        asked = self._tokenizer.apply_chat([{"role": "user", "content": question}])
-        ids = self._tokenizer.encode(asked)
-        return replace(prompt, text=asked, ids=ids, entry=entry, question=question)
+        text = self._tokenizer.apply_chat([{"role": "user", "content": question}])
+        ids = self._tokenizer.encode(text)
+        return replace(prompt, text=text, ids=ids, entry=entry, question=question)
 
 
 def chain_sum_faults(config: Config, tokenizer: Tokenizer, **params: Any) -> ChainSumFaults:

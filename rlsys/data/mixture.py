@@ -40,7 +40,7 @@ class Part(Section):
     keys: KeysConfig | None = None
     """As data.keys; unset: those."""
     name: str | None = None
-    """What a prompt's entry has as `data_source`, where its row does not say it. Unset: the source's name."""
+    """Value of `data_source` of a prompt whose row has none. Unset: the source's name."""
 
 
 class MixtureParams(Section):
@@ -49,7 +49,7 @@ class MixtureParams(Section):
 
 
 class Mixture:
-    """No prompt that is held out in one source is trained from another table."""
+    """Weighted mixture of sources. A prompt that is held out in one source is not trained from another table."""
 
     def __init__(
         self, sources: Sequence[PromptSource], weights: Sequence[float], names: Sequence[str], seed: int
@@ -59,38 +59,44 @@ class Mixture:
         self._block = lru_cache(maxsize=4)(self._draw_block)
         tables = row_sources(self)
         for table in tables:
-            for other in tables:
-                table.leave_out(other.held_keys)
+            for heldout_table in tables:
+                table.leave_out(heldout_table.held_keys)
 
     @property
     def data_sources(self) -> frozenset[str] | None:
-        """What prompts' entries have as `data_source`; None where a part's are not known before they are drawn."""
-        found: set[str] = set()
+        """Values of `data_source` in prompts' entries; None where a part's are unknown before they are drawn."""
+        names: set[str] = set()
         for name, source in zip(self._names, self.sources, strict=True):
-            if (own := known_data_sources(source)) is None:
+            if (source_names := known_data_sources(source)) is None:
                 return None
-            found |= {said or name for said in own}
-        return frozenset(found)
+            names |= {source_name or name for source_name in source_names}
+        return frozenset(names)
 
     def train(self, index: int) -> Prompt:
-        part, place = self._turn(index)
-        return self._as(index, part, self.sources[part].train(place))
+        part, index_in_part = self._turn(index)
+        return self._relabel(index, part, self.sources[part].train(index_in_part))
 
     def heldout(self, n: int) -> list[Prompt]:
-        found: list[Prompt] = []
-        drawn = n
-        while len(found) < n:
-            turns = [self._turn(i) for i in range(drawn)]
+        prompts: list[Prompt] = []
+        draws = n
+        while len(prompts) < n:
+            turns = [self._turn(i) for i in range(draws)]
             parts = [
-                self._heldout_of(part, 1 + max((place for p, place in turns if p == part), default=-1), n)
+                self._heldout_of(
+                    part, 1 + max((index_in_part for p, index_in_part in turns if p == part), default=-1), n
+                )
                 for part in range(len(self.sources))
             ]
             different = {
-                parts[part][place].text: (part, parts[part][place]) for part, place in reversed(turns)
+                parts[part][index_in_part].text: (part, parts[part][index_in_part])
+                for part, index_in_part in reversed(turns)
             }
-            found = [self._as(i, *what) for i, what in enumerate(reversed(different.values()))]
-            drawn += n
-        return found[:n]
+            prompts = [
+                self._relabel(i, *part_and_prompt)
+                for i, part_and_prompt in enumerate(reversed(different.values()))
+            ]
+            draws += n
+        return prompts[:n]
 
     def _heldout_of(self, part: int, count: int, n: int) -> list[Prompt]:
         try:
@@ -101,54 +107,54 @@ class Mixture:
             ) from None
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """Which source has this index, and which of its own prompts it gives."""
-        block, place = divmod(index, BLOCK)
-        part, rank = self._block(block)[place]
+        """Return the source of this index, and the index within the source."""
+        block, position = divmod(index, BLOCK)
+        part, rank = self._block(block)[position]
         return part, block * self._counts[part] + rank
 
     def _draw_block(self, block: int) -> list[tuple[int, int]]:
-        """(source, how often it has come in the block before) for each place."""
+        """Return (source, its earlier prompts in the block) for each position of a block."""
         parts = [part for part, count in enumerate(self._counts) for _ in range(count)]
         order = sorted(range(BLOCK), key=lambda i: stable_hash(self._seed, "mixture", block, i, bits=64))
-        seen = [0] * len(self._counts)
+        counts = [0] * len(self._counts)
         out = []
         for i in order:
-            out.append((parts[i], seen[parts[i]]))
-            seen[parts[i]] += 1
+            out.append((parts[i], counts[parts[i]]))
+            counts[parts[i]] += 1
         return out
 
-    def _as(self, index: int, part: int, prompt: Prompt) -> Prompt:
+    def _relabel(self, index: int, part: int, prompt: Prompt) -> Prompt:
         return replace(prompt, index=index, entry={"data_source": self._names[part], **prompt.entry})
 
 
 def row_sources(source: PromptSource) -> list[RowSource]:
-    """The tables among a source's parts."""
+    """List the tables among a source's parts."""
     if isinstance(source, Mixture):
         return [table for part in source.sources for table in row_sources(part)]
     return [source] if isinstance(source, RowSource) else []
 
 
 def known_data_sources(source: PromptSource) -> frozenset[str] | None:
-    """What prompts of a source have as `data_source`; None for a source of somebody's own, which does not tell."""
+    """Return the values of `data_source` of a source's prompts; None for a user's source, which does not say."""
     return source.data_sources if isinstance(source, Mixture | RowSource | ReasoningGymSource) else None
 
 
 def check_teachers(config: Config, source: PromptSource) -> None:
-    """Raises UserError for a name in algo.teacher.by_source that no prompt has."""
+    """Raise UserError for a name in algo.teacher.by_source that no prompt has."""
     teacher = config.algo.teacher
-    if teacher is None or not teacher.by_source or (known := known_data_sources(source)) is None:
+    if teacher is None or not teacher.by_source or (data_sources := known_data_sources(source)) is None:
         return
-    names = sorted(known - {""})
+    names = sorted(data_sources - {""})
     for name in teacher.by_source:
-        if name not in known:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        if name not in data_sources:
+            matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             expected = f"expected some of {', '.join(names)}" if names else "no prompt has one"
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {matches[0]}?" if matches else ""
             raise UserError(f"algo.teacher.by_source names the data_source {name!r}: {expected}{hint}")
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """How many prompts of a block each source gives: largest remainders. Raises UserError for one that gives none."""
+    """Return each source's prompts in a block, by largest remainders. Raises UserError for a source without any."""
     exact = [w / sum(weights) * BLOCK for w in weights]
     counts = [int(e) for e in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
@@ -164,6 +170,6 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def part_config(config: Config, part: Part) -> Config:
-    """The run's config as one source of the mixture sees it."""
-    changed = {"source": part.source, "params": part.params, "keys": part.keys or config.data.keys}
-    return config.model_copy(update={"data": config.data.model_copy(update=changed)})
+    """Return the run's config as a part of the mixture reads it."""
+    updates = {"source": part.source, "params": part.params, "keys": part.keys or config.data.keys}
+    return config.model_copy(update={"data": config.data.model_copy(update=updates)})

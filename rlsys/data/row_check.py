@@ -33,9 +33,9 @@ from rlsys.engine_requests import Limits, RefusedPrompt
 
 _READERS = ("datasets", "jinja2", "msgspec", "pyarrow", "tokenizers")
 """Packages that read, render and encode rows."""
-SHOWN = 3
-"""Rows of a kind that are named; the others are counted."""
-ROWS_A_PROCESS = 2000
+MAX_LISTED_ROWS = 3
+"""Rows of a kind that are listed; the others are counted."""
+ROWS_PER_PROCESS = 2000
 KINDS = {
     "too_long": "rows are too long, and are left out",
     "unreadable": "rows cannot be read, and are left out",
@@ -46,7 +46,7 @@ KINDS = {
 
 @dataclass
 class RowCounts:
-    """Of `rows` rows, how many are of each of KINDS, with the first ones."""
+    """Number of rows of each of KINDS among `rows` rows, with the first ones."""
 
     rows: int = 0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -54,26 +54,26 @@ class RowCounts:
 
     def add(self, kind: str, row: str) -> None:
         self.counts[kind] += 1
-        if len(self.first[kind]) < SHOWN:
+        if len(self.first[kind]) < MAX_LISTED_ROWS:
             self.first[kind].append(row)
 
-    def join(self, other: RowCounts) -> None:
-        self.rows += other.rows
+    def join(self, counts: RowCounts) -> None:
+        self.rows += counts.rows
         for kind in KINDS:
-            self.counts[kind] += other.counts[kind]
-            self.first[kind] = (self.first[kind] + other.first[kind])[:SHOWN]
+            self.counts[kind] += counts.counts[kind]
+            self.first[kind] = (self.first[kind] + counts.first[kind])[:MAX_LISTED_ROWS]
 
     def lines(self) -> Iterator[str]:
-        """For people. Answers that no row has are not missed."""
-        for kind, words in KINDS.items():
+        """Yield messages. Missing answers are not reported if no row has one."""
+        for kind, text in KINDS.items():
             count = self.counts[kind]
             if count and not (kind == "unanswered" and count == self.rows):
-                more = f"; and {count - SHOWN:,} more" if count > SHOWN else ""
-                yield f"{count:,} {words}: {'; '.join(self.first[kind])}{more}"
+                suffix = f"; and {count - MAX_LISTED_ROWS:,} more" if count > MAX_LISTED_ROWS else ""
+                yield f"{count:,} {text}: {'; '.join(self.first[kind])}{suffix}"
 
 
 def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Limits) -> RowCounts:
-    """Of all rows, on all CPUs."""
+    """Check all rows, on all CPUs."""
 
     def check(start: int, stop: int) -> RowCounts:
         counts = RowCounts(stop - start)
@@ -93,37 +93,40 @@ def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Lim
                 counts.add(kind, f"{prompt.location}: {e}")
         return counts
 
-    found = RowCounts()
-    for part in map_ranges(len(table), check, ROWS_A_PROCESS):
-        found.join(part)
-    return found
+    totals = RowCounts()
+    for part in map_ranges(len(table), check, ROWS_PER_PROCESS):
+        totals.join(part)
+    return totals
 
 
-def row_counts(source: RowSource, limits: Limits, *, most: int | None = None) -> RowCounts | None:
-    """Of the source's rows, held-out ones included: from the cache, or by a check. `most`: None for a larger table
-    whose counts are not in the cache."""
+def row_counts(source: RowSource, limits: Limits, *, max_rows: int | None = None) -> RowCounts | None:
+    """Count the source's rows, held-out ones included: from the cache, or by a check.
+
+    Args:
+        max_rows: return None for a larger table whose counts are not in the cache.
+    """
     tables = [source.rows] if source.held_rows is source.rows else [source.rows, source.held_rows]
     file = cache_folder("rows") / f"{_fingerprint(tables, source, limits)}.json"
     if file.is_file():
         with disk_errors(file, UserError):
             return RowCounts(**json.loads(file.read_text(encoding="utf-8")))
-    if most is not None and sum(map(len, tables)) > most:
+    if max_rows is not None and sum(map(len, tables)) > max_rows:
         return None
-    found = RowCounts()
+    counts = RowCounts()
     for table in tables:
-        found.join(check_rows(table, source.keys, source.tokenizer, limits))
+        counts.join(check_rows(table, source.keys, source.tokenizer, limits))
     with (
         disk_errors(file, UserError),
         tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial,
     ):
-        partial.write(json.dumps(asdict(found)))
+        partial.write(json.dumps(asdict(counts)))
         partial.close()
         Path(partial.name).replace(file)
-    return found
+    return counts
 
 
 def checking_files() -> list[Path]:
-    """The source of what reads and checks a row: other code may count otherwise."""
+    """List the source files that read and check a row: other code may count differently."""
     rlsys = Path(__file__).parents[1]
     packages = (rlsys / "data", rlsys / "engine_requests")
     return [*(file for package in packages for file in sorted(package.glob("*.py"))), rlsys / "core/texts.py"]
@@ -154,14 +157,14 @@ def main() -> int:
     os.nice(19)
     config = load_config(args.config)
     limits = Limits(args.vocab_size, args.context_length)
-    found = RowCounts()
+    counts = RowCounts()
     try:
         for source in row_sources(build_source(config, Tokenizer.of(config))):
-            found.join(row_counts(source, limits) or RowCounts())
+            counts.join(row_counts(source, limits) or RowCounts())
     except UserError as e:
         print(e, file=sys.stderr)
         return e.exit_code
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(counts)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Which files `path` names: a file, a folder of shards, or a glob."""
+"""Files that `path` names: a file, a folder of shards, or a glob."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ENDINGS: dict[str, tuple[tuple[str, ...], ...]] = {
     "jsonl": ((".jsonl", ".ndjson"), (".json",)),
     "parquet": ((".parquet", ".pq"),),
 }
-"""Of the files in a folder that are rows; a later choice counts where there is none of the first."""
+"""Endings of files of rows in a folder; a later choice applies where the first matches none."""
 _COMPRESSED = ("", ".gz", ".gzip", ".zst", ".zstd")
 _MAGIC = re.compile(r"[*?\[]")
 _SPLIT = re.compile(
     r"(?<![a-z])(train|test|valid|validation|val|dev|eval)(?:ing|uation)?(?![a-z])", re.IGNORECASE
 )
-_SAME = {"valid": "validation", "val": "validation", "dev": "validation"}
+_SPLIT_ALIASES = {"valid": "validation", "val": "validation", "dev": "validation"}
 
 
 class PathError(UserError):
-    """A path of rows that cannot be used; `of_field` adds the name of the config field."""
+    """Path of rows that cannot be used; `of_field` adds the name of the config field."""
 
 
 @contextmanager
@@ -38,12 +38,15 @@ def of_field(name: str) -> Iterator[None]:
 
 
 def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
-    """The files of `paths`, each folder's and each glob's in the order of their names. Raises UserError for a folder
-    or a glob without any, and for a folder with files of several splits."""
-    found: list[Path] = []
+    """List the files of `paths`, each folder's and each glob's by name.
+
+    Raises:
+        UserError: a folder or a glob has no such files, or a folder has files of several splits.
+    """
+    files_of_paths: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += _in_folder(path, kind)
+            files_of_paths += _in_folder(path, kind)
         elif _MAGIC.search(str(path)) and not path.exists():
             matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
             _check_links(matches)
@@ -52,10 +55,10 @@ def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[
                 files = [file for match in matches if match.is_dir() for file in _in_folder(match, kind)]
             if not files:
                 raise PathError(f"{path}: no file matches; a path is seen from the folder where rlsys starts")
-            found += files
+            files_of_paths += files
         else:
-            found.append(path)
-    return list(dict.fromkeys(found)) if len(found) > len(paths) else found
+            files_of_paths.append(path)
+    return list(dict.fromkeys(files_of_paths)) if len(files_of_paths) > len(paths) else files_of_paths
 
 
 def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
@@ -79,21 +82,21 @@ def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
 
 
 def _check_links(files: Sequence[Path]) -> None:
-    """Raises UserError for a link to a file that is not there: its rows would be left out silently."""
+    """Raise UserError for a link to a missing file: its rows would be left out silently."""
     for file in files:
         if file.is_symlink() and not file.exists():
             raise PathError(f"{file}: a link to {file.readlink()}, which does not exist")
 
 
 def _rows(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
-    """Those whose names say that they are rows; all, where none says so."""
+    """Return the files whose names mark them as rows; all, where none do."""
     return _with_endings(files, kind) or list(files)
 
 
 def _with_endings(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
     for endings in _ENDINGS[kind]:
-        if named := [f for f in files if f.name.lower().endswith(_endings_of(endings))]:
-            return named
+        if matches := [f for f in files if f.name.lower().endswith(_endings_of(endings))]:
+            return matches
     return []
 
 
@@ -106,5 +109,5 @@ def _endings_of(endings: Sequence[str]) -> tuple[str, ...]:
 
 
 def _split_of(file: Path) -> str | None:
-    named = _SPLIT.search(str(file))
-    return None if named is None else _SAME.get(named[1].lower(), named[1].lower())
+    match = _SPLIT.search(str(file))
+    return None if match is None else _SPLIT_ALIASES.get(match[1].lower(), match[1].lower())

@@ -77,7 +77,7 @@ class DatasetParams(RowParams):
     name: str
     """Folder of a data set (written by save_to_disk, or with data files), or its id on a hub."""
     subset: str | None = None
-    """Which of its configurations, where it has several."""
+    """Configuration of a data set that has several."""
     split: str = "train"
     """Split with the training prompts."""
     heldout_split: str | None = None
@@ -87,60 +87,71 @@ class DatasetParams(RowParams):
 
 
 class RowSource:
-    """Prompts of a table, by default in an order that is shuffled anew in each epoch."""
+    """Prompts of a table, by default in an order that is shuffled again in each epoch."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, rows: Table, held: Table | None, params: RowParams
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        rows: Table,
+        heldout_table: Table | None,
+        params: RowParams,
     ) -> None:
         self.keys, self.tokenizer = config.data.keys, tokenizer
         self._seed = (config.data.seed + config.run.seed, params.shuffle_seed)
         self._params = params
-        self.rows, self.held_rows = rows, held if held is not None else rows
+        self.rows, self.held_rows = rows, heldout_table if heldout_table is not None else rows
         scan = scan_rows(rows, self.keys)
         self.held_is_trained = False
-        """Whether evaluations ask training prompts, because a split would leave one side without any."""
+        """Whether evaluations use training prompts, because a split would leave one side empty."""
         self._hashes, self._lengths = scan.hashes, scan.lengths
-        hashes = scan.hashes if held is None else scan_rows(held, self.keys).hashes
+        hashes = scan.hashes if heldout_table is None else scan_rows(heldout_table, self.keys).hashes
         self.held_keys, firsts = np.unique(hashes, return_index=True)
         """`split_hash` of the prompts that are never trained, [prompts]."""
-        if held is None:
-            chosen = self.held_keys >> np.uint64(SPLIT_SHIFT) & np.uint64(HELDOUT_ONE_IN - 1) == 0
-            self.held_is_trained = not chosen.any() or bool(chosen.all())
+        if heldout_table is None:
+            selected = self.held_keys >> np.uint64(SPLIT_SHIFT) & np.uint64(HELDOUT_ONE_IN - 1) == 0
+            self.held_is_trained = not selected.any() or bool(selected.all())
             if self.held_is_trained:  # a few prompts, as in a test whether anything is learned
                 self.held_keys = self.held_keys[:0]
             else:
-                self.held_keys, firsts = self.held_keys[chosen], firsts[chosen]
-        self._held = np.sort(firsts)
+                self.held_keys, firsts = self.held_keys[selected], firsts[selected]
+        self._heldout_numbers = np.sort(firsts)
         self.data_sources: frozenset[str] | None = scan.data_sources
-        """What its rows have as `data_source`; "" for none."""
+        """Values of `data_source` in the rows; "" for none."""
         self._train = np.arange(len(rows))
         self.leave_out(self.held_keys)
 
     def leave_out(self, keys: np.ndarray) -> None:
-        """Rows with these `split_hash` are not trained. Raises UserError when no other is left."""
+        """Exclude rows with these `split_hash` from training. Raises UserError when none is left."""
         self._train = self._train[~np.isin(self._hashes[self._train], keys)]
         if not len(self._train):
             raise UserError(
-                f"data.params: {self.rows.place(0)}: no training prompt is left beside the held-out"
+                f"data.params: {self.rows.location(0)}: no training prompt is left beside the held-out"
             )
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def train(self, index: int) -> Prompt:
-        epoch, place = divmod(index, len(self._train))
-        number = int(self._train[self._order(epoch)[place]])
+        epoch, position = divmod(index, len(self._train))
+        number = int(self._train[self._order(epoch)[position]])
         return self._prompt(index, self.rows, number)
 
     def heldout(self, n: int) -> list[Prompt]:
-        if n > len(self._held):
-            held, share = len(self._held), " (about one in eight)" if self.held_rows is self.rows else ""
-            raise UserError(
-                f"eval.prompts = {n}: of the rows from {self.held_rows.place(0)} on, {held} different prompts are "
-                f"held out{share}; expected at most {held}, or more rows"
+        if n > len(self._heldout_numbers):
+            count, share = (
+                len(self._heldout_numbers),
+                " (about one in eight)" if self.held_rows is self.rows else "",
             )
-        return [self._prompt(i, self.held_rows, number) for i, number in enumerate(self._held[:n].tolist())]
+            raise UserError(
+                f"eval.prompts = {n}: of the rows from {self.held_rows.location(0)} on, {count} different prompts "
+                f"are held out{share}; expected at most {count}, or more rows"
+            )
+        return [
+            self._prompt(i, self.held_rows, number)
+            for i, number in enumerate(self._heldout_numbers[:n].tolist())
+        ]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """A permutation: only the raw stream of a bit generator is the same in each version of numpy."""
+        """Return a permutation, from the raw stream of a bit generator, which is stable across numpy versions."""
         if not self._params.shuffle:
             return np.arange(len(self._train))
         generator = np.random.Philox(key=stable_hash(self._seed, epoch, bits=64))
@@ -150,35 +161,39 @@ class RowSource:
         return self._params.fit(prompt_of_row(table, number, self.keys, self.tokenizer, index))
 
     def longest(self, count: int) -> list[Prompt]:
-        """The training prompts of the rows with the longest texts, the longest first; each has its row's number in
-        place of an index."""
+        """Return the training prompts of the rows with the longest texts, longest first.
+
+        Each has its row's number as index.
+        """
         order = np.argsort(-self._lengths[self._train].astype(np.int64), kind="stable")[:count]
         return [self._prompt(i, self.rows, i) for i in self._train[order].tolist()]
 
 
 def prompt_of_row(table: Table, number: int, keys: KeysConfig, tokenizer: Tokenizer, index: int) -> Prompt:
-    """One that is refused where the row cannot be read as a prompt."""
-    where, row = table.place(number), None
+    """Build the prompt of a row; a refused one where the row cannot be read."""
+    location, row = table.location(number), None
     try:
-        row = read_row(table.row(number), keys, where)
-        check_texts(row.entry, where)
+        row = read_row(table.row(number), keys, location)
+        check_texts(row.entry, location)
         text = tokenizer.apply_chat(row.messages, tools=row.tools)
         ids = tokenizer.encode(text)
     except RowError as e:
-        told = str(e) if str(e).startswith(where) else f"{where}: {e}"
+        reason = str(e) if str(e).startswith(location) else f"{location}: {e}"
         if row is None:
-            return Prompt(index, "", [], {}, "", where, told)
-        return Prompt(index, valid_text(row.key), [], row.entry, row.question, where, told)
+            return Prompt(index, "", [], {}, "", location, reason)
+        return Prompt(index, valid_text(row.key), [], row.entry, row.question, location, reason)
     except TextTooLong as e:
         assert row is not None
-        told = f"the prompt is {e} ({where})"
-        return Prompt(index, "", [], row.entry, row.question, where, told, refusal_cause=CensorCause.PROMPT)
-    return Prompt(index, text, ids, row.entry, row.question, where)
+        reason = f"the prompt is {e} ({location})"
+        return Prompt(
+            index, "", [], row.entry, row.question, location, reason, refusal_cause=CensorCause.PROMPT
+        )
+    return Prompt(index, text, ids, row.entry, row.question, location)
 
 
 @dataclass(frozen=True)
 class Scan:
-    """Of all rows of a table: `split_hash` and length of their prompts, [rows]."""
+    """`split_hash` and length of the prompts of all rows of a table, [rows]."""
 
     hashes: np.ndarray
     lengths: np.ndarray
@@ -186,8 +201,10 @@ class Scan:
 
 
 def scan_rows(table: Table, keys: KeysConfig) -> Scan:
-    """Raises RowError for the first that is no row with a prompt."""
-    read_row(table.row(0), keys, table.place(0))  # whole: the columns of a table are those of its first row
+    """Scan all rows. Raises RowError for the first one without a prompt."""
+    read_row(
+        table.row(0), keys, table.location(0)
+    )  # whole: the columns of a table are those of its first row
     quick = QuickKeys(keys)
 
     def scan(start: int, stop: int) -> Scan:
@@ -197,7 +214,7 @@ def scan_rows(table: Table, keys: KeysConfig) -> Scan:
             key = quick.key(values) if type(values) is tuple else None
             if key is None:
                 row = table.row(number)
-                key = read_row(row, keys, table.place(number)).key
+                key = read_row(row, keys, table.location(number)).key
                 sources.add(str(row.get("data_source", "")))
             else:
                 sources.add(quick.data_source(values))
@@ -214,28 +231,28 @@ def scan_rows(table: Table, keys: KeysConfig) -> Scan:
 
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Prompts from files of JSON lines."""
-    return _of_files(read_lines, config, tokenizer, params)
+    """Build prompts from files of JSON lines."""
+    return _file_source(read_lines, config, tokenizer, params)
 
 
 def parquet(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Prompts from Parquet files, verl's among them."""
-    return _of_files(read_parquet, config, tokenizer, params)
+    """Build prompts from Parquet files, verl's among them."""
+    return _file_source(read_parquet, config, tokenizer, params)
 
 
 def dataset(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Prompts from a data set of the `datasets` library, on disk or on a hub."""
+    """Build prompts from a data set of the `datasets` library, on disk or on a hub."""
     p = parse_params("data.params", DatasetParams, params)
     rows = read_dataset(p.name, p.subset, p.split, p.revision)
-    held = read_dataset(p.name, p.subset, p.heldout_split, p.revision) if p.heldout_split else None
-    return RowSource(config, tokenizer, rows, held, p)
+    heldout_rows = read_dataset(p.name, p.subset, p.heldout_split, p.revision) if p.heldout_split else None
+    return RowSource(config, tokenizer, rows, heldout_rows, p)
 
 
-def _of_files(
+def _file_source(
     read: Callable[[list[Path]], Table], config: Config, tokenizer: Tokenizer, params: dict[str, Any]
 ) -> PromptSource:
     p = parse_params("data.params", FileParams, params)
     with of_field("data.params"):
-        held = None if p.heldout_path is None else read(p.heldout_path)
+        heldout_rows = None if p.heldout_path is None else read(p.heldout_path)
         rows = read(p.path)
-    return RowSource(config, tokenizer, rows, held, p)
+    return RowSource(config, tokenizer, rows, heldout_rows, p)

@@ -1,7 +1,7 @@
-"""What a row of somebody's data says: the chat that is the prompt, the right answer, the tools.
+"""Reader of a data row: the chat that is the prompt, the right answer, the tools.
 
-Rows come from many hands: `prompt` is a text or a chat, and the answer stands where slime, verl, TRL or a person put
-it. `data.keys` names other places.
+Rows have many forms: `prompt` is a text or a chat, and the answer has the key of slime, verl, TRL or a user.
+`data.keys` names other keys.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 PROMPTS = ("prompt", "messages")
 ANSWERS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
-"""Where the right answer is looked for, in this order."""
+"""Keys of the right answer, in the order in which they are tried."""
 _FORMS = ("", "s", *(f"_{form}{s}" for form in ("url", "path", "file", "data", "byte") for s in ("", "s")))
 MEDIA = (
     *(f"{kind}{form}" for kind in ("image", "video", "audio") for form in _FORMS),
@@ -32,8 +32,8 @@ MEDIA = (
 )  # fmt: skip
 """Keys of rows that are more than text."""
 _LIKELY = ("question", "problem", "input", "instruction", "query", "conversations", "text")
-"""Names that others give to a prompt: too many to guess, so a message proposes them."""
-_SHOWN = 12
+"""Frequent other names of a prompt, proposed in the error message."""
+_MAX_LISTED_KEYS = 12
 _MISSING = object()
 _quoted = json.encoder.encode_basestring_ascii
 """json.dumps of a text."""
@@ -41,8 +41,12 @@ _quoted = json.encoder.encode_basestring_ascii
 
 @dataclass(frozen=True)
 class Row:
-    """`question`: the user's message where the chat is nothing else, or empty. `entry`: the row itself, with the
-    right answer as `answer` where it has one."""
+    """Parsed row.
+
+    Attributes:
+        question: the user's message where the chat has no other one, or empty.
+        entry: the row itself, with the right answer as `answer` if it has one.
+    """
 
     messages: list[Message]
     question: str
@@ -51,27 +55,29 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What two rows with the same prompt share."""
+        """Key that two rows with the same prompt share."""
         return json.dumps(self.question or self.messages, default=str)
 
 
-def read_row(row: Any, keys: KeysConfig, where: str) -> Row:
-    """`where`: the row's place, for messages. Raises RowError, one line, for what is no prompt."""
+def read_row(row: Any, keys: KeysConfig, location: str) -> Row:
+    """Parse a row. `location`: the row's, for messages. Raises RowError, one line, for a row without a prompt."""
     if not isinstance(row, dict):
-        raise RowError(f"{where}: expected an object with prompt or messages, found {described(row)}")
+        raise RowError(f"{location}: expected an object with prompt or messages, found {describe_type(row)}")
     media = next((name for name in MEDIA if row.get(name)), None)
     if media or (media := next((str(name) for name, value in row.items() if _is_media(value)), None)):
-        raise RowError(f"{where}: has {media}; models and prompts here are text: expected rows without it")
-    prompt = _prompt(row, keys.prompt, where)
+        raise RowError(f"{location}: has {media}; models and prompts here are text: expected rows without it")
+    prompt = _prompt(row, keys.prompt, location)
     if isinstance(prompt, str):
         messages, question = [{"role": "user", "content": prompt}], prompt
     else:
-        messages = read_messages(prompt, where)
+        messages = read_messages(prompt, location)
         question = messages[0]["content"] if [m["role"] for m in messages] == ["user"] else ""
     if not messages or messages[-1]["role"] == "assistant":
-        what = "ends with the assistant's turn" if messages else "is empty"
-        raise RowError(f"{where}: the prompt {what}; expected a chat that ends with the user's turn")
-    return Row(messages, question, _with_answer(row, keys.answer, where), tools_of(row, keys.tools, where))
+        problem = "ends with the assistant's turn" if messages else "is empty"
+        raise RowError(f"{location}: the prompt {problem}; expected a chat that ends with the user's turn")
+    return Row(
+        messages, question, _with_answer(row, keys.answer, location), tools_of(row, keys.tools, location)
+    )
 
 
 class QuickKeys:
@@ -85,8 +91,8 @@ class QuickKeys:
     """
 
     def __init__(self, keys: KeysConfig) -> None:
-        own = (keys.prompt, keys.answer, keys.tools)
-        roots = [name for path in own if path for name in (path, path.partition(".")[0])]
+        configured = (keys.prompt, keys.answer, keys.tools)
+        roots = [name for path in configured if path for name in (path, path.partition(".")[0])]
         text = dict.fromkeys(name for name in (*PROMPTS, "tools", "data_source", *roots) if name not in MEDIA)
         self.names = (*text, *MEDIA)
         self._media = len(text)
@@ -170,21 +176,21 @@ def _chat_key(messages: list[Any]) -> str | None:
     return f"[{', '.join(parts)}]"
 
 
-def check_texts(value: Any, where: str) -> None:
-    """Raises RowError for half of a character in any text of a row: no tokenizer can read it, and no file hold it."""
-    at = [value]
-    while at:
-        found = at.pop()
-        if isinstance(found, str):
-            if not is_valid_text(found):
+def check_texts(value: Any, location: str) -> None:
+    """Raise RowError for a lone surrogate in any text of a row, which no tokenizer or file can encode."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            if not is_valid_text(item):
                 raise RowError(
-                    f"{where}: a text has half of a character (a lone UTF-16 surrogate, as is left of an emoji that "
-                    f"was cut in two): {found!a:.80}"
+                    f"{location}: a text has half of a character (a lone UTF-16 surrogate, as is left of an emoji "
+                    f"that was cut in two): {item!a:.80}"
                 )
-        elif isinstance(found, dict):
-            at += [*found, *found.values()]
-        elif isinstance(found, list):
-            at += found
+        elif isinstance(item, dict):
+            pending += [*item, *item.values()]
+        elif isinstance(item, list):
+            pending += item
 
 
 def _is_media(value: Any) -> bool:
@@ -196,108 +202,114 @@ def _is_media(value: Any) -> bool:
 
 
 def find(row: Entry, path: str) -> Any:
-    """The value at `a` or `a.b`; _MISSING where there is none."""
+    """Return the value at `a` or `a.b`; _MISSING where there is none."""
     if path in row:
         return row[path]
-    at: Any = row
+    value: Any = row
     for part in path.split("."):
-        if not isinstance(at, dict) or part not in at:
+        if not isinstance(value, dict) or part not in value:
             return _MISSING
-        at = at[part]
-    return at
+        value = value[part]
+    return value
 
 
-def _prompt(row: Entry, key: str | None, where: str) -> str | list[Any]:
+def _prompt(row: Entry, key: str | None, location: str) -> str | list[Any]:
     for path in (key,) if key else PROMPTS:
-        found = find(row, path)
-        if found is _MISSING or found is None:
+        value = find(row, path)
+        if value is _MISSING or value is None:
             continue
-        if not isinstance(found, str | list):
-            raise RowError(f"{where}: {path} is {described(found)}; expected a text, or a list of messages")
-        if found == "":
-            raise RowError(f"{where}: {path} is empty")
-        return found
+        if not isinstance(value, str | list):
+            raise RowError(
+                f"{location}: {path} is {describe_type(value)}; expected a text, or a list of messages"
+            )
+        if value == "":
+            raise RowError(f"{location}: {path} is empty")
+        return value
     if key:
-        raise RowError(_no_key("prompt", key, row, where))
-    near = next((name for name in _LIKELY if name in row), None)
-    hint = f"; did you mean data.keys.prompt={near}?" if near else f"; its keys: {_names(row)}"
-    raise RowError(f"{where}: expected prompt (a text or a chat) or messages (a chat){hint}")
+        raise RowError(_no_key("prompt", key, row, location))
+    similar = next((name for name in _LIKELY if name in row), None)
+    hint = f"; did you mean data.keys.prompt={similar}?" if similar else f"; its keys: {_names(row)}"
+    raise RowError(f"{location}: expected prompt (a text or a chat) or messages (a chat){hint}")
 
 
-def read_messages(messages: list[Any], where: str) -> list[Message]:
-    """Raises RowError for what is no message of a chat."""
-    return [_message(m, where) for m in messages]
+def read_messages(messages: list[Any], location: str) -> list[Message]:
+    """Parse a chat. Raises RowError for an item that is no message."""
+    return [_message(m, location) for m in messages]
 
 
-def _message(message: Any, where: str) -> Message:
-    """Without keys that have no value: tables give every message the keys of all of them."""
+def _message(message: Any, location: str) -> Message:
+    """Parse a message, without keys that have no value: tables give every message the keys of all of them."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RowError(
-            f'{where}: a message is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
+            f'{location}: a message is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
         )
-    kept = {k: v for k, v in message.items() if v is not None}
-    content = kept.get("content", "")
+    fields = {k: v for k, v in message.items() if v is not None}
+    content = fields.get("content", "")
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else described(part)
-                raise RowError(f"{where}: a message has a part of type {kind}; expected text only")
+                kind = part.get("type") if isinstance(part, dict) else describe_type(part)
+                raise RowError(f"{location}: a message has a part of type {kind}; expected text only")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise RowError(f"{where}: the content of a message is {described(content)}; expected a text")
-    return {**kept, "content": content}
+        raise RowError(f"{location}: the content of a message is {describe_type(content)}; expected a text")
+    return {**fields, "content": content}
 
 
-def _with_answer(row: Entry, key: str | None, where: str) -> Entry:
+def _with_answer(row: Entry, key: str | None, location: str) -> Entry:
     for path in (key,) if key else ANSWERS:
-        found = find(row, path)
-        if found is not _MISSING and found is not None:
-            return {**row, "answer": found}
+        answer = find(row, path)
+        if answer is not _MISSING and answer is not None:
+            return {**row, "answer": answer}
     if key and find(row, key) is _MISSING:
-        raise RowError(_no_key("answer", key, row, where))
+        raise RowError(_no_key("answer", key, row, location))
     return {k: v for k, v in row.items() if k != "answer"} if "answer" in row else dict(row)
 
 
-def tools_of(row: Entry, key: str | None, where: str) -> list[dict[str, Any]] | None:
-    """The schemas of the functions that a row offers. Raises RowError for what is no list of them."""
-    found = find(row, key or "tools")
-    if found is _MISSING or found is None:
+def tools_of(row: Entry, key: str | None, location: str) -> list[dict[str, Any]] | None:
+    """Return the schemas of the functions that a row offers. Raises RowError for a value that is no list of them."""
+    tools = find(row, key or "tools")
+    if tools is _MISSING or tools is None:
         if key:
-            raise RowError(_no_key("tools", key, row, where))
+            raise RowError(_no_key("tools", key, row, location))
         return None
-    if isinstance(found, str):  # tables keep schemas as texts: columns have one type
+    if isinstance(tools, str):  # tables keep schemas as texts: columns have one type
         try:
-            found = load_json(found)
+            tools = load_json(tools)
         except ValueError as e:
-            raise RowError(f"{where}: {key or 'tools'} is a text that is not JSON: {e}") from None
-    if not isinstance(found, list) or not all(isinstance(t, dict) for t in found):
+            raise RowError(f"{location}: {key or 'tools'} is a text that is not JSON: {e}") from None
+    if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
         raise RowError(
-            f"{where}: {key or 'tools'}: expected a list of function schemas, found {described(found)}"
+            f"{location}: {key or 'tools'}: expected a list of function schemas, found {describe_type(tools)}"
         )
-    return found or None
+    return tools or None
 
 
-def _no_key(what: str, key: str, row: Entry, where: str) -> str:
-    near = difflib.get_close_matches(key, list(_paths(row)), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"its keys: {_names(row)}"
-    return f"data.keys.{what} = {key!r}: {where} has no such key; {hint}"
+def _no_key(kind: str, key: str, row: Entry, location: str) -> str:
+    matches = difflib.get_close_matches(key, list(_paths(row)), n=1, cutoff=0.5)
+    hint = f"did you mean {matches[0]}?" if matches else f"its keys: {_names(row)}"
+    return f"data.keys.{kind} = {key!r}: {location} has no such key; {hint}"
 
 
-def _paths(row: Entry, before: str = "") -> Iterator[str]:
+def _paths(row: Entry, prefix: str = "") -> Iterator[str]:
     for name, value in row.items():
-        yield f"{before}{name}"
+        yield f"{prefix}{name}"
         if isinstance(value, dict):
-            yield from _paths(value, f"{before}{name}.")
+            yield from _paths(value, f"{prefix}{name}.")
 
 
 def _names(row: Entry) -> str:
     names = list(row)
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "") if names else "none"
+    return (
+        ", ".join(names[:_MAX_LISTED_KEYS]) + (", ..." if len(names) > _MAX_LISTED_KEYS else "")
+        if names
+        else "none"
+    )
 
 
-def described(value: Any) -> str:
-    """What a value of a row is, in a person's words."""
-    words = {
+def describe_type(value: Any) -> str:
+    """Describe the type of a row's value for messages."""
+    names = {
         dict: "an object",
         list: "a list",
         str: "a text",
@@ -305,4 +317,4 @@ def described(value: Any) -> str:
         float: "a number",
         bool: "a boolean",
     }
-    return "nothing" if value is None else words.get(type(value), f"a {type(value).__name__}")
+    return "nothing" if value is None else names.get(type(value), f"a {type(value).__name__}")

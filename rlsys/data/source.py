@@ -47,12 +47,12 @@ class PromptSource(Protocol):
 
 
 def is_heldout(problem: str) -> bool:
-    """Which side of the split this problem's text is on."""
+    """Return whether a problem's text is on the held-out side of the split."""
     return split_hash(problem) >> SPLIT_SHIFT & (HELDOUT_ONE_IN - 1) == 0
 
 
 def split_hash(problem: str) -> int:
-    """`stable_hash("split", problem, bits=64)`, by which a text is known and its side chosen."""
+    """Return `stable_hash("split", problem, bits=64)`, which identifies a text and decides its side."""
     digest = hashlib.blake2b(f'["split", {_quoted(problem)}]'.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
@@ -72,7 +72,7 @@ class ReasoningGymSource:
     """Prompts from one or several reasoning-gym tasks; `render` makes the user's message of an entry."""
 
     data_sources: frozenset[str] | None = frozenset([""])
-    """What its prompts' entries have as `data_source`: nothing."""
+    """Values of `data_source` in its prompts' entries: none."""
 
     def __init__(
         self, tasks: Sequence[Task], render: Render, tokenizer: Tokenizer, seed: int, eval_seed: int
@@ -80,7 +80,7 @@ class ReasoningGymSource:
         self._tasks, self._render, self._tokenizer = list(tasks), render, tokenizer
         self._train_stream, self._heldout_stream = f"train {seed}", f"heldout {eval_seed}"
         self._dataset = lru_cache(maxsize=32)(_dataset)
-        for task in self._tasks:  # a wrong name or argument is told before anything starts
+        for task in self._tasks:  # reports a wrong name or argument before the start
             self._dataset(task.name, json.dumps(task.args), task.size, 0)
 
     def train(self, index: int) -> Prompt:
@@ -98,13 +98,13 @@ class ReasoningGymSource:
 
     def heldout(self, n: int) -> list[Prompt]:
         prompts: list[Prompt] = []
-        seen: set[str] = set()
+        questions: set[str] = set()
         index = idle = 0
         while len(prompts) < n:
             entry = self._draw(self._heldout_stream, index, 0)
             index, idle = index + 1, idle + 1
-            if is_heldout(entry["question"]) and entry["question"] not in seen:
-                seen.add(entry["question"])
+            if is_heldout(entry["question"]) and entry["question"] not in questions:
+                questions.add(entry["question"])
                 prompts.append(self._prompt(len(prompts), entry))
                 idle = 0
             if idle > ATTEMPTS:
@@ -152,13 +152,13 @@ class ReasoningGymParams(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task."""
     instruction: str = "Give the final answer between <answer> and </answer>."
-    """What follows the question in the user's message."""
+    """Text after the question in the user's message."""
     size: Positive = 10_000
     """Items per generated dataset; lower it for tasks that prepare all their items beforehand."""
 
 
 def reasoning_gym(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Any reasoning-gym task by its name."""
+    """Build the source of any reasoning-gym task by its name."""
     p = parse_params("data.params", ReasoningGymParams, params)
 
     def render(entry: Entry) -> str:

@@ -48,27 +48,29 @@ Data = bytes | mmap.mmap
 class Table(Protocol):
     @property
     def name(self) -> str:
-        """The paths that name it, or its data set."""
+        """Paths or data set, for messages."""
         ...
 
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Any:
-        """Row `number`, counted from 0. Raises RowError for what cannot be read."""
+        """Read row `number`, from 0. Raises RowError for one that cannot be read."""
         ...
 
-    def place(self, number: int) -> str:
-        """Where that row is, for messages: FILE:LINE, or FILE, row NUMBER."""
+    def location(self, number: int) -> str:
+        """Return the location of a row for messages: FILE:LINE, or FILE, row NUMBER."""
         ...
 
     def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
-        """Give of rows `start` to `stop` the values of `names`, a tuple with UNSET for those that a row has not; or
-        the whole row, as `row` does, which is no tuple."""
+        """Yield the values of `names` of rows `start` to `stop`: a tuple with UNSET for missing ones.
+
+        A row that has to be read by `row` is yielded whole; it is no tuple.
+        """
         ...
 
     @property
     def digest(self) -> str:
-        """The same for the same content."""
+        """Digest of the content."""
         ...
 
 
@@ -88,17 +90,17 @@ class Lines:
         return self._files[file], number - int(self._firsts[file])
 
     def row(self, number: int) -> Any:
-        file, place = self._at(number)
-        return file.row(place)
+        file, index = self._at(number)
+        return file.row(index)
 
-    def place(self, number: int) -> str:
-        file, place = self._at(number)
-        return file.place(place)
+    def location(self, number: int) -> str:
+        file, index = self._at(number)
+        return file.location(index)
 
     def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
         fields = [(f"f{i}", Any, msgspec.UNSET) for i in range(len(names))]
-        renamed = {f"f{i}": name for i, name in enumerate(names)}
-        decode = msgspec.json.Decoder(msgspec.defstruct("Columns", fields, rename=renamed)).decode
+        names_of_fields = {f"f{i}": name for i, name in enumerate(names)}
+        decode = msgspec.json.Decoder(msgspec.defstruct("Columns", fields, rename=names_of_fields)).decode
         last = len(self) if stop is None else stop
         for file, first in zip(self._files, self._firsts.tolist(), strict=False):
             begin, end = max(start - first, 0), min(last - first, len(file))
@@ -117,7 +119,12 @@ class Lines:
 
 @dataclass(frozen=True)
 class JsonFile:
-    """`starts`, `ends`: bytes of each row, [rows]. `lines`: its line, counted from 1, [rows]."""
+    """File of JSON rows.
+
+    Attributes:
+        starts, ends: bytes of each row, [rows].
+        lines: the line of each row, from 1, [rows].
+    """
 
     path: Path
     data: Data
@@ -128,7 +135,7 @@ class JsonFile:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"{self.path}:{self.lines[number]}"
 
     def row(self, number: int) -> Any:
@@ -136,17 +143,23 @@ class JsonFile:
         try:
             return _DECODER.decode(data.decode())
         except RecursionError:
-            raise RowError(f"{self.place(number)}: not JSON: nested too deeply") from None
+            raise RowError(f"{self.location(number)}: not JSON: nested too deeply") from None
         except UnicodeDecodeError as e:
-            raise RowError(f"{self.place(number)}: not UTF-8 text: {e.reason} at byte {e.start}") from None
+            raise RowError(f"{self.location(number)}: not UTF-8 text: {e.reason} at byte {e.start}") from None
         except json.JSONDecodeError as e:
-            whole = self.lines[number] == 1 and data[:1] in (b"{", b"[") and _is_json(bytes(self.data))
-            hint = "; the file is one JSON object, expected one a line, or an array" if whole else f": {e}"
-            raise RowError(f"{self.place(number)}: not JSON{hint}") from None
+            is_one_object = (
+                self.lines[number] == 1 and data[:1] in (b"{", b"[") and _is_json(bytes(self.data))
+            )
+            hint = (
+                "; the file is one JSON object, expected one a line, or an array"
+                if is_one_object
+                else f": {e}"
+            )
+            raise RowError(f"{self.location(number)}: not JSON{hint}") from None
 
 
 def _integer(digits: str) -> int | str:
-    """What is too long for an integer stays the text of its digits."""
+    """Parse an integer; a longer one stays the text of its digits."""
     return int(digits) if len(digits) <= _LONGEST_INTEGER else digits
 
 
@@ -155,8 +168,11 @@ _SEPARATOR = re.compile(r"[\s,]*")
 
 
 def read_lines(paths: Sequence[Path]) -> Lines:
-    """Files of JSON lines, or of one JSON array each; folders and globs of them; plain, gzip or zstd. Raises
-    UserError naming the file."""
+    """Read files of JSON lines, or of one JSON array each; folders and globs of them; plain, gzip or zstd.
+
+    Raises:
+        UserError: a file cannot be read; the message names it.
+    """
     files = [_read_json(path) for path in row_files(paths, "jsonl")]
     table = Lines([file for file in files if len(file)], ", ".join(map(str, paths)))
     if not len(table):
@@ -183,20 +199,20 @@ def _read_json(path: Path) -> JsonFile:
     starts = np.concatenate([[0], newlines + 1])
     ends = np.concatenate([newlines, [len(data)]])
     lines = np.arange(1, len(starts) + 1)
-    kept = starts < ends
+    is_row = starts < ends
     first = np.zeros(len(starts), np.uint8)
-    first[kept] = np.frombuffer(data, np.uint8)[starts[kept]] if len(data) else 0
-    for i in np.flatnonzero(kept & (first != ord("{"))).tolist():
+    first[is_row] = np.frombuffer(data, np.uint8)[starts[is_row]] if len(data) else 0
+    for i in np.flatnonzero(is_row & (first != ord("{"))).tolist():
         line = data[starts[i] : ends[i]]
         if line.startswith(_BOM):  # also in the middle, where files were joined
             starts[i] += len(_BOM)
             line = line[len(_BOM) :]
-        kept[i] = bool(line.strip())
-    return JsonFile(path, data, starts[kept], ends[kept], lines[kept])
+        is_row[i] = bool(line.strip())
+    return JsonFile(path, data, starts[is_row], ends[is_row], lines[is_row])
 
 
 def _array(path: Path, data: Data, newlines: np.ndarray) -> JsonFile | None:
-    """Rows of a file that is one JSON array; None for JSON lines that are arrays. Raises UserError."""
+    """Locate the rows of a file that is one JSON array; None for JSON lines that are arrays. Raises UserError."""
     body: Data = data
     try:
         if data[: len(_BOM)] == _BOM:
@@ -216,7 +232,7 @@ def _array(path: Path, data: Data, newlines: np.ndarray) -> JsonFile | None:
 
 
 def _array_of_python(path: Path, data: Data) -> JsonFile:
-    """With what Python's json reads beyond JSON, as NaN. Raises UserError naming file and line."""
+    """Read an array with Python's json, which accepts more, as NaN. Raises UserError naming file and line."""
     text = bytes(data).decode().removeprefix("\ufeff")
     try:
         count = len(_DECODER.decode(text))
@@ -238,24 +254,24 @@ def _array_of_python(path: Path, data: Data) -> JsonFile:
 
 
 def _spans(path: Path, data: Data, spans: Sequence[tuple[int, int]], newlines: np.ndarray) -> JsonFile:
-    found = np.array(spans, np.int64).reshape(-1, 2)
-    lines = np.searchsorted(newlines, found[:, 0]) + 1
-    return JsonFile(path, data, found[:, 0], found[:, 1], lines)
+    extents = np.array(spans, np.int64).reshape(-1, 2)
+    lines = np.searchsorted(newlines, extents[:, 0]) + 1
+    return JsonFile(path, data, extents[:, 0], extents[:, 1], lines)
 
 
 def _newlines(path: Path, data: Data) -> np.ndarray:
-    """Where line feeds are, the only ends of lines. Raises UserError naming the line that is not UTF-8 text."""
+    """Locate the line feeds. Raises UserError naming the line that is not UTF-8 text."""
     if not _is_utf8(data):
         raise UserError(_not_utf8(path, data))
-    found = []
+    positions = []
     for start in range(0, len(data), _CHUNK):
         part = np.frombuffer(data, np.uint8, min(_CHUNK, len(data) - start), start)  # no copy
-        found.append(np.flatnonzero(part == ord("\n")) + start)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+        positions.append(np.flatnonzero(part == ord("\n")) + start)
+    return np.concatenate(positions) if positions else np.zeros(0, np.int64)
 
 
 def _is_utf8(data: Data) -> bool:
-    """Arrow checks text ten times as fast as Python decodes it, and copies nothing."""
+    """Return whether data is UTF-8. Arrow checks it ten times as fast as Python decodes it, without a copy."""
     if len(data) <= _CHUNK:
         try:
             data[:].decode()
@@ -265,16 +281,16 @@ def _is_utf8(data: Data) -> bool:
     import pyarrow
 
     ends = pyarrow.py_buffer(np.array([0, len(data)], np.int64))
-    whole = pyarrow.Array.from_buffers(pyarrow.large_binary(), 1, [None, ends, pyarrow.py_buffer(data)])
+    text = pyarrow.Array.from_buffers(pyarrow.large_binary(), 1, [None, ends, pyarrow.py_buffer(data)])
     try:
-        whole.cast(pyarrow.large_utf8())
+        text.cast(pyarrow.large_utf8())
     except pyarrow.ArrowInvalid:
         return False
     return True
 
 
 def _not_utf8(path: Path, data: Data) -> str:
-    """What to say of the first byte that is not UTF-8 text."""
+    """Return the message for the first byte that is not UTF-8 text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(data), _CHUNK):
         try:
@@ -287,7 +303,7 @@ def _not_utf8(path: Path, data: Data) -> str:
 
 
 def _content(path: Path) -> Data:
-    """What is in the file, decompressed. Raises UserError naming the file."""
+    """Read a file, decompressed. Raises UserError naming the file."""
     head = _head(path, 6)
     if head[:3] == b"BZh" or head[:6] == b"\xfd7zXZ\x00" or head[:4] == b"PK\x03\x04":
         raise UserError(f"{path}: compressed in a form that is not read; expected plain, .gz or .zst")
@@ -362,10 +378,10 @@ class Arrow:
                 return self.rows.slice(number, 1).to_pylist()[0]
             return self.rows[number]
         except Exception as e:  # noqa: BLE001  (of a codec, a clock, an image: they have no class in common)
-            told = shorten(f"{type(e).__name__}: {e}", 500)
-            raise RowError(f"{self.place(number)}: cannot be read: {told}") from None
+            reason = shorten(f"{type(e).__name__}: {e}", 500)
+            raise RowError(f"{self.location(number)}: cannot be read: {reason}") from None
 
-    def place(self, number: int) -> str:
+    def location(self, number: int) -> str:
         return f"{self.name}, row {number}"
 
     def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
@@ -413,7 +429,7 @@ class Arrow:
 
 
 def _values(array: Any) -> Any:
-    """As `to_pylist`, of texts, lists and structs of them several times as fast."""
+    """Convert like `to_pylist`, several times as fast for texts, lists and structs of them."""
     import pyarrow
     import pyarrow.types as kinds
 
@@ -425,33 +441,33 @@ def _values(array: Any) -> Any:
     if kinds.is_struct(array.type):
         names = [field.name for field in array.type]
         children = [_values(child) for child in array.flatten()]
-        found: list[Any] = [dict(zip(names, v, strict=True)) for v in zip(*children, strict=True)]
+        values: list[Any] = [dict(zip(names, v, strict=True)) for v in zip(*children, strict=True)]
         if not children:
             return array.to_pylist()
     elif kinds.is_list(array.type) or kinds.is_large_list(array.type):
         items, offsets = _values(array.values), array.offsets.tolist()
-        found = [items[a:b] for a, b in itertools.pairwise(offsets)]
+        values = [items[a:b] for a, b in itertools.pairwise(offsets)]
     else:
         return array.to_pylist()
     if present is None:
-        return found
-    return [value if there else None for value, there in zip(found, present, strict=True)]
+        return values
+    return [value if is_present else None for value, is_present in zip(values, present, strict=True)]
 
 
 def _unzstd(data: bytes) -> bytes:
     """All frames; skippable ones, with which pzstd begins a file, hold no content. Raises ZstdError also for one that
     is cut off."""
-    found = []
+    frames = []
     while data:
         if data[1:4] == b"\x2a\x4d\x18" and data[0] >> 4 == 5:
             data = data[8 + int.from_bytes(data[4:8], "little") :]
             continue
         frame = zstandard.ZstdDecompressor().decompressobj()
-        found.append(frame.decompress(data))
+        frames.append(frame.decompress(data))
         if not frame.eof:
             raise zstandard.ZstdError("it is cut off")
         data = frame.unused_data
-    return b"".join(found)
+    return b"".join(frames)
 
 
 def _digest(parts: Any) -> str:

@@ -88,13 +88,13 @@ class Tokenizer:
         self._template: dict[str, ChatTemplate] | None = None
 
     def _eos(self) -> tuple[str, int]:
-        """Text and id of the end token: the tokenizer's, or, where its files name none, the model's first stop id."""
-        if (named := self._names.get("eos_token")) is not None:
-            if (number := self._fast.token_to_id(named)) is None:
+        """Return text and id of the end token: the tokenizer's, or, without one, the model's first stop id."""
+        if (token := self._names.get("eos_token")) is not None:
+            if (number := self._fast.token_to_id(token)) is None:
                 raise UserError(
-                    f"{self.path}/tokenizer_config.json: eos_token = {named!r} is not in tokenizer.json"
+                    f"{self.path}/tokenizer_config.json: eos_token = {token!r} is not in tokenizer.json"
                 )
-            return named, number
+            return token, number
         for number in sorted(read_stop_ids(self.path)):
             if (text := self._fast.id_to_token(number)) is not None:
                 return text, number
@@ -105,7 +105,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: Config) -> Tokenizer:
-        """That of the config's model, with the config's chat arguments."""
+        """Load the tokenizer of the config's model, with the config's chat arguments."""
         chat_args = config.data.chat_template_args
         return cls(config.model.path, chat_args, trust_remote_code=config.model.trust_remote_code)
 
@@ -123,27 +123,29 @@ class Tokenizer:
         """The special token that the chat template writes directly behind an answer; eos where it writes none."""
         try:
             chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-            before, _, behind = self.apply_chat(chat, generate=False).partition(_ANSWER)
+            text_before, _, text_after = self.apply_chat(chat, generate=False).partition(_ANSWER)
         except UserError:  # no template, or none for such a chat
             return self.eos_id
-        ids = self.encode(behind.lstrip())
-        opens_a_turn = before.endswith(behind)  # of templates that open another turn whatever they are asked
+        ids = self.encode(text_after.lstrip())
+        opens_a_turn = text_before.endswith(
+            text_after
+        )  # of templates that open another turn whatever they are asked
         return ids[0] if ids and ids[0] in self.special_ids and not opens_a_turn else self.eos_id
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text` as it stands: no bos or eos is added, unless `special`. Raises ValueError for half of a
         character, TextTooLong for a text of megabytes that the model's context cannot hold."""
-        if len(text) > ALWAYS_READ and len(text) > self._most_characters:
+        if len(text) > ALWAYS_READ and len(text) > self._max_characters:
             raise TextTooLong(
-                f"a text of {len(text):,} characters; there is room for {self._most_characters:,} at most"
+                f"a text of {len(text):,} characters; there is room for {self._max_characters:,} at most"
             )
         if not is_valid_text(text):
             raise ValueError(f"a text with half of a character (a lone UTF-16 surrogate): {text!a:.80}")
         return list(self._fast.encode(text, add_special_tokens=special).ids)
 
     @cached_property
-    def _most_characters(self) -> int:
-        """Of a text that is no longer than the context, if it were made of the longest token."""
+    def _max_characters(self) -> int:
+        """Length of a text that fills the context with the longest token."""
         try:
             context = read_fields(self.path).get("max_position_embeddings")
         except (OSError, ValueError, RecursionError):
@@ -152,40 +154,39 @@ class Tokenizer:
         return max(ALWAYS_READ, tokens * max(map(len, self._fast.get_vocab()), default=1))
 
     def unread(self, text: str) -> list[str]:
-        """The characters of `text` that it has no token for: the model sees <unk> there, or nothing."""
+        """Return the characters of `text` without a token: the model reads <unk> there, or nothing."""
         unknown = self._fast.token_to_id(self._names.get("unk_token", ""))
-        found = {c: self.encode(c) for c in sorted(set(text)) if not c.isspace()}
-        return [c for c, ids in found.items() if not ids or unknown in ids]
+        ids_of = {c: self.encode(c) for c in sorted(set(text)) if not c.isspace()}
+        return [c for c, ids in ids_of.items() if not ids or unknown in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of `ids`, special tokens included unless `skip_special`. Ids of a padded vocabulary that it lacks give
-        nothing."""
+        """Return the text of `ids`, with special tokens unless `skip_special`. Unknown ids have no text."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id; together they are `decode(ids)`. Of ids that only together are a character, the last
-        one has it and the others have none.
+        """Return the text of each id; together they are `decode(ids)`.
 
-        What a decoder makes of an id depends on the ids before it, so each is decoded with those that came last.
+        If several ids form one character, the last one has it and the others are empty. A decoder's text of an id
+        depends on the ids before it, so each is decoded together with the last ones.
         """
         out: list[str] = []
         context = 0  # where the last id with text begins
-        whole = 0  # ids before this one have their text
+        complete = 0  # ids before this one have their text
         for end in range(1, len(ids) + 1):
-            before, text = self.decode(ids[context:whole]), self.decode(ids[context:end])
+            context_text, text = self.decode(ids[context:complete]), self.decode(ids[context:end])
             if (
                 text.endswith("\N{REPLACEMENT CHARACTER}")
                 and end < len(ids)
-                and end - whole < LONGEST_CHARACTER
+                and end - complete < LONGEST_CHARACTER
             ):
                 out.append("")
                 continue
-            out.append(text[len(before) :])
-            context, whole = whole, end
+            out.append(text[len(context_text) :])
+            context, complete = complete, end
         return out
 
     def without_special(self, text: str) -> str:
-        """Decoded text without the special tokens in it."""
+        """Remove special tokens from decoded text."""
         return self._marks.sub("", text)
 
     def apply_chat(
@@ -196,31 +197,35 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_args: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat template over `messages` ({"role", "content", ...}); `generate` opens the assistant's turn.
-        `tools`: schemas of functions, in the place of those of the chat arguments. `chat_args`: beside those of the
-        tokenizer.
+        """Render the chat template over `messages` ({"role", "content", ...}).
 
-        Raises UserError when the folder has no template, or that has no use for a chat argument, RowError when it
-        refuses the messages.
+        Args:
+            generate: open the assistant's turn.
+            tools: schemas of functions, instead of those of the chat arguments.
+            chat_args: further chat arguments, beside those of the tokenizer.
+
+        Raises:
+            UserError: the folder has no template, or the template does not read a chat argument.
+            RowError: the template refuses the messages.
         """
-        given = {"tools": None, "documents": None, **self._names, **self.chat_args, **(chat_args or {})}
+        variables = {"tools": None, "documents": None, **self._names, **self.chat_args, **(chat_args or {})}
         if tools is not None:
-            given["tools"] = list(tools)
-        template = self._template_of("tool_use" if given["tools"] is not None else "default")
+            variables["tools"] = list(tools)
+        template = self._template_of("tool_use" if variables["tools"] is not None else "default")
         try:
-            return template.render(messages=list(messages), add_generation_prompt=generate, **given)
+            return template.render(messages=list(messages), add_generation_prompt=generate, **variables)
         except TEMPLATE_ERRORS as e:
-            words = shorten(str(e) or type(e).__name__, 500)
-            raise RowError(f"{self.path}: the chat template refuses the messages: {words}") from None
+            reason = shorten(str(e) or type(e).__name__, 500)
+            raise RowError(f"{self.path}: the chat template refuses the messages: {reason}") from None
 
     def _template_of(self, name: str) -> ChatTemplate:
-        """The folder's template of this name, or its default one. Raises UserError."""
+        """Return the folder's template of this name, or its default one. Raises UserError."""
         if self._template is None:
             self._template = self._compile()
-        if found := self._template.get(name) or self._template.get("default"):
-            return found
-        known = ", ".join(self._template)
-        raise UserError(f"{self.path}: no chat template is named default; expected it beside {known}")
+        if template := self._template.get(name) or self._template.get("default"):
+            return template
+        names = ", ".join(self._template)
+        raise UserError(f"{self.path}: no chat template is named default; expected it beside {names}")
 
     def _compile(self) -> dict[str, ChatTemplate]:
         if not self._template_text:
@@ -230,17 +235,21 @@ class Tokenizer:
         text = self._template_text
         try:
             templates = {
-                name: ChatTemplate(one)
-                for name, one in (text.items() if isinstance(text, dict) else [("default", text)])
+                name: ChatTemplate(template_text)
+                for name, template_text in (text.items() if isinstance(text, dict) else [("default", text)])
             }
         except (jinja2.TemplateError, RecursionError) as e:
             raise UserError(f"{self.path}: the chat template does not compile: {e}") from None
-        used = {name for template in templates.values() for name in template.variables}
+        variables = {name for template in templates.values() for name in template.variables}
         for name in self.chat_args:
-            if name not in used:
-                others = sorted(used - {"messages", "add_generation_prompt", *self._names})
-                near = difflib.get_close_matches(name, others, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else f"it looks at {', '.join(others) or 'none'}"
+            if name not in variables:
+                candidates = sorted(variables - {"messages", "add_generation_prompt", *self._names})
+                matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+                hint = (
+                    f"did you mean {matches[0]}?"
+                    if matches
+                    else f"it looks at {', '.join(candidates) or 'none'}"
+                )
                 raise UserError(
                     f"data.chat_template_args.{name}: the chat template of {self.path} has no use for it; {hint}"
                 )

@@ -117,28 +117,30 @@ def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
             break
     else:
         raise first_error or UserError(f"{type(tokenizer).__name__} is a class of its own")
-    own = read_config(folder) if (folder / CONFIG).is_file() else {}
-    tokens = {name: token_text(token) for name, token in own.items() if name.endswith("_token")}
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    tokens = {name: token_text(token) for name, token in config.items() if name.endswith("_token")}
     names: dict[str, Any] = {name: text for name, text in tokens.items() if text}
     names |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     names |= {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
     }
-    if template := tokenizer.chat_template or chat_templates(folder, own):
+    if template := tokenizer.chat_template or chat_templates(folder, config):
         names["chat_template"] = template
     (out / CONFIG).write_text(json.dumps(names, ensure_ascii=False), encoding="utf-8")
     fast.save(str(out / TOKENIZER))
 
 
 def special_texts(folder: Path, tokenizer: Any) -> set[str]:
-    """Tokens that mark something, and are no text: those that AutoTokenizer calls so, and those that the folder's
-    files do (AutoTokenizer forgets some)."""
-    found = {str(t) for t in tokenizer.all_special_tokens}
+    """Return the special tokens, which are no text: AutoTokenizer's, and those of the folder's files.
+
+    AutoTokenizer omits some of the latter.
+    """
+    texts = {str(t) for t in tokenizer.all_special_tokens}
     for name in (CONFIG, "special_tokens_map.json"):
-        said = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
-        found |= {_text(t) for t in said.get("additional_special_tokens") or ()}
-        found |= {_text(t) for t in (said.get("added_tokens_decoder") or {}).values() if t.get("special")}
-    return found
+        fields = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
+        texts |= {_text(t) for t in fields.get("additional_special_tokens") or ()}
+        texts |= {_text(t) for t in (fields.get("added_tokens_decoder") or {}).values() if t.get("special")}
+    return texts
 
 
 def _text(token: Any) -> str:
@@ -146,8 +148,10 @@ def _text(token: Any) -> str:
 
 
 def forms(tokenizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
-    """What tokenizer.json may hold: one form, or several where a class of the folder's own may do this or that. Only
-    the comparison says which one is right."""
+    """Yield possible contents of tokenizer.json: several if the behaviour of the folder's class is ambiguous.
+
+    The comparison selects the right one.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, FastTokenizer):
         yield json.loads(backend.to_str())
@@ -162,24 +166,24 @@ def forms(tokenizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
         spaces: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         prefix = {"type": "Prepend", "prepend": SPACE}  # sentencepiece's dummy prefix
         for steps in ([prefix, spaces], [spaces]):
-            made = json.loads(llama.backend_tokenizer.to_str())
-            yield made | {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+            content = json.loads(llama.backend_tokenizer.to_str())
+            yield content | {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
     elif type(tokenizer).__name__ in SLOW_TO_FAST_CONVERTERS:
         yield json.loads(convert_slow_tokenizer(tokenizer).to_str())
 
 
 def _of_tiktoken(encoding: Any, tokenizer: Any) -> dict[str, Any]:
-    """A byte-level BPE with the pattern and the ranks of a tiktoken encoding; its special tokens keep their ids."""
+    """Build a byte-level BPE with the pattern and the ranks of a tiktoken encoding; special tokens keep their ids."""
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
     converter = TikTokenConverter(vocab_file="", pattern=encoding._pat_str)
     converter.load_tiktoken_bpe = lambda _: ranks
-    made: dict[str, Any] = json.loads(converter.converted().to_str())
-    made["model"]["vocab"] |= special  # where tokenizers looks for the id of an added token
-    known = {i: t.special for i, t in tokenizer.added_tokens_decoder.items()}
-    made["added_tokens"] = [
-        _added(i, text, known.get(i, False)) for text, i in sorted(special.items(), key=lambda p: p[1])
+    content: dict[str, Any] = json.loads(converter.converted().to_str())
+    content["model"]["vocab"] |= special  # where tokenizers looks for the id of an added token
+    special_of = {i: t.special for i, t in tokenizer.added_tokens_decoder.items()}
+    content["added_tokens"] = [
+        _added(i, text, special_of.get(i, False)) for text, i in sorted(special.items(), key=lambda p: p[1])
     ]
-    return made
+    return content
 
 
 def _added(number: int, text: str, special: bool) -> dict[str, Any]:
@@ -187,32 +191,34 @@ def _added(number: int, text: str, special: bool) -> dict[str, Any]:
     return {"id": number, "content": text, "special": special, **off}
 
 
-def _marked(made: dict[str, Any], special: set[str]) -> dict[str, Any]:
-    for token in made["added_tokens"]:
+def _marked(content: dict[str, Any], special: set[str]) -> dict[str, Any]:
+    for token in content["added_tokens"]:
         token["special"] = token["special"] or token["content"] in special
-    return made
+    return content
 
 
 def compare(tokenizer: Any, fast: FastTokenizer) -> None:
-    """Raises UserError that shows the first text with other ids, or another text of its ids."""
+    """Raise UserError with the first text that has other ids, or whose ids decode to another text."""
     added = {t.content: i for i, t in fast.get_added_tokens_decoder().items()}
     for text in check_texts(list(added)[:64]):
         expected = list(tokenizer.encode(text, add_special_tokens=False))
-        found = fast.encode(text, add_special_tokens=False).ids
-        if found != expected:
+        ids = fast.encode(text, add_special_tokens=False).ids
+        if ids != expected:
             at = next(
-                (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
-                min(len(found), len(expected)),
+                (i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b),
+                min(len(ids), len(expected)),
             )
-            near = fast.decode(found[max(0, at - 4) : at + 4], skip_special_tokens=False)
-            theirs, ours = expected[at : at + 6], found[at : at + 6]
-            raise UserError(f"at {near!r:.60} AutoTokenizer gives the ids {theirs}, the conversion {ours}")
-        said = fast.decode(found, skip_special_tokens=False)
-        if set(found).isdisjoint(added.values()) and said != tokenizer.decode(
-            found, clean_up_tokenization_spaces=False
+            context = fast.decode(ids[max(0, at - 4) : at + 4], skip_special_tokens=False)
+            expected_ids, converted_ids = expected[at : at + 6], ids[at : at + 6]
+            raise UserError(
+                f"at {context!r:.60} AutoTokenizer gives the ids {expected_ids}, the conversion {converted_ids}"
+            )
+        text_of_ids = fast.decode(ids, skip_special_tokens=False)
+        if set(ids).isdisjoint(added.values()) and text_of_ids != tokenizer.decode(
+            ids, clean_up_tokenization_spaces=False
         ):
             raise UserError(
-                f"AutoTokenizer decodes {found[:6]}... otherwise than the conversion: {said!r:.60}"
+                f"AutoTokenizer decodes {ids[:6]}... otherwise than the conversion: {text_of_ids!r:.60}"
             )
     for text, number in added.items():
         if tokenizer.convert_tokens_to_ids(text) != number:
@@ -222,7 +228,7 @@ def compare(tokenizer: Any, fast: FastTokenizer) -> None:
 
 
 def main() -> int:
-    """Whatever the folder's code raises ends the process; who started it shows the last line."""
+    """Convert a folder. An error of the folder's code ends the process; the parent shows the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)

@@ -1,4 +1,4 @@
-"""What `rlsys sft` learns from: an answer to a prompt, as ids."""
+"""Training item of `rlsys sft`: an answer to a prompt, as ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be sent to an engine: the one set of rules for router, gateway, agents and the Tinker server."""
+"""Validation of requests to an engine: one set of rules for router, gateway, agents and the Tinker server."""
 
 from rlsys.engine_requests.fields import short
 from rlsys.engine_requests.limits import ANY_ENGINE, DEATHS_POISONOUS, RESERVED_TOKENS, Limits, RefusedPrompt

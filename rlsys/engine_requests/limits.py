@@ -1,4 +1,4 @@
-"""What the model and the settings of an engine exclude. SGLang dies of a token id outside its vocabulary."""
+"""Limits of the model and the settings of an engine. SGLang dies of a token id outside its vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEATHS_POISONOUS = 2
 
 
 class RefusedPrompt(ValueError):
-    """This request must not reach an engine; the message says why. `param`: the field of the request."""
+    """Request that must not reach an engine; the message has the reason. `param`: the field of the request."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -22,12 +22,12 @@ class RefusedPrompt(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the model and the engines.
+    """Limits of the model and the engines.
 
     Args:
         vocab_size: Number of token ids.
-        context_length: The most tokens of prompt and response together, RESERVED_TOKENS included.
-        deterministic: The engines draw from seeds; SGLang's scheduler asserts that such a request has no `min_p`.
+        context_length: Maximum tokens of prompt and response together, RESERVED_TOKENS included.
+        deterministic: The engines sample from seeds; SGLang's scheduler asserts that such a request has no `min_p`.
     """
 
     vocab_size: int
@@ -36,11 +36,11 @@ class Limits:
 
     @property
     def room(self) -> int:
-        """The most tokens of prompt and response together."""
+        """Maximum tokens of prompt and response together."""
         return self.context_length - RESERVED_TOKENS
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """Raises RefusedPrompt: empty, no room for a response, or an id outside the vocabulary (it kills SGLang)."""
+        """Raise RefusedPrompt: empty, no room for a response, or an id outside the vocabulary (it kills SGLang)."""
         if not ids:
             raise RefusedPrompt("the prompt is empty")
         if len(ids) >= self.room:
@@ -48,7 +48,7 @@ class Limits:
         self.check_ids(ids)
 
     def fits(self, ids: Sequence[int]) -> bool:
-        """Whether engines take this prompt."""
+        """Return whether engines accept this prompt."""
         try:
             self.check_prompt(ids)
         except RefusedPrompt:
@@ -60,14 +60,14 @@ class Limits:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise RefusedPrompt(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
 
-    def strictest(self, other: Limits) -> Limits:
-        """What engines of both kinds take."""
+    def strictest(self, limits: Limits) -> Limits:
+        """Return the limits that engines of both kinds meet."""
         return Limits(
-            min(self.vocab_size, other.vocab_size),
-            min(self.context_length, other.context_length),
-            self.deterministic or other.deterministic,
+            min(self.vocab_size, limits.vocab_size),
+            min(self.context_length, limits.context_length),
+            self.deterministic or limits.deterministic,
         )
 
 
 ANY_ENGINE = Limits(2**31 - 1, 2**31 - 1)
-"""Where model and engine are not known."""
+"""Limits where model and engine are unknown."""

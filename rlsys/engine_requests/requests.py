@@ -26,7 +26,7 @@ from rlsys.engine_requests.fields import (
 from rlsys.engine_requests.limits import Limits, RefusedPrompt
 from rlsys.engine_requests.sampling import (
     ALIASES,
-    MOST_CHOICES,
+    MAX_CHOICES,
     NO_GRAMMAR,
     SAMPLING,
     check_sampling,
@@ -48,7 +48,7 @@ def _model(limits: Limits, name: str, value: Any) -> None:
 
 
 def _start(limits: Limits, name: str, value: Any) -> None:
-    number(-1, limits.context_length, whole=True)(limits, name, value)
+    number(-1, limits.context_length, integer=True)(limits, name, value)
 
 
 def _ids(limits: Limits, name: str, value: Any) -> None:
@@ -78,7 +78,7 @@ def _stream_options(limits: Limits, name: str, value: Any) -> None:
 
 
 _FOR_ROUTING: Mapping[str, Rule] = dict.fromkeys(("session_id", "routing_key", "conversation_id"), text)
-"""Texts by which requests belong together."""
+"""Texts that group requests."""
 
 INERT = frozenset(
     {
@@ -86,9 +86,9 @@ INERT = frozenset(
         "safety_identifier", "no_logs", "log_metrics", "custom_labels", "priority",
     }
 )  # fmt: skip
-"""Fields that ask for nothing in sampling. Engines do not get them."""
+"""Fields without effect on sampling. Engines do not get them."""
 
-_REFUSED: Mapping[str, Rule] = {
+_NOT_SERVED: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("input_embeds", "image_data", "audio_data", "video_data"), not_served(_NO_MEDIA, [], "")
     ),
@@ -103,18 +103,18 @@ _REFUSED: Mapping[str, Rule] = {
     "custom_params": SAMPLING["custom_params"],
     "watermark": SAMPLING["watermark"],
 }
-"""Known to SGLang, served to nobody."""
+"""Fields of SGLang that are not served."""
 
 _PER_PROMPT: Mapping[str, Rule] = {
     "return_logprob": flag,
     "logprob_start_len": _start,
     "top_logprobs_num": most_probable,
 }
-"""Of /generate: one value for all prompts, or a list with one for each of several prompts."""
+"""Fields of /generate with one value for all prompts, or a list with one for each of several prompts."""
 
 GENERATE: Mapping[str, Rule] = {
     **_FOR_ROUTING,
-    **_REFUSED,
+    **_NOT_SERVED,
     **_PER_PROMPT,
     **dict.fromkeys(INERT, inert),
     "input_ids": _ids,
@@ -131,7 +131,7 @@ GENERATE: Mapping[str, Rule] = {
 
 _OPENAI: Mapping[str, Rule] = {
     **_FOR_ROUTING,
-    **_REFUSED,
+    **_NOT_SERVED,
     **dict.fromkeys(INERT, inert),
     **{
         name: SAMPLING[ALIASES.get(name, name)]
@@ -141,7 +141,7 @@ _OPENAI: Mapping[str, Rule] = {
             "skip_special_tokens", "no_stop_trim", "min_tokens",
         )
     },
-    "max_tokens": number(1, _INT32, whole=True),
+    "max_tokens": number(1, _INT32, integer=True),
     "model": _model,
     "stream": flag,
     "stream_options": _stream_options,
@@ -155,7 +155,7 @@ _OPENAI: Mapping[str, Rule] = {
 COMPLETIONS: Mapping[str, Rule] = {
     **_OPENAI,
     "prompt": _ids,
-    "best_of": number(1, MOST_CHOICES, whole=True),
+    "best_of": number(1, MAX_CHOICES, integer=True),
     "echo": not_served("an answer is the response alone", False),
     "logprobs": most_probable,
     "suffix": not_served("a response follows its prompt", ""),
@@ -168,7 +168,7 @@ CHAT: Mapping[str, Rule] = {
     "tools": json_value(list, "a list of functions"),
     "tool_choice": not_served(NO_GRAMMAR, "auto", "none"),
     "parallel_tool_calls": not_served(NO_GRAMMAR, True),
-    "max_completion_tokens": number(1, _INT32, whole=True),
+    "max_completion_tokens": number(1, _INT32, integer=True),
     "logprobs": flag,
     "top_logprobs": most_probable,
     "reasoning_effort": any_of(text, number(0, 0.99)),
@@ -198,7 +198,7 @@ _ANY_API: Mapping[str, Rule] = {**CHAT, **COMPLETIONS, **GENERATE}
 
 
 def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
-    """A request of one of API_FIELDS. Raises RefusedPrompt.
+    """Check a request of one of API_FIELDS. Raises RefusedPrompt.
 
     Prompts as text are measured by the engine's own tokenizer, whose refusal is a 400 as well.
     """
@@ -206,13 +206,13 @@ def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
         limits.check_prompt(ids)
     for name in ("text", "prompt"):
         _check_texts(name, body.get(name))
-    known = API_FIELDS[path]
-    _check_values(limits, body, {**_ANY_API, **known}, prompt_count(body))
+    fields = API_FIELDS[path]
+    _check_values(limits, body, {**_ANY_API, **fields}, prompt_count(body))
     if path == "/generate" and (body.get("text") is None) == (body.get("input_ids") is None):
         raise RefusedPrompt("text, input_ids: expected one of them", "input_ids")
     for name, value in body.items():
-        if name not in known:
-            raise unknown(name, known)
+        if name not in fields:
+            raise unknown(name, fields)
         if isinstance(value, list) and path != "/generate" and name in _PER_PROMPT:
             raise refuse(name, value, "one value")
 
@@ -220,7 +220,7 @@ def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
 def _check_values(
     limits: Limits, body: Mapping[str, Any], rules: Mapping[str, Rule], prompts: int | None
 ) -> None:
-    """Whatever is known to one of the APIs: a wrong value is the better message than a name in the wrong place."""
+    """Check values of fields of any API: a wrong value is a better message than a misplaced field."""
     for name, value in body.items():
         if value is None or name not in rules or name == "sampling_params":
             continue
@@ -228,9 +228,9 @@ def _check_values(
         if not rows:
             rules[name](limits, name, value)
             continue
-        for one in value:
-            if one is not None:
-                rules[name](limits, name, one)
+        for item in value:
+            if item is not None:
+                rules[name](limits, name, item)
         _check_length(name, value, prompts)
     sampling = body.get("sampling_params")
     choices = set()
@@ -258,7 +258,7 @@ def _check_length(name: str, values: list[Any], prompts: int | None) -> None:
 
 
 def prompt_count(body: Mapping[str, Any]) -> int | None:
-    """How many prompts a list of texts or of lists has; None for one prompt that is in no list."""
+    """Return the number of prompts of a list; None for one prompt that is in no list."""
     for name in ("input_ids", "text", "prompt"):
         value = body.get(name)
         if isinstance(value, list) and value and isinstance(value[0], str | list):
@@ -270,8 +270,8 @@ def _check_texts(name: str, value: Any) -> None:
     if value == "" or (isinstance(value, list) and (not value or "" in value)):
         raise RefusedPrompt("the prompt is empty", name)  # a text without a token kills SGLang's scheduler
     if name == "text" and value is not None:
-        found = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, str) for item in found):
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str) for item in items):
             raise refuse(name, value, "text, or a list of texts")
     if name == "prompt" and value is not None and not isinstance(value, str | list):
         raise refuse(name, value, "text, token ids, or a list of either")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.engine_requests.fields import (
-    MOST_IDS,
+    MAX_IDS,
     Rule,
     check_fields,
     finite,
@@ -24,11 +24,11 @@ from rlsys.engine_requests.fields import (
 )
 from rlsys.engine_requests.limits import Limits, RefusedPrompt
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 """Responses to one prompt."""
-MOST_STOPS = 32
+MAX_STOPS = 32
 """SGLang's own (MAX_STOP_COUNT)."""
-LONGEST_STOP = 1024
+MAX_STOP_LENGTH = 1024
 """Characters."""
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _ID_DIGITS = 18
@@ -46,7 +46,7 @@ def min_p(limits: Limits, name: str, value: Any) -> None:
 
 
 def top_k(limits: Limits, name: str, value: Any) -> None:
-    number(-1, _INT32, whole=True)(limits, name, value)
+    number(-1, _INT32, integer=True)(limits, name, value)
     if value == 0:
         raise refuse(name, value, "-1 (all tokens), or 1 and more")
 
@@ -54,8 +54,8 @@ def top_k(limits: Limits, name: str, value: Any) -> None:
 def logit_bias(limits: Limits, name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         raise refuse(name, value, "an object of token id -> number")
-    if len(value) > MOST_IDS:
-        raise RefusedPrompt(f"{name}: {len(value)} token ids, expected at most {MOST_IDS}", name)
+    if len(value) > MAX_IDS:
+        raise RefusedPrompt(f"{name}: {len(value)} token ids, expected at most {MAX_IDS}", name)
     for key, bias in value.items():
         digits = str(key).removeprefix("-")
         if not (digits.isascii() and digits.isdecimal() and len(digits) <= _ID_DIGITS):
@@ -67,7 +67,7 @@ def logit_bias(limits: Limits, name: str, value: Any) -> None:
     limits.check_ids([int(key) for key in value])
 
 
-_TOKENS = number(0, _INT32, whole=True)
+_TOKENS = number(0, _INT32, integer=True)
 
 SAMPLING: Mapping[str, Rule] = {
     "max_new_tokens": _TOKENS,
@@ -79,9 +79,9 @@ SAMPLING: Mapping[str, Rule] = {
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),
     "repetition_penalty": number(0.01, 2),  # a logit is divided by it, in float32
-    "n": number(1, MOST_CHOICES, whole=True),
-    "sampling_seed": number(-(2**63), _INT64, whole=True),
-    "stop": texts(MOST_STOPS, LONGEST_STOP),
+    "n": number(1, MAX_CHOICES, integer=True),
+    "sampling_seed": number(-(2**63), _INT64, integer=True),
+    "stop": texts(MAX_STOPS, MAX_STOP_LENGTH),
     "stop_token_ids": token_ids,
     **dict.fromkeys(
         ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag"), not_served(NO_GRAMMAR, "", [])
@@ -91,7 +91,7 @@ SAMPLING: Mapping[str, Rule] = {
     "skip_special_tokens": flag,
     "spaces_between_special_tokens": flag,
     "no_stop_trim": flag,
-    "stream_interval": number(1, _INT32, whole=True),
+    "stream_interval": number(1, _INT32, integer=True),
     "beam_width": not_served("no beam search", 1),
     "custom_params": not_served("parameters of logit processors, of which clients may bring none", {}),
     "watermark": not_served("no watermarks"),
@@ -108,22 +108,22 @@ ALIASES: Mapping[str, str] = {
 
 
 def check_sampling(limits: Limits, params: Mapping[str, Any], inside: str = "sampling_params.") -> None:
-    """Raises RefusedPrompt: not known, out of its range, or excluded by another one."""
+    """Check sampling parameters. Raises RefusedPrompt: unknown, out of range, or excluded by another one."""
     check_fields(limits, params, SAMPLING, inside)
     check_together(params)
 
 
 def check_together(params: Mapping[str, Any]) -> None:
-    """Rules about several sampling parameters, by SGLang's names."""
-    fewest, most = params.get("min_new_tokens"), params.get("max_new_tokens")
-    if fewest is not None and most is not None and fewest > most:
+    """Check rules between sampling parameters, by SGLang's names. Raises RefusedPrompt."""
+    min_tokens, max_tokens = params.get("min_new_tokens"), params.get("max_new_tokens")
+    if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
         raise RefusedPrompt(
-            f"min_new_tokens = {fewest}: expected at most max_new_tokens = {most}", "min_new_tokens"
+            f"min_new_tokens = {min_tokens}: expected at most max_new_tokens = {max_tokens}", "min_new_tokens"
         )
 
 
 def check_stop(value: Any, name: str = "stop") -> tuple[str, ...]:
-    """Texts that end a response. Raises RefusedPrompt."""
+    """Return the texts that end a response. Raises RefusedPrompt."""
     if value is None:
         return ()
     SAMPLING["stop"](Limits(1, 1), name, value)
@@ -140,13 +140,13 @@ def check_turn(
     stop_texts: Sequence[str] = (),
     alternatives: int = 0,
 ) -> None:
-    """A turn that a run itself asks for: of training, evaluation, a probe, a judge or an agent. Raises RefusedPrompt.
+    """Check a turn of the run's own: of training, evaluation, a probe, a judge or an agent. Raises RefusedPrompt.
 
     Args:
         prompt_ids: Of the sample.
-        response_ids: What the model and its environment have said since.
+        response_ids: Earlier tokens of the model and its environment.
         stop_texts: Beside those of the run.
-        alternatives: The most probable ids that are to be named in the place of each token.
+        alternatives: Number of most probable ids to return for each token.
     """
     limits.check_prompt(prompt_ids)
     limits.check_ids(response_ids)

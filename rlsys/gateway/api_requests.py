@@ -15,7 +15,7 @@ from rlsys.agents.chat import read_conversation
 from rlsys.engine_requests import ALIASES, Limits, RefusedPrompt, check_request
 from rlsys.engine_requests.fields import Rule, not_served
 from rlsys.engine_requests.requests import prompt_count
-from rlsys.engine_requests.sampling import MOST_CHOICES, check_stop
+from rlsys.engine_requests.sampling import MAX_CHOICES, check_stop
 from rlsys.gateway.served_model import ServedModel
 
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -97,7 +97,7 @@ def sample_count(body: Mapping[str, Any]) -> int:
     sampling = body.get("sampling_params")
     params = [body, *(sampling if isinstance(sampling, list) else [sampling])]
     choices = [p.get(name) for p in params if isinstance(p, Mapping) for name in ("n", "best_of")]
-    return prompts * max((c for c in choices if type(c) is int and 0 < c <= MOST_CHOICES), default=1)
+    return prompts * max((c for c in choices if type(c) is int and 0 < c <= MAX_CHOICES), default=1)
 
 
 def read_request(path: str, body: Mapping[str, Any], limits: Limits, model: ServedModel) -> ApiRequest:

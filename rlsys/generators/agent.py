@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from rlsys.agents.endpoint import Endpoint, Session
 from rlsys.agents.host import EVALUATION_STEP, SAMPLE
-from rlsys.agents.hosting import AgentHost, Ended, open_host
+from rlsys.agents.hosting import AgentExit, AgentHost, open_host
 from rlsys.agents.remote import AgentService, open_service
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
@@ -147,15 +147,15 @@ class AgentGenerator:
                     )
                 except ToolFailed as e:
                     raise ToolFailed(f"the agent {self._params.name}: {e}") from None
-            if end is None or not end.lost:
+            if end is None or not end.kill_reason:
                 self._conclude(conversation, end)
                 self._take_reward(sample, session.reward, full=end is None)
                 return
             self.counts["agent_restarts"] += 1
-            cause = end.lost
+            cause = end.kill_reason
         raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, at last {cause}")
 
-    def _conclude(self, conversation: Conversation, end: Ended | None) -> None:
+    def _conclude(self, conversation: Conversation, end: AgentExit | None) -> None:
         if end is not None and end.error is not None:
             raise ToolFailed(f"the agent {self._params.name}: {end.error}")
         try:
@@ -182,7 +182,7 @@ class AgentGenerator:
     @asynccontextmanager
     async def _running(
         self, sample: Sample, task: dict[str, Any]
-    ) -> AsyncIterator[tuple[Session, asyncio.Future[Ended]]]:
+    ) -> AsyncIterator[tuple[Session, asyncio.Future[AgentExit]]]:
         """Run an agent while the context is active."""
         endpoint, host = await self._serving()
         async with (
@@ -216,7 +216,7 @@ class AgentGenerator:
         """Return whether the process of the agents has died."""
         if self._parts is None or not self._parts.done():
             return False
-        return self._parts.exception() is not None or self._parts.result()[1].lost.is_set()
+        return self._parts.exception() is not None or self._parts.result()[1].host_exit.is_set()
 
     async def _keep(self, parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]]) -> None:
         """Run endpoint and host until the event loop cancels it."""
@@ -225,7 +225,7 @@ class AgentGenerator:
             opened = open_host(p.run, p.python, p.command, p.env) if p.url is None else open_service(p.url)
             async with Endpoint().listening() as endpoint, opened as host:
                 parts.set_result((endpoint, host))
-                await host.lost.wait()
+                await host.host_exit.wait()
                 log.warning("the process of the agents has died; restarting it")
         except (UserError, OSError, TimeoutError) as e:
             if parts.done():

@@ -13,8 +13,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlsys.agents.endpoint import Question
-from rlsys.agents.hosting import Ended
-from rlsys.agents.messages import Answer, Asked, BadRequest, Message, ToolCall, behind, common
+from rlsys.agents.hosting import AgentExit
+from rlsys.agents.messages import (
+    Answer,
+    BadRequest,
+    Message,
+    ToolCall,
+    TurnRequest,
+    common_prefix,
+    new_messages,
+)
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.core.types import Prompt, Sample, Status
@@ -43,11 +51,11 @@ class Thread:
         self.last = ""  # text of the token that ended the last turn
         self.busy = False  # a turn of it is being made
 
-    def new_messages(self, request: Asked) -> Sequence[Message] | None:
+    def new_messages(self, request: TurnRequest) -> Sequence[Message] | None:
         """Return the new messages of a request that continues this conversation; None if it does not."""
         if self.busy or list(request.tools) != list(self.tools):
             return None
-        return behind(self.history, request.messages)
+        return new_messages(self.history, request.messages)
 
 
 class Conversation:
@@ -95,10 +103,10 @@ class Conversation:
     async def run(
         self,
         questions: asyncio.Queue[Question],
-        exit_future: asyncio.Future[Ended],
+        exit_future: asyncio.Future[AgentExit],
         max_calls: int,
         idle_timeout: float,
-    ) -> Ended | None:
+    ) -> AgentExit | None:
         """Answer requests until the agent exits; None: the response has no room for a request.
 
         All started turns finish first, except on a cancellation, which comes after an interrupt.
@@ -147,15 +155,15 @@ class Conversation:
 
     async def _reply(self, question: Question) -> None:
         """Answer a question, or cancel its answer."""
-        key = question.asked.key
+        key = question.request.key
         earlier = self._questions.get(key)
-        if earlier is not None and (question.again or earlier.lost):
+        if earlier is not None and (question.repeated or earlier.undelivered):
             earlier.answer.add_done_callback(lambda answer: _copy(answer, question.answer))
             return
         self._questions[key] = question
         try:
-            self._check(question.asked)
-            answer = await self._answer(question.asked)
+            self._check(question.request)
+            answer = await self._answer(question.request)
             if self._persist is not None:
                 await self._persist(self._sample)
         except (BadRequest, RefusedPrompt, TextTooLong) as e:  # the latter two: longer than the context
@@ -169,7 +177,7 @@ class Conversation:
         else:
             question.answer.set_result(answer)
 
-    def _check(self, request: Asked) -> None:
+    def _check(self, request: TurnRequest) -> None:
         if request.tools and not self._may_call:
             raise BadRequest(
                 "tools need engine.tool_call_parser, the format in which the model calls them", "tools"
@@ -195,7 +203,7 @@ class Conversation:
                     name,
                 )
 
-    async def _answer(self, request: Asked) -> Answer:
+    async def _answer(self, request: TurnRequest) -> Answer:
         continuations = [
             (thread, new) for thread in self._threads if (new := thread.new_messages(request)) is not None
         ]
@@ -209,7 +217,7 @@ class Conversation:
             self._threads.remove(thread)  # another question may have its place
             raise
 
-    def _open_thread(self, request: Asked) -> Thread:
+    def _open_thread(self, request: TurnRequest) -> Thread:
         """Return the conversation that this request starts: saved and not requested since, or new."""
         s, ids = self._sample, self._rendering.prompt(request.messages, request.tools)
         open_numbers = {thread.sequence.sequence for thread in self._threads}
@@ -228,22 +236,23 @@ class Conversation:
         self._threads.append(thread := Thread(sequence, turns))
         return thread
 
-    def _parent(self, request: Asked) -> int | None:
+    def _parent(self, request: TurnRequest) -> int | None:
         """Return the conversation that shares most messages with the request, except for its system message."""
         shared = [
-            (common(thread.history, request.messages), thread.sequence.sequence) for thread in self._threads
+            (common_prefix(thread.history, request.messages), thread.sequence.sequence)
+            for thread in self._threads
         ]
         message_count, number = max(shared, default=(0, 0))
         return number if any(m["role"] != "system" for m in request.messages[:message_count]) else None
 
-    async def _turn(self, thread: Thread, request: Asked, new: Sequence[Message]) -> Answer:
+    async def _turn(self, thread: Thread, request: TurnRequest, new: Sequence[Message]) -> Answer:
         """Generate the conversation's next turn after `new` messages."""
         thread.busy, turns, s = True, thread.turns, thread.sequence
         self._counts["agent_side_calls"] += s.aside
         try:
             if new:
-                turns.observe(self._rendering.behind(new, thread.tools, thread.last))
-            start, end = await turns.turn(request.most, request.stop)
+                turns.observe(self._rendering.continuation(new, thread.tools, thread.last))
+            start, end = await turns.turn(request.max_tokens, request.stop)
             ids = s.response_ids[start:end].tolist()
             preceding_ids = [*s.prompt_ids, *s.response_ids[:start]]
             name = f"{s.sample_id}-{start}" if not s.sequence else f"{s.sample_id}-{s.sequence}-{start}"
@@ -258,12 +267,14 @@ class Conversation:
         self._turns += 1
         s.last_turn, self._last_thread = self._turns, thread
         thread.history, thread.tools = [*request.messages, answer.message], request.tools
-        truncated = turns.finish == "length" and (request.most is None or end - start < request.most)
+        truncated = turns.finish == "length" and (
+            request.max_tokens is None or end - start < request.max_tokens
+        )
         self._full |= not s.aside and (truncated or end >= self._rollout.max_response_tokens)
         return answer
 
     async def _render_answer(
-        self, name: str, preceding_ids: list[int], ids: list[int], finish: str, request: Asked
+        self, name: str, preceding_ids: list[int], ids: list[int], finish: str, request: TurnRequest
     ) -> tuple[Answer, str]:
         """Return a turn as an answer for the agent, and the text of the token that ended it.
 

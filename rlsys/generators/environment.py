@@ -149,7 +149,7 @@ class EnvironmentGenerator:
                 if step.done or len(rewards) >= self._params.max_turns:
                     sample.turn_rewards, sample.status = rewards, Status.FINISHED
                     return
-                turns.observe(self._rendering.behind(step.messages, tools, last))
+                turns.observe(self._rendering.continuation(step.messages, tools, last))
             except BudgetExhausted:
                 turn_count = len(sample.observed) + (not sample.observed_last)
                 rewards += [TurnReward(0.0)] * (turn_count - len(rewards))  # a turn that was cut off

@@ -26,7 +26,7 @@ from rlsys.engine_requests import ANY_ENGINE, SAMPLING, RefusedPrompt, check_sto
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.generators.replay import BudgetExhausted, SavedTurns
 from rlsys.generators.turns import GenerateTurn
-from rlsys.rewards.slime_names import ENDED, Options, conversations, provide, sampling_params
+from rlsys.rewards.slime_names import STATUSES, Options, conversations, provide, sampling_params
 from rlsys.rewards.slime_names import Sample as SlimeSample
 from rlsys.router.router import EVALUATION
 from rlsys.router.turn_ends import TurnEnds
@@ -302,7 +302,7 @@ class Conversation:
         if tool_ids and s.tokens + len(tool_ids) < self._config.rollout.max_response_tokens:
             s.observe(tool_ids)  # a tool had the last word
         if result.status is SlimeSample.Status.PENDING:
-            result.status = ENDED[self._turns.finish]
+            result.status = STATUSES[self._turns.finish]
         return Status.TRUNCATED if result.status is SlimeSample.Status.TRUNCATED else Status.FINISHED
 
     def _check_arrays(self, result: SlimeSample, tool_tokens: int) -> None:

@@ -86,7 +86,7 @@ class ReplayedTurns:
                         sequence_count + 1,
                     )
                 else:
-                    turns.observe(self._rendering.behind([question], (), last))
+                    turns.observe(self._rendering.continuation([question], (), last))
                 start, end = await turns.turn()
                 if turns.finish == "length":
                     rewards.append(TurnReward(0.0, False))

@@ -1,7 +1,7 @@
-"""The gated delta rule (Yang et al. 2024) in plain torch: what trainer and engine compute alike.
+"""The gated delta rule (Yang et al. 2024) in plain torch, for trainer and engine.
 
-A head keeps a state S `[p, w]`. Token t decays it by exp(g), reads what it holds under the token's key, and writes
-the difference to the token's value, by beta:
+A head keeps a state S `[p, w]`. Token t decays it by exp(g), reads the value under the token's key, and writes the
+difference to the token's value, scaled by beta:
 
     S_t = exp(g_t) S_{t-1} + k_t u_t'      u_t = beta_t (v_t - exp(g_t) S_{t-1}' k_t)      o_t = S_t' q_t
 
@@ -15,45 +15,53 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 64
-"""Tokens whose differences are solved for at once."""
+"""Tokens whose differences are solved for together."""
 
 
-def unit(x: Tensor) -> Tensor:
-    """Of length 1 along the last axis; the reference's eps."""
+def normalize(x: Tensor) -> Tensor:
+    """Scale to length 1 along the last axis, with the reference's eps."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q and k `[R, L, H, p]`, v `[R, L, H, w]`, g (at most 0) and beta `[R, L, H]`, state `[R, H, p, w]`, None for
-    zeros -> `[R, L, H, w]` and the state after the last token; all float32.
+    """Compute the gated delta rule.
 
-    Within a chunk the u solve a triangular system: each depends on those before it and on the state at its start.
+    Within a chunk the u solve a triangular system: each depends on those before it and on the state at the start.
+
+    Args:
+        q, k: `[R, L, H, p]`.
+        v: `[R, L, H, w]`.
+        g, beta: `[R, L, H]`, g at most 0.
+        state: `[R, H, p, w]`; None for zeros. All tensors are float32.
+
+    Returns:
+        o `[R, L, H, w]`, and the state after the last token.
     """
     length = q.shape[1]
     missing = -length % CHUNK  # tokens that neither decay nor write
 
     def chunks(x: Tensor) -> Tensor:
         """`[R, L, H, ...]` -> `[R, H, chunks, C, ...]`."""
-        whole = pad(x, (*(0, 0) * (x.dim() - 2), 0, missing))
-        return whole.unflatten(1, (-1, CHUNK)).movedim(3, 1)
+        padded = pad(x, (*(0, 0) * (x.dim() - 2), 0, missing))
+        return padded.unflatten(1, (-1, CHUNK)).movedim(3, 1)
 
     q, k, v, g, beta = (chunks(x) for x in (q, k, v, g, beta))
     total = g.cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~later, float("-inf")).exp()
-    since, until = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-    same = k @ k.transpose(-1, -2) * between * beta[..., None]
-    known = torch.cat([v * beta[..., None], k * beta[..., None] * since], dim=-1)
-    solved = torch.linalg.solve_triangular(same, known, upper=False, unitriangular=True)
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()
+    start_decay, end_decay = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+    system = k @ k.transpose(-1, -2) * decay * beta[..., None]
+    right_hand_side = torch.cat([v * beta[..., None], k * beta[..., None] * start_decay], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right_hand_side, upper=False, unitriangular=True)
     of_values, of_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    seen = q @ k.transpose(-1, -2) * between
+    attention = q @ k.transpose(-1, -2) * decay
     if state is None:
         state = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
     out = []
     for i in range(k.shape[2]):
         u = of_values[:, :, i] - of_state[:, :, i] @ state
-        out.append((q[:, :, i] * since[:, :, i]) @ state + seen[:, :, i] @ u)
-        state = state * since[:, :, i, -1:] + (k[:, :, i] * until[:, :, i]).transpose(-1, -2) @ u
+        out.append((q[:, :, i] * start_decay[:, :, i]) @ state + attention[:, :, i] @ u)
+        state = state * start_decay[:, :, i, -1:] + (k[:, :, i] * end_decay[:, :, i]).transpose(-1, -2) @ u
     return torch.stack(out, dim=2).movedim(1, 3).flatten(1, 2)[:, :length], state

@@ -1,8 +1,8 @@
-"""Rows sorted by expert times their experts' weights: one grouped GEMM forward, two backward.
+"""Grouped GEMM of rows sorted by expert and their experts' weights: one forward, two backward.
 
-The weights are a parameter per expert, as checkpoints, optimizers and adapters have them. Where they lie in memory at
-equal distances, as Megatron's buffers lay them out, a view stands for all of them; so does one for their `main_grad`,
-to which the backward pass adds at once.
+The weights are a parameter per expert, as in checkpoints, optimizers and adapters. If they are at equal distances in
+memory, as in Megatron's buffers, a view represents all of them; so does one of their `main_grad`, to which the
+backward pass adds at once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 16
-"""Bytes that torch's grouped GEMM wants rows to begin at."""
+"""Alignment of rows in bytes that torch's grouped GEMM requires."""
 
 
 def supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether torch multiplies `x` `[T, in]` with `weights`, each `[out, in]`, in one grouped GEMM. On GPUs its
-    kernel is for bfloat16 from compute capability 9.0; other cases would be a loop that waits for the device."""
+    """Return whether torch multiplies `x` `[T, in]` with `weights`, each `[out, in]`, in one grouped GEMM.
+
+    On GPUs its kernel requires bfloat16 and compute capability 9.0; otherwise it is a loop that waits for the device.
+    """
     if len(weights) < 2 or not len(x) or not hasattr(torch, "_grouped_mm"):
         return False
     if x.is_cuda and (x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (9, 0)):
@@ -27,8 +29,8 @@ def supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return all(n * x.element_size() % _ALIGNED == 0 for n in weights[0].shape)
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """A view `[E, ...]` of equal tensors; None where they do not lie at equal distances in one storage."""
+def strided_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return a view `[E, ...]` of equal tensors; None if they are not at equal distances in one storage."""
     first, last = tensors[0], tensors[-1]
     start = first.data_ptr()
     step = tensors[1].data_ptr() - start
@@ -44,26 +46,28 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.as_strided(first.detach(), (len(tensors), *first.shape), strides)
 
 
-def _together(tensors: Sequence[Tensor]) -> Tensor:
-    """`[E, ...]`: a view if possible."""
-    view = stacked(tensors)
+def _stack_weights(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors as `[E, ...]`: a view if possible."""
+    view = strided_view(tensors)
     return torch.stack([tensor.detach() for tensor in tensors]) if view is None else view
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Saves no copy of the weights."""
+    """Grouped GEMM with autograd. Saves no copy of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends)
         ctx.weights = weights
-        return torch._grouped_mm(x, _together(weights).transpose(-2, -1), offs=ends)
+        return torch._grouped_mm(x, _stack_weights(weights).transpose(-2, -1), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, ends = ctx.saved_tensors
         weights, grad = ctx.weights, grads[0].contiguous()
-        of_x = torch._grouped_mm(grad, _together(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        of_x = (
+            torch._grouped_mm(grad, _stack_weights(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        )
         if not ctx.needs_input_grad[2]:
             return (of_x, None, *(None for _ in weights))
         of_weights = torch._grouped_mm(grad.t(), x, offs=ends)
@@ -72,13 +76,13 @@ class _GroupedLinear(torch.autograd.Function):
         _add([weight.main_grad for weight in weights], of_weights)
         for weight in weights:
             weight.grad_added_to_main_grad = True
-        # Megatron's hooks run where a gradient comes; they forget this one.
+        # Megatron's hooks run when a gradient arrives; they discard this one.
         return of_x, None, *(torch.empty_like(weight) for weight in weights)
 
 
 def _add(main: Sequence[Tensor], gradients: Tensor) -> None:
     """Add `[E, ...]` to the accumulated gradients of each."""
-    if (view := stacked(main)) is not None:
+    if (view := strided_view(main)) is not None:
         view.add_(gradients)
     else:
         torch._foreach_add_(list(main), [grad.to(main[0].dtype) for grad in gradients.unbind()])

@@ -24,20 +24,25 @@ BLOCK = 1024
 """Words that a program loads at once."""
 WARPS = 4
 PROGRAMS = 1024
-"""Most programs per part; each takes every PROGRAMS-th tile."""
+"""Maximum programs per part; each processes every PROGRAMS-th tile."""
 _COLUMNS = 6
 
 
 @dataclass(frozen=True)
 class Part:
-    """Words of one tensor, in memory as `words / row` rows.
+    """Words of one tensor, in memory as `length / row` rows.
 
-    `data` keeps the memory alive. `start`: index of the first word in the tensor; `total`: words of the tensor;
-    `row`: words of a row; `stride`: words from one row to the next.
+    Attributes:
+        data: keeps the memory alive.
+        length: words.
+        start: index of the first word in the tensor.
+        total: words of the tensor.
+        row: words of a row.
+        stride: words from one row to the next.
     """
 
     data: Tensor
-    words: int
+    length: int
     start: int
     total: int
     row: int
@@ -63,17 +68,22 @@ def tile_digests(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """`table` `[parts, COLUMNS]` int64: address, words, start, total, row, stride. `out` `[parts, 3]` uint64: sum of
-    the finished tiles, and the halves of the first and the last tile where the part has only some of their words."""
+    """Digest tiles of parts.
+
+    Args:
+        table: `[parts, COLUMNS]` int64: address, length, start, total, row, stride.
+        out: `[parts, 3]` uint64: sum of the finished tiles, and the halves of the first and the last tile where the
+            part has only some of their words.
+    """
     part = tl.program_id(1)
     line = table + part * COLUMNS
-    words = tl.load(line + 1)
+    length = tl.load(line + 1)
     start = tl.load(line + 2)
     total = tl.load(line + 3)
     row = tl.load(line + 4)
     stride = tl.load(line + 5)
     base = tl.load(line).to(tl.pointer_type(tl.uint32))
-    end = start + words
+    end = start + length
     first = start // TILE
     last = (end - 1) // TILE
     size = (total * 4).to(tl.uint32)
@@ -89,14 +99,18 @@ def tile_digests(  # type: ignore[no-untyped-def]
             index = offset + column
             inside = (index >= lowest) & (index < highest)
             at = (begin - start) + index
-            if row < words:
+            if row < length:
                 at = at // row * stride + at % row
             value = tl.load(base + at, mask=inside, other=0)
-            place = begin.to(tl.uint32) + index.to(tl.uint32)
-            one = (place * tl.full((), 0x27D4EB2D, tl.uint32) + SEED_HIGH) ^ ((place << 15) | (place >> 17))
-            two = (place * tl.full((), 0x165667B1, tl.uint32) + SEED_LOW) ^ ((place << 13) | (place >> 19))
-            high += tl.where(inside, _finish(value ^ one), 0)
-            low += tl.where(inside, _finish(value ^ two), 0)
+            position = begin.to(tl.uint32) + index.to(tl.uint32)
+            key_high = (position * tl.full((), 0x27D4EB2D, tl.uint32) + SEED_HIGH) ^ (
+                (position << 15) | (position >> 17)
+            )
+            key_low = (position * tl.full((), 0x165667B1, tl.uint32) + SEED_LOW) ^ (
+                (position << 13) | (position >> 19)
+            )
+            high += tl.where(inside, _finish(value ^ key_high), 0)
+            low += tl.where(inside, _finish(value ^ key_low), 0)
         sum_high = tl.sum(high, axis=0).to(tl.uint32)
         sum_low = tl.sum(low, axis=0).to(tl.uint32)
         tile_end = tl.minimum(begin + TILE, total)
@@ -112,7 +126,7 @@ def tile_digests(  # type: ignore[no-untyped-def]
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on CPU tensors."""
+    """Return whether Triton runs kernels on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -128,12 +142,12 @@ def launch(parts: Sequence[Part], seeds: tuple[int, int]) -> Tensor:
         low, of a first and a last tile that the part has only some words of.
     """
     device = parts[0].data.device
-    rows = [[p.data.data_ptr(), p.words, p.start, p.total, p.row, p.stride] for p in parts]
+    rows = [[p.data.data_ptr(), p.length, p.start, p.total, p.row, p.stride] for p in parts]
     table = torch.tensor(rows, dtype=torch.int64)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     out = torch.zeros(len(parts), 3, dtype=torch.int64, device=device)
-    tiles = max((p.start + p.words - 1) // TILE - p.start // TILE + 1 for p in parts)
+    tiles = max((p.start + p.length - 1) // TILE - p.start // TILE + 1 for p in parts)
     tile_digests[(min(PROGRAMS, tiles), len(parts))](
         table,
         out.view(torch.uint64),

@@ -161,7 +161,7 @@ def _layer(hf: HFConfig, layer: int) -> Counter[str]:
         elif ".mlp." in rule.megatron:
             part = "ffn"
         else:
-            part = "replicated" if rule.cut is None else "attention"
+            part = "replicated" if rule.shard_axis is None else "attention"
         count[part] += sum(prod(hf.shape(letters)) for letters in rule.hf.values())
     return count
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import (
-    check_asked,
     check_layout,
+    check_requirements,
     check_teacher,
     check_vocabulary,
     read_vocabulary,
@@ -94,7 +94,7 @@ def read_model(config: Config) -> HFConfig:
     check_folder(config.model.path)
     hf = trained_model(config)
     check_layout(config, hf)
-    check_asked(config, hf)
+    check_requirements(config, hf)
     return hf
 
 

@@ -122,7 +122,6 @@ def _changes(config: Config, hf: HFConfig, gpus: int, c: Candidate) -> Changes:
         "trainer": {"offload_optimizer": c.offload, "recompute": ["layer"]},
         "engine": {"count": gpus // c.engine_tp, "tp": c.engine_tp, "max_total_tokens": None},
         "launch": _launch_changes(config, gpus) | launch,
-        "weights": {"method": "tensor"},
     }  # fmt: skip
 
 

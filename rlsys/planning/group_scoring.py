@@ -10,7 +10,7 @@ from rlsys.algo.group_rewards import GroupReward, Response
 from rlsys.core.imports import source_location
 from rlsys.core.texts import error_text
 from rlsys.core.types import is_reward
-from rlsys.rewards.judges import PatientJudge, wait_for_work
+from rlsys.rewards.judges import JudgeWithTimeout, wait_for_work
 from rlsys.rewards.workers import contained
 
 
@@ -28,7 +28,7 @@ class GroupScorer:
         self.timeouts = self.failures = 0
 
     async def score(
-        self, prompt: str, responses: Sequence[Response], judge: PatientJudge | None
+        self, prompt: str, responses: Sequence[Response], judge: JudgeWithTimeout | None
     ) -> list[float] | str:
         """Return a finite reward for each response, or the reason why there are none."""
         open_questions = 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rlsys.core.types import Prompt, Sample
 from rlsys.data import Tokenizer
-from rlsys.rewards.judges import PatientJudge
+from rlsys.rewards.judges import JudgeWithTimeout
 
 REQUEST = """Problem:
 {problem}
@@ -23,7 +23,7 @@ class Guidance:
     `counts`: guided prompts, and requests without a response.
     """
 
-    def __init__(self, judge: PatientJudge, tokenizer: Tokenizer) -> None:
+    def __init__(self, judge: JudgeWithTimeout, tokenizer: Tokenizer) -> None:
         self._judge, self._tokenizer = judge, tokenizer
         self.counts: dict[str, float] = {"guided": 0, "guidance_missing": 0}
 

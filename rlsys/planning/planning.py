@@ -28,7 +28,7 @@ from rlsys.planning.group_scoring import GroupScorer
 from rlsys.planning.guidance import Guidance
 from rlsys.planning.repairs import Repairs
 from rlsys.planning.teacher import EngineTeacher
-from rlsys.rewards.judges import PatientJudge
+from rlsys.rewards.judges import JudgeWithTimeout
 
 PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
 """Prompt ids -> disagreement of policy and reference on each, and which tokens are protected."""
@@ -48,7 +48,7 @@ class Planning:
         config: Config,
         source: PromptSource,
         tokenizer: Tokenizer | None,
-        judge: PatientJudge | None = None,
+        judge: JudgeWithTimeout | None = None,
         prompt_scores: PromptScores | None = None,
         repairs: Repairs | None = None,
         explorer: Explorer | None = None,
@@ -150,7 +150,7 @@ class Planning:
         if self.teacher is not None:
             counts |= self.teacher.counts
         if (judge := self._judge) is not None:
-            counts |= {"judge_hung": judge.hung, "judge_failed": judge.failed}
+            counts |= {"judge_hung": judge.timeouts, "judge_failed": judge.failures}
         for planner in self._planners:
             counts |= planner.counts
         return counts

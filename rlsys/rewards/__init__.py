@@ -1,10 +1,10 @@
-"""Rewards: `reward_fn(prompt, response) -> Mark`, any finite number.
+"""Rewards: `reward_fn(prompt, response) -> RewardResult`, any finite number.
 
 A reward function, built in or named by import path, is made as `function(config)`, has the signature of another
 framework (signatures.py), or stands behind a URL (service.py). It may be async or plain. An async one runs in the
 event loop and must not hold it: a loop that stands still for rollout.stall_timeout ends the run. A plain one runs in
-processes of its own, each of which makes the function for itself: one that hangs can be killed there. Whoever calls
-has the time limit and censors.
+separate processes, each of which makes the function for itself: one that hangs can be killed there. The caller
+enforces the time limit and censors the sample.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from rlsys.config import Config
+from rlsys.core.errors import UserError
 from rlsys.core.imports import resolve
 from rlsys.core.types import Prompt, Response
 from rlsys.rewards.answer import (
@@ -28,14 +29,14 @@ from rlsys.rewards.consistency import reasoning_answer_consistency
 from rlsys.rewards.environment import agent, environment
 from rlsys.rewards.judge_training import fapo_judge
 from rlsys.rewards.maths import math
-from rlsys.rewards.results import Mark, join_marks, read_mark
+from rlsys.rewards.results import RewardResult, join_rewards, parse_reward
 from rlsys.rewards.service import ServiceReward, find_service, is_url, service_name
 from rlsys.rewards.shapes import format_, json_schema, length, regex
 from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.rewards.slime_names import install
 from rlsys.rewards.workers import RewardWorkers, contained
 
-RewardFn = Callable[[Prompt, Response], Awaitable[Mark]]
+RewardFn = Callable[[Prompt, Response], Awaitable[RewardResult]]
 
 REWARDS: dict[str, Callable[..., Callable[[Prompt, Response], Any]]] = {
     "reasoning_gym": reasoning_gym,
@@ -55,13 +56,21 @@ REWARDS: dict[str, Callable[..., Callable[[Prompt, Response], Any]]] = {
 }
 
 
+RENAMED_PARAMS = {("regex", "whole"): "full_match"}
+"""(function, former name of a parameter) -> its name."""
+
+
 def make_scores(config: Config) -> list[Score]:
-    """The functions of `data.reward`, in its order. Raises UserError for an unknown name or signature."""
+    """Build the functions of `data.reward`, in its order. Raises UserError for an unknown name or signature."""
+    for spec in config.data.reward:
+        for name in spec.params:
+            if (new_name := RENAMED_PARAMS.get((spec.name, name))) is not None:
+                raise UserError(f"data.reward: {spec.name}: {name} was renamed to {new_name}; use {new_name}")
     return [adapt("data.reward", find_reward(spec.name), spec, config) for spec in config.data.reward]
 
 
 def find_reward(name: str) -> Callable[..., Any]:
-    """What `data.reward` names. Raises UserError for an unknown name."""
+    """Return the factory of a reward function that `data.reward` names. Raises UserError for an unknown name."""
     if is_url(name):
         return find_service(name)
     install()
@@ -69,13 +78,13 @@ def find_reward(name: str) -> Callable[..., Any]:
 
 
 def make_score(config: Config) -> Score:
-    """The function of a `data.reward` that names one."""
+    """Build the function of a `data.reward` that names exactly one."""
     (score,) = make_scores(config)
     return score
 
 
 def short_names(names: list[str]) -> list[str]:
-    """What the parts of a joined reward are called: the function's name alone, with a number where two share it."""
+    """Name the parts of a joined reward: the function's name alone, numbered where two functions share it."""
     short = [service_name(name) if is_url(name) else name.rpartition(":")[2] for name in names]
     return [
         name if short.count(name) == 1 else f"{name}_{short[: i + 1].count(name)}"
@@ -95,8 +104,10 @@ class Rewards:
         self._beginning: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Start the process of the plain functions now, so that the first score need not wait for it. One that does
-        not start says so at the first score, which tries again."""
+        """Start the process of the plain functions now, so that the first score does not wait for it.
+
+        The first score reports a process that does not start, and tries again.
+        """
         if len(self._async_scores) < len(self._names):
             self._beginning = asyncio.ensure_future(self._one_worker())
 
@@ -106,27 +117,31 @@ class Rewards:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFn]:
-        """For one score. The plain functions' process is killed when their scores have not come by the end."""
+        """Open the functions for one score. The exit kills the plain functions' process if it still computes."""
         all_async = len(self._async_scores) == len(self._names)
         async with nullcontext() if all_async else self._workers.scores() as scores:
 
-            async def reward_fn(prompt: Prompt, response: Response) -> Mark:
+            async def reward_fn(prompt: Prompt, response: Response) -> RewardResult:
                 async def plain() -> list[Any]:
                     return [] if scores is None else await scores(prompt, response)
 
-                asked = [contained(score(prompt, response)) for score in self._async_scores.values()]
-                plain_values, *async_values = await asyncio.gather(plain(), *asked)
-                mine, others = iter(async_values), iter(plain_values)
-                values = [next(mine if i in self._async_scores else others) for i in range(len(self._names))]
-                marks = [
-                    None if value is None else read_mark(value, name)
+                async_scores = [contained(score(prompt, response)) for score in self._async_scores.values()]
+                plain_values, *async_values = await asyncio.gather(plain(), *async_scores)
+                async_iterator, plain_iterator = iter(async_values), iter(plain_values)
+                values = [
+                    next(async_iterator if i in self._async_scores else plain_iterator)
+                    for i in range(len(self._names))
+                ]
+                results = [
+                    None if value is None else parse_reward(value, name)
                     for value, name in zip(values, self._names, strict=True)
                 ]
-                return join_marks(self._names, self._weights, marks)
+                return join_rewards(self._names, self._weights, results)
 
             yield reward_fn
 
     async def close(self) -> None:
+        """Close the connections of services and the processes of plain functions."""
         if self._beginning is not None:
             self._beginning.cancel()
             await asyncio.gather(self._beginning, return_exceptions=True)
@@ -136,4 +151,4 @@ class Rewards:
         await self._workers.close()
 
 
-__all__ = ["REWARDS", "Mark", "RewardFn", "Rewards", "make_score", "make_scores"]
+__all__ = ["REWARDS", "RewardResult", "RewardFn", "Rewards", "make_score", "make_scores"]

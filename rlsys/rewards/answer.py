@@ -1,6 +1,6 @@
 """Verifiers of a final answer: between <answer> and </answer>, or in the form that the prompt asks for.
 
-A response that was cut off never said that it was done: it scores 0.
+A response that was cut off has no final answer: it scores 0.
 """
 
 from __future__ import annotations
@@ -45,51 +45,51 @@ def _boxed(text: str) -> str | None:
 
 
 def _line(text: str) -> str | None:
-    found = _LINE.findall(text)
-    return found[-1] if found else None
+    answers = _LINE.findall(text)
+    return answers[-1] if answers else None
 
 
 FORMS: dict[str, Callable[[str], str | None]] = {"tags": _tags, "boxed": _boxed, "line": _line}
 
 
 def form_of(prompt: Prompt) -> str:
-    """How this prompt asks for its final answer: algo.prompt may have put it so."""
+    """Return the form in which the prompt asks for its final answer: the plug-in of algo.prompt may set it."""
     return str(prompt.entry.get("form", "tags"))
 
 
 def format_share(prompt: Prompt, response: Response) -> float:
-    """How well a response keeps to the format that its prompt asks for: the share of what it should have that it has.
+    """Return the share of the required format elements that a response has.
 
-    That is a final answer, and each of the marks of the prompt's template exactly once.
+    The elements are a final answer, and each of the marks of the prompt's template exactly once.
     """
-    kept = [final_answer(response, form_of(prompt)) is not None]
-    kept += [response.count(mark) == 1 for mark in prompt.entry.get("marks", ())]
-    return sum(kept) / len(kept)
+    satisfied = [final_answer(response, form_of(prompt)) is not None]
+    satisfied += [response.count(mark) == 1 for mark in prompt.entry.get("marks", ())]
+    return sum(satisfied) / len(satisfied)
 
 
 def count_answers(text: str) -> int:
-    """How many <answer>...</answer> it has."""
+    """Count the <answer>...</answer> blocks of a text."""
     return len(_ANSWER.findall(text))
 
 
 def canonical_answer(response: Response, form: str = "tags") -> str | None:
-    """The final answer as votes compare it: single blanks, no case; None where there is none."""
+    """Return the final answer in the form that votes compare: single blanks, no case; None without an answer."""
     answer = final_answer(response, form)
     return " ".join(answer.casefold().split()) if answer else None
 
 
 def reasoning_gym(config: Config) -> Score:
-    """1 when the task's own verifier gives full marks, else 0.
+    """Return 1 when the task's own verifier gives full marks, else 0.
 
-    Some give part marks for an answer that merely contains the right one: policies learn to exploit
-    that. Where part marks are wanted, `reasoning_gym_partial` passes them on.
+    Some verifiers give part marks for an answer that merely contains the right one, which policies learn to exploit.
+    `reasoning_gym_partial` returns part marks.
     """
     partial = reasoning_gym_partial(config)
     return lambda prompt, response: float(partial(prompt, response) >= 1)
 
 
 def reasoning_gym_partial(config: Config) -> Score:
-    """What the task's own verifier gives, part marks included; an entry names its task."""
+    """Return the score of the task's own verifier, part marks included; an entry names its task."""
     from reasoning_gym import (
         get_score_answer_fn,  # some seconds: here, and not in the first score's time limit
     )

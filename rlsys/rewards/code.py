@@ -1,12 +1,12 @@
 """The reward `code`: runs the program of a response against tests, in a sandbox of this machine or of SandboxFusion.
 
-Tests stand in the row, as `tests` or as its right answer (then perhaps a text that is JSON):
+Tests are in the row, as `tests` or as its right answer (possibly as JSON text):
 
     [{"input": "1 2\\n", "output": "3\\n"}, ...]          standard input and output
     {"inputs": [...], "outputs": [...]}                  the same, as verl's and PRIME's rows have it
     {"functional": "assert add(1, 2) == 3"}, or a text   code that uses what the program defines
 
-The program never sees a right answer, and gives no verdict: tests run in a process of their own (isolated.py).
+The program neither sees a right answer nor gives a verdict: tests run in a separate process (isolated.py).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from rlsys.obs.direct import opener
 from rlsys.rewards.sandbox import Outcome, Sandbox, Undecidable
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
-LARGEST_ANSWER = 2**24
-"""Bytes, of SandboxFusion."""
+MAX_ANSWER_BYTES = 2**24
+"""Limit of an answer of SandboxFusion."""
 
 
 class Runner(Protocol):
-    """Where programs run."""
+    """Executor of programs."""
 
-    def run(self, program: str, said: str) -> Outcome:
-        """With standard input `said`."""
+    def run(self, program: str, stdin: str) -> Outcome:
+        """Run a program with standard input `stdin`."""
 
     def passes(self, program: str, tests: str) -> bool:
-        """Whether code that uses what the program defines ends without an exception."""
+        """Return whether code that uses the program's definitions ends without an exception."""
 
 
 Test = Callable[[str, Runner], bool]
@@ -82,13 +82,13 @@ def code(
         blocks = _BLOCK.findall(tokenizer.without_special(text))
         if not blocks:
             return 0.0
-        passed = 0
+        passed_tests = 0
         for test in tests:
             if test(blocks[-1], runner):
-                passed += 1
+                passed_tests += 1
             elif not partial:
                 return 0.0
-        return passed / len(tests)
+        return passed_tests / len(tests)
 
     return score
 
@@ -100,7 +100,7 @@ def missing_protections(config: Config) -> list[str] | None:
 
 
 def read_tests(tests: Any) -> list[Test]:
-    """Raises ValueError for what is no list of tests."""
+    """Parse the tests of a row. Raises ValueError for a value that is no list of tests."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
@@ -111,7 +111,7 @@ def read_tests(tests: Any) -> list[Test]:
     if isinstance(tests, dict) and "inputs" in tests:
         if tests.get("fn_name"):
             pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-            return [_call(tests["fn_name"], given, wanted) for given, wanted in pairs]
+            return [_call(tests["fn_name"], arguments, expected) for arguments, expected in pairs]
         tests = [{"input": i, "output": o} for i, o in zip(tests["inputs"], tests["outputs"], strict=True)]
     if isinstance(tests, list) and tests and all(isinstance(t, str) for t in tests):
         return [_asserts(t) for t in tests]
@@ -126,12 +126,12 @@ def read_tests(tests: Any) -> list[Test]:
     return [_dialogue(str(t.get("input", "")), str(t["output"])) for t in tests]
 
 
-def _dialogue(said: str, wanted: str) -> Test:
-    """Lines are compared without blanks at their ends."""
+def _dialogue(stdin: str, expected: str) -> Test:
+    """Test standard input and output. Lines are compared without trailing blanks."""
 
     def test(program: str, runner: Runner) -> bool:
-        found = runner.run(program, said)
-        return found.ok and _lines(found.output) == _lines(wanted)
+        outcome = runner.run(program, stdin)
+        return outcome.ok and _lines(outcome.output) == _lines(expected)
 
     return test
 
@@ -140,11 +140,11 @@ def _asserts(checks: str) -> Test:
     return lambda program, runner: runner.passes(program, checks)
 
 
-def _call(name: str, given: Any, wanted: Any) -> Test:
-    """LeetCode's form: a function, or a method of Solution."""
+def _call(name: str, arguments: Any, expected: Any) -> Test:
+    """Test the return value of a function, or of a method of Solution (LeetCode's form)."""
     if not name.isidentifier():
         raise ValueError(f"fn_name = {name[:80]!r}: expected the name of a function")
-    values = json.dumps([given if isinstance(given, list) else [given], wanted])
+    values = json.dumps([arguments if isinstance(arguments, list) else [arguments], expected])
     return _asserts(
         f"import json as _json\n_args, _wanted = _json.loads({values!r})\n"
         f"try:\n    _f = Solution().{name}\nexcept NameError:\n    _f = {name}\n"
@@ -158,17 +158,17 @@ def _lines(text: str) -> list[str]:
 
 
 class _Local:
-    """In a sandbox of this machine."""
+    """Runner in a sandbox of this machine."""
 
     def __init__(self, seconds: float, memory_mb: int, required: bool) -> None:
         self._sandbox, self._required = Sandbox(seconds, memory_mb), required
         self.run = self._sandbox.run
         self._warned = False
         if missing := self._sandbox.missing():
-            told = f"data.reward: code: this machine does not keep from programs: {'; '.join(missing)}"
+            warning = f"data.reward: code: this machine does not keep from programs: {'; '.join(missing)}"
             if required:
-                raise UserError(f"{told}; sandbox = required")
-            log.warning("%s", told)
+                raise UserError(f"{warning}; sandbox = required")
+            log.warning("%s", warning)
         if unlimited := self._sandbox.unlimited():
             log.warning("data.reward: code: this machine does not limit %s", "; ".join(unlimited))
 
@@ -187,7 +187,7 @@ class _Local:
 
 
 class _Fusion:
-    """By a SandboxFusion server. Raises RuntimeError when it gives no result: no fault of the program."""
+    """Client of a SandboxFusion server. Raises RuntimeError when the server gives no result."""
 
     def __init__(self, url: str, seconds: float, memory_mb: int, required: bool) -> None:
         self._url = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
@@ -201,24 +201,24 @@ class _Fusion:
                 "of standard input and output"
             )
         done = secrets.token_hex(16)
-        found = self.run(f"{program}\n\n{tests}\n\nprint()\nprint({done!r})\n", "")
-        return found.ok and _lines(found.output)[-1:] == [done]
+        outcome = self.run(f"{program}\n\n{tests}\n\nprint()\nprint({done!r})\n", "")
+        return outcome.ok and _lines(outcome.output)[-1:] == [done]
 
-    def run(self, program: str, said: str) -> Outcome:
+    def run(self, program: str, stdin: str) -> Outcome:
         body = {
-            "code": program, "language": "python", "stdin": said, "compile_timeout": self._seconds,
+            "code": program, "language": "python", "stdin": stdin, "compile_timeout": self._seconds,
             "run_timeout": self._seconds, "memory_limit_MB": self._memory_mb,
         }  # fmt: skip
         request = urllib.request.Request(
             self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with opener.open(request, timeout=self._seconds * 2 + 10) as answer:
-                found = load_json(answer.read(LARGEST_ANSWER))
-            result = found.get("run_result") or {}
-            if found["status"] == "SandboxError":
-                raise RuntimeError(f"{self._url}: {found.get('message')}")
-            ok = found["status"] == "Success" and result.get("return_code") == 0
+            with opener.open(request, timeout=self._seconds * 2 + 10) as response:
+                answer = load_json(response.read(MAX_ANSWER_BYTES))
+            result = answer.get("run_result") or {}
+            if answer["status"] == "SandboxError":
+                raise RuntimeError(f"{self._url}: {answer.get('message')}")
+            ok = answer["status"] == "Success" and result.get("return_code") == 0
             return Outcome(ok, result.get("stdout") or "")
         except (urllib.error.URLError, TimeoutError, ValueError, KeyError, AttributeError) as e:
             raise RuntimeError(f"{self._url}: no answer of SandboxFusion: {type(e).__name__}: {e}") from None

@@ -1,7 +1,7 @@
 """`reasoning_answer_consistency`: whether a response's reasoning leads to its answer, right or wrong (RAC).
 
-For evaluations, as the reward of a set of `eval.sets`: its accuracy is then the share of responses whose answer
-follows from what stands before it. A judge says so; the key is not shown to it.
+For evaluations, as the reward of a set of `eval.sets`: its accuracy is the share of responses whose answer follows
+from the reasoning before it. A judge decides without the right answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlsys.rewards.answer import final_answer, form_of
 from rlsys.rewards.judges import find_judge
 from rlsys.rewards.workers import RewardError
 
-ASK = """Problem:
+QUESTION = """Problem:
 {problem}
 
 Reasoning:
@@ -29,35 +29,38 @@ Answer:
 {answer}
 
 Does this reasoning lead to this answer? Whether the answer is right does not matter. Reply with yes or no."""
-_SAID = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+_YES_OR_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
 def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, Response], Awaitable[float]]:
-    """1 where the judge says yes, 0 for no, without an answer, or without any reasoning. Raises UserError where
-    `data.judge` names no judge that a reward can ask."""
+    """Return 1 where the judge says yes, 0 for no, without an answer, or without any reasoning.
+
+    Raises:
+        UserError: `data.judge` names no judge that a reward can ask.
+    """
     if config.data.judge in (None, "engines"):
         raise UserError(
             f"data.reward = 'reasoning_answer_consistency' with data.judge = {config.data.judge!r}: expected a judge "
             "of its own, http://HOST:PORT or path/to/file.py:function"
         )
-    judge: Any = call("data.judge", find_judge(config.data.judge), config, _nobody)
+    judge: Any = call("data.judge", find_judge(config.data.judge), config, _refuse)
     tokenizer = Tokenizer.of(config)
 
     async def score(prompt: Prompt, text: Response) -> float:
         answer = final_answer(text, form_of(prompt))
-        before = text.rpartition("</think>")[0] or text.rpartition("<answer>")[0]
-        reasoning = tokenizer.without_special(before).removeprefix("<think>").strip()
+        head = text.rpartition("</think>")[0] or text.rpartition("<answer>")[0]
+        reasoning = tokenizer.without_special(head).removeprefix("<think>").strip()
         if answer is None or not reasoning:
             return 0.0
         problem = prompt.question or prompt.text
-        said = await judge(ASK.format(problem=problem, reasoning=reasoning, answer=answer))
-        found = _SAID.search(said or "")
-        if found is None:
-            raise RewardError(f"data.judge said {said!r:.80}, expected yes or no")
-        return float(found[1].lower() == "yes")
+        reply = await judge(QUESTION.format(problem=problem, reasoning=reasoning, answer=answer))
+        match = _YES_OR_NO.search(reply or "")
+        if match is None:
+            raise RewardError(f"data.judge replied {reply!r:.80}, expected yes or no")
+        return float(match[1].lower() == "yes")
 
     return score
 
 
-async def _nobody(question: str) -> str:
+async def _refuse(question: str) -> str:
     raise RewardError("a judge of a reward cannot ask the run's engines; use one behind a URL")

@@ -1,6 +1,6 @@
-"""The rewards `environment` and `agent`: what the run's environment, or its agent, says.
+"""The rewards `environment` and `agent`: the reward that the run's environment, or its agent, reports.
 
-With `rollout.generator: environment`, or `replayed`, it is the sum of what the turns were worth. With `data.source:
+With `rollout.generator: environment`, or `replayed`, it is the sum of the turn rewards. With `data.source:
 environment` it is the rubric of that verifiers environment.
 """
 
@@ -19,31 +19,34 @@ from rlsys.rewards.signatures import Score, adapt, is_async
 
 
 def agent(config: Config) -> Score:
-    """What the agent has given when it ended."""
+    """Return the reward that the agent reported when it ended."""
     if config.rollout.generator != "agent":
         raise UserError(
-            "data.reward = 'agent' is what an agent gives when it ends, but rollout.generator = "
+            "data.reward = 'agent' is the reward that an agent reports when it ends, but rollout.generator = "
             f"{config.rollout.generator}; expected agent"
         )
     return lambda prompt, text: math.fsum(prompt.entry[TURNS])
 
 
 def environment(config: Config) -> Score:
-    """The rubric's functions times their weights; each value is written down beside the reward."""
+    """Return the rubric's functions times their weights; each value is recorded beside the reward."""
     if config.rollout.generator in ("environment", "replayed"):
         return lambda prompt, text: math.fsum(prompt.entry[TURNS])
     if config.data.source != "environment":
         raise UserError(
-            "data.reward = 'environment' is what rollout.generator = environment says, or the rubric of data.source "
-            f"= environment; here they are {config.rollout.generator} and {config.data.source}"
+            "data.reward = 'environment' is the reward of rollout.generator = environment, or the rubric of "
+            "data.source = environment; here they are "
+            f"{config.rollout.generator} and {config.data.source}"
         )
-    made = load_environment(config.data.params)
-    rubric = getattr(made, "rubric", None)
+    verifiers_environment = load_environment(config.data.params)
+    rubric = getattr(verifiers_environment, "rubric", None)
     functions = _first(rubric, "funcs", "reward_funcs")
     weights = _first(rubric, "weights", "reward_weights") or [1.0] * len(functions)
     if not functions:
-        raise UserError(f"data.reward = 'environment': {type(made).__name__} has no rubric with functions")
-    parser = getattr(rubric, "parser", None) or getattr(made, "parser", None)
+        raise UserError(
+            f"data.reward = 'environment': {type(verifiers_environment).__name__} has no rubric with functions"
+        )
+    parser = getattr(rubric, "parser", None) or getattr(verifiers_environment, "parser", None)
     names = [getattr(f, "__name__", f"function_{i}") for i, f in enumerate(functions)]
     scores = [
         adapt("data.reward", f, RewardSpec(name=name, signature="verifiers"), config, parser=parser)
@@ -51,19 +54,19 @@ def environment(config: Config) -> Score:
     ]
 
     def total(values: list[Any]) -> dict[str, float]:
-        marks = dict(zip(names, map(float, values), strict=True))
-        return {SCORE: sum(w * v for w, v in zip(weights, marks.values(), strict=True)), **marks}
+        parts = dict(zip(names, map(float, values), strict=True))
+        return {SCORE: sum(w * v for w, v in zip(weights, parts.values(), strict=True)), **parts}
 
     if not any(map(is_async, scores)):
         return lambda prompt, response: total([score(prompt, response) for score in scores])
 
-    async def ask(prompt: Prompt, response: Response) -> dict[str, float]:
+    async def async_score(prompt: Prompt, response: Response) -> dict[str, float]:
         values = [score(prompt, response) for score in scores]
         return total([await v if is_async(s) else v for s, v in zip(scores, values, strict=True)])
 
-    return ask
+    return async_score
 
 
 def _first(rubric: Any, *names: str) -> list[Any]:
-    """verifiers has called them otherwise before."""
-    return next((list(found) for name in names if (found := getattr(rubric, name, None))), [])
+    """Return the first attribute that exists: versions of verifiers name it differently."""
+    return next((list(functions) for name in names if (functions := getattr(rubric, name, None))), [])

@@ -1,13 +1,13 @@
 """Runs inside a sandbox: `python -I -S isolated.py ROLE LIMITS [DESCRIPTOR ...]`. Standard library only.
 
     run     the program, as `python program.py`
-    serve   the program, then calls of what it has defined, for a checker
+    serve   the program, then calls of its definitions, for a checker
     check   tests, whose calls of the program go to such a process; ends with 0 when they pass
     both    the program and then the tests in one process, which the program can deceive
 
-Tests and program exchange plain values as JSON, over a socket. A value of another type stays where it is, and the
-tests hold a reference to it (`Remote`), which is equal to no plain value. So the program can change a verdict only by
-what its functions return.
+Tests and program exchange plain values as JSON, over a socket. A value of another type stays in the program's
+process, and the tests hold a reference to it (`Remote`), which is equal to no plain value. So the program can change
+a verdict only through the return values of its functions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import sys
 import types
 from typing import Any, BinaryIO, NamedTuple
 
-UNPLAIN = 77
-"""Exit code: the tests give the program something that cannot cross, a function for example."""
-LONGEST_LINE = 2**24
-MOST_OF_AN_ITERATOR = 10**5
-KNOWN = {
+EXIT_NOT_PLAIN = 77
+"""Exit code: the tests pass the program a value that cannot be encoded, a function for example."""
+MAX_LINE_BYTES = 2**24
+MAX_ITERATOR_ITEMS = 10**5
+BUILT_IN_NAMES = {
     "isclose": math.isclose,
     "Counter": collections.Counter,
     "OrderedDict": collections.OrderedDict,
@@ -40,7 +40,7 @@ KNOWN = {
     "Decimal": decimal.Decimal,
     "Fraction": fractions.Fraction,
 }
-"""What tests use without importing it is Python's, not the program's."""
+"""Names that tests may use without an import: Python's, not the program's."""
 _CONTAINERS: dict[str, Any] = {
     "l": list,
     "t": tuple,
@@ -49,33 +49,34 @@ _CONTAINERS: dict[str, Any] = {
     "q": collections.deque,
     "n": iter,
 }
-_SPECIAL = (
+_SPECIAL_METHODS = (
     "len", "getitem", "setitem", "delitem", "contains", "str", "repr", "bool", "int", "float", "index", "neg", "abs",
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "enter", "exit", "next", "call",
 )  # fmt: skip
 
 
 class Channel(NamedTuple):
-    """To the other process: a line of JSON for each question and each answer."""
+    """Connection to the other process: a line of JSON for each request and each answer."""
 
     lines: BinaryIO
     out: BinaryIO
 
     def send(self, message: Any) -> None:
+        """Send a message as one line of JSON."""
         self.out.write(json.dumps(message).encode() + b"\n")
         self.out.flush()
 
 
-_BUILTIN: dict[str, Any] = {
-    "__call__": lambda target, *args, **named: target(*args, **named),
+_BUILTIN_CALLS: dict[str, Any] = {
+    "__call__": lambda target, *args, **keywords: target(*args, **keywords),
     "__bool__": bool,
     "__iter__": iter,
 }
-"""What works also for objects whose type does not define it."""
+"""Calls that also work for objects whose type does not define the method."""
 
 
 def encode(value: Any, objects: list[Any]) -> Any:
-    """As JSON. What is not plain is added to `objects`, and sent as its place there."""
+    """Encode a value as JSON. A value that is not plain is appended to `objects` and sent as its index there."""
     if value is None or isinstance(value, bool | str | float):
         return value
     if isinstance(value, int):
@@ -94,13 +95,14 @@ def encode(value: Any, objects: list[Any]) -> Any:
         if kind is not iter and isinstance(value, kind):
             return {tag: [encode(item, objects) for item in value]}
     if hasattr(value, "__next__") and not isinstance(value, Remote):
-        items = [item for item, _ in zip(value, range(MOST_OF_AN_ITERATOR), strict=False)]
+        items = [item for item, _ in zip(value, range(MAX_ITERATOR_ITEMS), strict=False)]
         return {"n": [encode(item, objects) for item in items]}
     objects.append(value)
     return {"o": len(objects) - 1}
 
 
 def decode(data: Any, object_at: Any) -> Any:
+    """Decode a value of `encode`; `object_at` returns the object of a handle."""
     if not isinstance(data, dict):
         return data
     ((tag, value),) = data.items()
@@ -122,7 +124,7 @@ def decode(data: Any, object_at: Any) -> Any:
 
 
 def execute(program: str) -> dict[str, Any]:
-    """Run a file as `python FILE` does. Returns what it has defined."""
+    """Run a file as `python FILE` does, and return its definitions."""
     with open(program, "rb") as file:
         code = compile(file.read(), program, "exec")
     module = types.ModuleType("__main__")
@@ -136,25 +138,26 @@ def execute(program: str) -> dict[str, Any]:
 
 
 def serve(program: str, channel: Channel) -> None:
+    """Run the program, then answer calls of its definitions until the channel closes."""
     objects: list[Any] = [execute(program)]
     for line in channel.lines:
         try:
-            answer = _answered(json.loads(line), objects)
-        except Exception as e:  # noqa: BLE001  (of the program: the tests hear of it)
+            answer = _answer(json.loads(line), objects)
+        except Exception as e:  # noqa: BLE001  (of the program: reported to the tests)
             answer = {"raises": type(e).__name__, "words": str(e)[:1000]}
         channel.send(answer)
 
 
-def _answered(asked: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
-    target, name = objects[asked["target"]], asked["name"]
-    args = [decode(arg, objects.__getitem__) for arg in asked["args"]]
-    named = {key: decode(arg, objects.__getitem__) for key, arg in asked["named"].items()}
-    if asked["what"] == "name":
+def _answer(request: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
+    target, name = objects[request["target"]], request["name"]
+    args = [decode(arg, objects.__getitem__) for arg in request["args"]]
+    keywords = {key: decode(arg, objects.__getitem__) for key, arg in request["named"].items()}
+    if request["what"] == "name":
         value = target[name]
-    elif asked["what"] == "attribute":
+    elif request["what"] == "attribute":
         value = getattr(target, name)
-    elif name in _BUILTIN:
-        value = _BUILTIN[name](target, *args, **named)
+    elif name in _BUILTIN_CALLS:
+        value = _BUILTIN_CALLS[name](target, *args, **keywords)
     else:
         value = getattr(type(target), name)(target, *args)
     return {"value": encode(value, objects), "args": [encode(arg, objects) for arg in args]}
@@ -164,146 +167,159 @@ def _answered(asked: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
 
 
 class Program:
-    """The other process, as tests see it."""
+    """Proxy of the other process, for tests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def ask(self, what: str, target: int, name: str, args: tuple[Any, ...] = (), named: Any = None) -> Any:
-        given: list[Any] = []
-        sent = [encode(arg, given) for arg in args]
-        sent_named = {key: encode(arg, given) for key, arg in (named or {}).items()}
-        if not all(isinstance(each, Remote) for each in given):
-            os._exit(UNPLAIN)
-        places = [object.__getattribute__(each, "_place") for each in given]
-        body = {"what": what, "target": target, "name": name, "args": sent, "named": sent_named}
+    def request(
+        self, kind: str, target: int, name: str, args: tuple[Any, ...] = (), keywords: Any = None
+    ) -> Any:
+        """Send a request to the program's process, and return its value.
+
+        Args:
+            kind: `name`, `attribute` or `call`.
+            target: handle of the object; 0 is the program's namespace.
+
+        Raises:
+            Exception: the built-in exception type that the program raised, or Exception.
+        """
+        objects: list[Any] = []
+        encoded_args = [encode(arg, objects) for arg in args]
+        encoded_keywords = {key: encode(arg, objects) for key, arg in (keywords or {}).items()}
+        if not all(isinstance(item, Remote) for item in objects):
+            os._exit(EXIT_NOT_PLAIN)
+        handles = [object.__getattribute__(item, "_handle") for item in objects]
+        body = {"what": kind, "target": target, "name": name, "args": encoded_args, "named": encoded_keywords}
         try:
-            self._channel.send(_placed(body, places))
-            line = self._channel.lines.readline(LONGEST_LINE)
+            self._channel.send(_with_handles(body, handles))
+            line = self._channel.lines.readline(MAX_LINE_BYTES)
         except OSError:
             line = b""
-        if not line.endswith(b"\n"):  # the program has ended, or says too much: no test may catch that
+        if not line.endswith(
+            b"\n"
+        ):  # the program has ended, or its answer is too long: no test may catch that
             os._exit(1)
         answer = json.loads(line)
         if "raises" in answer:
-            kind = getattr(builtins, str(answer["raises"]), None)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                kind = Exception
-            raise kind(str(answer.get("words")))
+            error_type = getattr(builtins, str(answer["raises"]), None)
+            if not (isinstance(error_type, type) and issubclass(error_type, Exception)):
+                error_type = Exception
+            raise error_type(str(answer.get("words")))
         for arg, after in zip(args, answer["args"], strict=True):
             if isinstance(arg, list | dict | set | collections.deque):
                 _update(arg, decode(after, self._object))
         return decode(answer["value"], self._object)
 
-    def _object(self, place: int) -> Remote:
-        return Remote(self, int(place))
+    def _object(self, handle: int) -> Remote:
+        return Remote(self, int(handle))
 
 
-def _placed(data: Any, places: list[int]) -> Any:
-    """With the other side's places of its objects."""
+def _with_handles(data: Any, handles: list[int]) -> Any:
+    """Replace the indices of objects by the handles of the other process."""
     if isinstance(data, list):
-        return [_placed(item, places) for item in data]
+        return [_with_handles(item, handles) for item in data]
     if isinstance(data, dict):
         if data.keys() == {"o"}:
-            return {"o": places[data["o"]]}
-        return {key: _placed(value, places) for key, value in data.items()}
+            return {"o": handles[data["o"]]}
+        return {key: _with_handles(value, handles) for key, value in data.items()}
     return data
 
 
-def _update(held: Any, after: Any) -> None:
-    """What a function has changed in its argument is changed here."""
-    if type(held) is not type(after) or held == after:
+def _update(value: Any, updated: Any) -> None:
+    """Apply a called function's changes of an argument to the caller's object."""
+    if type(value) is not type(updated) or value == updated:
         return
-    held.clear()
-    if isinstance(held, list | collections.deque):
-        held.extend(after)
+    value.clear()
+    if isinstance(value, list | collections.deque):
+        value.extend(updated)
     else:
-        held.update(after)
+        value.update(updated)
 
 
 class Remote:
-    """An object of the program. It is equal to no plain value, whatever it says."""
+    """Reference to an object of the program. It equals no plain value, whatever its `__eq__` returns."""
 
-    def __init__(self, program: Program, place: int) -> None:
+    def __init__(self, program: Program, handle: int) -> None:
         object.__setattr__(self, "_program", program)
-        object.__setattr__(self, "_place", place)
+        object.__setattr__(self, "_handle", handle)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _of(self).ask("attribute", _place(self), name)
+        return _program_of(self).request("attribute", _handle_of(self), name)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and bool(
-            _of(self).ask("call", _place(self), "__eq__", (other,)) is True
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Remote) and bool(
+            _program_of(self).request("call", _handle_of(self), "__eq__", (value,)) is True
         )
 
     def __hash__(self) -> int:
-        return _place(self)
+        return _handle_of(self)
 
     def __iter__(self) -> Any:
-        return iter(_of(self).ask("call", _place(self), "__iter__"))
+        return iter(_program_of(self).request("call", _handle_of(self), "__iter__"))
 
 
-def _of(remote: Remote) -> Program:
+def _program_of(remote: Remote) -> Program:
     program: Program = object.__getattribute__(remote, "_program")
     return program
 
 
-def _place(remote: Remote) -> int:
-    place: int = object.__getattribute__(remote, "_place")
-    return place
+def _handle_of(remote: Remote) -> int:
+    handle: int = object.__getattribute__(remote, "_handle")
+    return handle
 
 
-def _forwarded(name: str) -> Any:
-    def method(self: Remote, *args: Any, **named: Any) -> Any:
-        return _of(self).ask("call", _place(self), name, args, named)
+def _forward(name: str) -> Any:
+    def method(self: Remote, *args: Any, **keywords: Any) -> Any:
+        return _program_of(self).request("call", _handle_of(self), name, args, keywords)
 
     return method
 
 
-for _name in _SPECIAL:
-    setattr(Remote, f"__{_name}__", _forwarded(f"__{_name}__"))
+for _name in _SPECIAL_METHODS:
+    setattr(Remote, f"__{_name}__", _forward(f"__{_name}__"))
 
 
 def check(tests: str, channel: Channel) -> None:
-    """Raises what the tests raise."""
+    """Run the tests. Raises the exception of a test."""
     program = Program(channel)
-    program.ask("call", 0, "__len__")  # the program has come to its end, also where tests ask nothing of it
+    program.request("call", 0, "__len__")  # the program has ended, also for tests that do not use it
     names: dict[str, Any] = {"__name__": "__main__"}
     for name in sorted(free_names(tests)):
-        if name in KNOWN:
-            names[name] = KNOWN[name]
+        if name in BUILT_IN_NAMES:
+            names[name] = BUILT_IN_NAMES[name]
         elif name in sys.stdlib_module_names:
             names[name] = importlib.import_module(name)
         else:
             try:
-                names[name] = program.ask("name", 0, name)
+                names[name] = program.request("name", 0, name)
             except KeyError:
                 continue  # a NameError where it is used
     exec(compile(tests, "tests", "exec"), names)
 
 
 def free_names(tests: str) -> set[str]:
-    """What tests use, and neither they nor Python define."""
-    used, defined = set[str](), set(dir(builtins))
+    """Return the names that tests use, but neither they nor Python define."""
+    loaded, defined = set[str](), set(dir(builtins))
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+            (loaded if isinstance(node.ctx, ast.Load) else defined).add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
         elif isinstance(node, ast.arg):
             defined.add(node.arg)
         elif isinstance(node, ast.alias):
             defined.add((node.asname or node.name).partition(".")[0])
-    return used - defined
+    return loaded - defined
 
 
 # -- both in one process --------------------------------------------------------------------------------------
 
 
-def both(program: str, tests: BinaryIO, answers: BinaryIO) -> None:
-    """The first line of `tests` is written to `answers` when they have passed. It is read after the program."""
+def run_in_one_process(program: str, tests: BinaryIO, answers: BinaryIO) -> None:
+    """Run the program, then the tests; write the first line of `tests` to `answers` if they pass."""
     names = execute(program)
     done = tests.readline()
     exec(compile(tests.read(), "tests", "exec"), names)
@@ -312,7 +328,7 @@ def both(program: str, tests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """By RLIMIT_NAME; within the sandbox, because a user's other processes count before it."""
+    """Set resource limits by RLIMIT_NAME; within the sandbox, because other processes of the user count outside."""
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
@@ -324,8 +340,8 @@ def main() -> None:
     if role == "run":
         execute(program)
     elif role == "both":
-        tests, answers = (int(each) for each in descriptors)
-        both(program, os.fdopen(tests, "rb"), os.fdopen(answers, "wb"))
+        tests, answers = (int(descriptor) for descriptor in descriptors)
+        run_in_one_process(program, os.fdopen(tests, "rb"), os.fdopen(answers, "wb"))
     else:
         connection = socket.socket(fileno=int(descriptors[0]))
         channel = Channel(connection.makefile("rb"), connection.makefile("wb"))

@@ -1,4 +1,4 @@
-"""How a judge is trained: the reward of a verdict on a solution whose first wrong step is known (FAPO's GenRM)."""
+"""Training of a judge: reward of a verdict on a solution whose first wrong step is known (FAPO's GenRM)."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from rlsys.core.types import Prompt, Response
 from rlsys.rewards.answer import final_answer
 
 
-def judge_reward(said: int | None, truth: int, steps: int) -> float:
-    """In [-1, 1]: +-1 for seeing whether there is a flaw, less how far off its place is (FAPO, section 3.2).
+def judge_reward(predicted: int | None, target: int, steps: int) -> float:
+    """Return the reward of a verdict, in [-1, 1] (FAPO, section 3.2).
 
-    `said` and `truth` are steps, counted from 0, -1 for a sound solution; `steps`: how many there are. When both name
-    a step: 1 - |said - truth| / steps. No verdict (None), and a step that there is not, are as wrong as can be.
+    +-1 for detecting whether there is an error, minus the normalised distance of the step if both name one:
+    1 - |predicted - target| / steps.
+
+    Args:
+        predicted: the step of the verdict, from 0; -1: the solution is right. None or a step out of range scores -1.
+        target: the first wrong step, from 0; -1: the solution is right.
+        steps: the number of steps.
     """
-    if said is None or not -1 <= said < steps or (said < 0) != (truth < 0):
+    if predicted is None or not -1 <= predicted < steps or (predicted < 0) != (target < 0):
         return -1.0
-    return 1.0 if truth < 0 else 1.0 - abs(said - truth) / steps
+    return 1.0 if target < 0 else 1.0 - abs(predicted - target) / steps
 
 
 def verdict(response: Response) -> int | None:
-    """The step in the last \\boxed{} of a response that has ended, or else in its <answer>; None where neither is a
-    number."""
+    """Return the step in the last \\boxed{} of a finished response, else in its <answer>; None if there is none."""
     for form in ("boxed", "tags"):
-        if (found := final_answer(response, form)) is not None:
-            return int(found) if found.removeprefix("-").isdecimal() else None
+        if (answer := final_answer(response, form)) is not None:
+            return int(answer) if answer.removeprefix("-").isdecimal() else None
     return None
 
 
 def fapo_judge(config: Config) -> Callable[[Prompt, Response], float]:
-    """(1 + judge_reward) / 2, a reward in [0, 1]. An entry has `step`, the first wrong one or -1, and `steps`.
+    """Return (1 + judge_reward) / 2, in [0, 1]. An entry has `step`, the first wrong one or -1, and `steps`.
 
-    Full marks are for the exact step. Advantages over groups are the same as those of judge_reward itself.
+    Only the exact step scores 1. Group advantages equal those of judge_reward.
     """
 
     def score(prompt: Prompt, response: Response) -> float:
         if missing := {"step", "steps"} - prompt.entry.keys():
             raise ValueError(f"the problem's entry has no {' and no '.join(sorted(missing))}")
-        said = verdict(response)
-        return (1 + judge_reward(said, int(prompt.entry["step"]), int(prompt.entry["steps"]))) / 2
+        predicted = verdict(response)
+        return (1 + judge_reward(predicted, int(prompt.entry["step"]), int(prompt.entry["steps"]))) / 2
 
     return score

@@ -1,7 +1,7 @@
-"""The reward `math`: whether two mathematical answers mean the same, by math-verify.
+"""The reward `math`: whether two mathematical answers are equivalent, by math-verify.
 
-The answer is what the last `\\boxed{}` or `<answer>` of a response holds, or what follows a last `Answer:`. It runs
-in the reward's own process, where what takes too long is killed; so math-verify's own alarms stay off.
+The answer is the content of the last `\\boxed{}` or `<answer>` of a response, or the text after the last `Answer:`.
+The reward's own process is killed at its time limit; so math-verify's alarms stay off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HASHES = "####"
 
 
 def math(config: Config, finished: bool = True) -> Callable[[Prompt, Response], float]:
-    """1 when the answer equals the right one, else 0. `finished`: a response that was cut off scores 0."""
+    """Return 1 when the answer equals the right one, else 0. `finished`: a response that was cut off scores 0."""
     from math_verify import parse, verify  # a second: here, and not in the first score's time limit
 
     def expressions(text: str) -> Any:

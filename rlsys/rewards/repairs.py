@@ -1,4 +1,4 @@
-"""Process judges: where a response goes wrong first, and what is right there, for planners that repair (scope)."""
+"""Process judges: the first error of a response and its correction, for group policies that repair (scope)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlsys.data.traces import working
 
 
 class Repair(NamedTuple):
-    """The first `at` characters of a response are right, and `text` is what should follow."""
+    """Correction of a response: its first `at` characters are right, and `text` should follow."""
 
     at: int
     text: str
 
 
 ProcessJudge = Callable[[Prompt, str], Awaitable[Repair | None]]
-"""(prompt, response) -> its repair; None: it has no wrong step, or none that can be put right."""
+"""(prompt, response) -> its repair; None: no step is wrong, or none can be corrected."""
 
 
 def chain_sum(config: Config) -> ProcessJudge:
-    """A rule for the quickstart's sums: a step is a line of the working."""
+    """Compare the lines of the working with those of the quickstart's sums."""
 
     async def judge(prompt: Prompt, response: str) -> Repair | None:
         right = [f"{line}\n" for line in working(expression(prompt.entry)).split("\n")]
@@ -44,7 +44,7 @@ JUDGES: dict[str, Callable[[Config], ProcessJudge]] = {"chain_sum": chain_sum}
 
 
 def build_process_judge(config: Config) -> ProcessJudge | None:
-    """That which `data.process_judge` names; None where it names none. Raises UserError for an unknown name."""
+    """Build the judge that `data.process_judge` names; None if unset. Raises UserError for an unknown name."""
     name = config.data.process_judge
     if name is None:
         return None

@@ -1,11 +1,12 @@
-"""Runs programs that nobody trusts, and tests of what they define. The verdict is never the program's own word.
+"""Sandbox for untrusted programs, and for tests of their definitions. The program never decides the verdict.
 
-Where bubblewrap (`bwrap`) is installed and works, each process has a file system of its own with Python and /usr in
-it, read-only, and a small /tmp; no network, no other processes, no capabilities; as root also another user id.
-Elsewhere a program can reach what this user can: files, processes, the network. `Sandbox.missing` says what a machine
-lacks. Limits on time, memory of a process, files, output and processes hold on every machine.
+Where bubblewrap (`bwrap`) is installed and works, each process has its own file system with Python and /usr in it,
+read-only, and a small /tmp; no network, no other processes, no capabilities; as root also another user id.
+Elsewhere a program can reach what this user can: files, processes, the network. `Sandbox.missing` lists the
+protections that a machine lacks. Limits on time, memory of a process, files, output and processes hold on every
+machine.
 
-Tests run in a sandbox of their own, and ask the program's process (isolated.py). A hole in the kernel is one for
+Tests run in a separate sandbox, and call the program's process (isolated.py). A vulnerability of the kernel breaks
 both: for programs of strangers, run a SandboxFusion server in a container or a virtual machine.
 """
 
@@ -37,10 +38,10 @@ from rlsys.rewards import isolated
 OUTPUT_BYTES = 2**20
 FILE_BYTES = 2**24
 FOLDER_BYTES = 2**26
-"""Of a sandbox's /tmp, and of its /dev/shm."""
+"""Size of a sandbox's /tmp, and of its /dev/shm."""
 PROCESSES = 16
-_USERS = range(61184, 65520)
-"""User ids of no account, which systemd gives to services for as long as they run."""
+_USER_IDS = range(61184, 65520)
+"""User ids without an account, which systemd lends to running services."""
 
 log = logging.getLogger("rlsys.rewards")
 
@@ -51,7 +52,12 @@ class Undecidable(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """`ok`: it ended by itself with exit code 0. `output`: the beginning of its standard output."""
+    """Result of a program.
+
+    Attributes:
+        ok: it ended by itself with exit code 0.
+        output: the beginning of its standard output.
+    """
 
     ok: bool
     output: str
@@ -59,7 +65,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """`seconds`: of a program, or of its tests. `memory_mb`: of one process."""
+    """Sandbox of this machine.
+
+    Attributes:
+        seconds: time limit of a program, or of its tests.
+        memory_mb: memory limit of one process.
+    """
 
     seconds: float
     memory_mb: int
@@ -75,57 +86,60 @@ class Sandbox:
 
     @staticmethod
     def missing() -> list[str]:
-        """What this machine does not keep from a program."""
+        """List the protections that this machine lacks."""
         if _wrapper() is None:
             return ["files, processes and the network of this user (no bubblewrap that works: bwrap)"]
         if os.geteuid() == 0 and shutil.which("setpriv") is None:
             return ["the number of processes, as root without setpriv"]
         return []
 
-    def run(self, program: str, said: str) -> Outcome:
-        """Python source with standard input `said`, in an empty folder that is gone afterwards."""
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
-            given.write(said.encode(errors="replace"))
-            given.seek(0)
-            with self._started("run", program, (), given, out) as process:
-                ok = _ended(process, time.monotonic() + self.seconds) == 0
+    def run(self, program: str, stdin: str) -> Outcome:
+        """Run Python source with standard input `stdin`, in an empty folder that is deleted afterwards."""
+        with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as out:
+            input_file.write(stdin.encode(errors="replace"))
+            input_file.seek(0)
+            with self._start("run", program, (), input_file, out) as process:
+                ok = _wait(process, time.monotonic() + self.seconds) == 0
             return Outcome(ok, os.pread(out.fileno(), OUTPUT_BYTES, 0).decode(errors="replace"))
 
     def passes(self, program: str, tests: str) -> bool:
-        """Whether `tests`, Python source, end without an exception. Raises Undecidable."""
-        until = time.monotonic() + self.seconds
-        ours, theirs = socket.socketpair()
-        with ours, theirs, ExitStack() as stack:
-            stack.enter_context(self._started("serve", program, (theirs.fileno(),)))
-            checker = stack.enter_context(self._started("check", tests, (ours.fileno(),)))
-            ours.close()
-            theirs.close()  # each process hears when the other one has ended
-            code = _ended(checker, until)
-        if code == isolated.UNPLAIN:
+        """Return whether `tests`, Python source, end without an exception. Raises Undecidable."""
+        deadline = time.monotonic() + self.seconds
+        checker_socket, program_socket = socket.socketpair()
+        with checker_socket, program_socket, ExitStack() as stack:
+            stack.enter_context(self._start("serve", program, (program_socket.fileno(),)))
+            checker = stack.enter_context(self._start("check", tests, (checker_socket.fileno(),)))
+            checker_socket.close()
+            program_socket.close()  # so that each process reads the end of the other one
+            code = _wait(checker, deadline)
+        if code == isolated.EXIT_NOT_PLAIN:
             raise Undecidable("the tests give the program a function, or an object of their own")
         return code == 0
 
     def passes_in_its_process(self, program: str, tests: str) -> bool:
-        """The same of tests that are Undecidable. A program that looks for the way can pass without being right."""
+        """Run tests that are Undecidable in the program's process.
+
+        A program that aims at it can pass without being right.
+        """
         done = secrets.token_hex(16).encode()
-        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answers:
-            asked.write(done + b"\n" + tests.encode(errors="replace"))
-            asked.seek(0)
-            descriptors = asked.fileno(), answers.fileno()
-            with self._started("both", program, descriptors) as process:
-                ok = _ended(process, time.monotonic() + self.seconds) == 0
-            return ok and os.pread(answers.fileno(), 100, 0).strip() == done
+        with tempfile.TemporaryFile() as tests_file, tempfile.TemporaryFile() as answers_file:
+            tests_file.write(done + b"\n" + tests.encode(errors="replace"))
+            tests_file.seek(0)
+            descriptors = tests_file.fileno(), answers_file.fileno()
+            with self._start("both", program, descriptors) as process:
+                ok = _wait(process, time.monotonic() + self.seconds) == 0
+            return ok and os.pread(answers_file.fileno(), 100, 0).strip() == done
 
     @contextmanager
-    def _started(
+    def _start(
         self,
         role: str,
         source: str,
         descriptors: Sequence[int],
-        given: BinaryIO | int = subprocess.DEVNULL,
+        stdin: BinaryIO | int = subprocess.DEVNULL,
         out: BinaryIO | int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """isolated.py with this role; ended, with all that it has started, at the end."""
+        """Start isolated.py with this role; kill it with all its descendants at the end."""
         with tempfile.TemporaryDirectory(dir=role_folder()) as folder, limited(self._together()) as grouped:
             program = Path(folder, "program.py")
             program.write_text(source, encoding="utf-8", errors="replace")
@@ -138,7 +152,7 @@ class Sandbox:
                 command += [_PYTHON, "-I", "-S", _SCRIPT, role, self._limits(), inside]
             process = subprocess.Popen(
                 [*grouped, *command, *map(str, descriptors)],
-                stdin=given,
+                stdin=stdin,
                 stdout=out,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
@@ -150,7 +164,7 @@ class Sandbox:
                 yield process
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and what it left behind
+                    os.killpg(process.pid, signal.SIGKILL)  # with its descendants
                 process.kill()
                 process.wait()
 
@@ -169,10 +183,10 @@ class Sandbox:
         return json.dumps(limits)
 
 
-def _ended(process: subprocess.Popen[Any], until: float) -> int | None:
-    """Its exit code; None when its time is up first."""
+def _wait(process: subprocess.Popen[Any], deadline: float) -> int | None:
+    """Wait for the process, and return its exit code; None when its time is up first."""
     try:
-        return process.wait(max(0.0, until - time.monotonic()))
+        return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
 
@@ -182,7 +196,7 @@ _PYTHON, _SCRIPT = f"/python/bin/{Path(os.path.realpath(sys.executable)).name}",
 
 @functools.cache
 def _wrapper() -> tuple[str, ...] | None:
-    """The command of bubblewrap up to the program's file; None where it is not installed, or does not work."""
+    """Return the command of bubblewrap up to the program's file; None where it is not installed or does not work."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return None
@@ -199,18 +213,18 @@ def _wrapper() -> tuple[str, ...] | None:
         elif os.path.isdir(name):
             command += ["--ro-bind", name, name]
     if os.geteuid() == 0 and shutil.which("setpriv"):
-        command[1:2] = [f"--unshare-{each}" for each in ("pid", "net", "ipc", "uts", "cgroup-try")]
+        command[1:2] = [f"--unshare-{namespace}" for namespace in ("pid", "net", "ipc", "uts", "cgroup-try")]
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    tried = subprocess.run([*command, "--", *_user(), _PYTHON, "-I", "-S", "-c", ""], capture_output=True)
-    if tried.returncode != 0:
-        log.warning("bubblewrap does not work here: %s", tried.stderr.decode(errors="replace").strip()[:300])
+    trial = subprocess.run([*command, "--", *_user(), _PYTHON, "-I", "-S", "-c", ""], capture_output=True)
+    if trial.returncode != 0:
+        log.warning("bubblewrap does not work here: %s", trial.stderr.decode(errors="replace").strip()[:300])
         return None
     return tuple(command)
 
 
 def _user() -> list[str]:
-    """What runs a command as a user of no account, where this process may: each time as another one."""
+    """Return the command that runs another one as an unused user id, a new one each time; empty without the right."""
     if os.geteuid() != 0 or (setpriv := shutil.which("setpriv")) is None:
         return []
-    user = str(secrets.choice(_USERS))
+    user = str(secrets.choice(_USER_IDS))
     return [setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]

@@ -1,11 +1,11 @@
-"""The reward behind a URL: `data.reward: http://HOST:PORT/PATH`, a service that keeps nothing between two questions.
+"""The reward behind a URL: `data.reward: http://HOST:PORT/PATH`, a stateless service.
 
     POST {"id", "prompt", "response", "response_ids", "response_mask", "finished", "label", "entry"}
         ->  a number, or a dictionary as of a reward function
 
-`prompt`, `response` and `label` are what slime's remote reward models are sent. A question is asked again when there
-was no answer, or one that says "not now"; `id`, also sent as the header Idempotency-Key, is the same then, so that a
-service may answer from its memory. Whatever else goes wrong is told once, and the sample is censored.
+`prompt`, `response` and `label` are the fields of slime's remote reward models. A request is retried when there was
+no answer, or a status in RETRY_STATUSES, with the same `id`, also sent as the header Idempotency-Key, so that a
+service may cache its answers. Any other error is reported at once, and the sample is censored.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from rlsys.rewards.workers import RewardError
 
 TOKEN = "RLSYS_REWARD_TOKEN"
 """Environment variable with the bearer token that the service wants, if it wants one."""
-AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses after which the same question may be answered."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-"""Seconds between two tries; doubled each time."""
+RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which the request is repeated."""
+MIN_PAUSE, MAX_PAUSE = 0.2, 5.0
+"""Seconds between two attempts; doubled each time."""
 CONNECT_SECONDS = 10.0
-LARGEST_ANSWER = 2**20
-PART_OF_TIMEOUT = 0.9
-"""Of rollout.reward_timeout: after it there is no further try, so that the reason can be told in time."""
+MAX_ANSWER_BYTES = 2**20
+TIMEOUT_SHARE = 0.9
+"""Share of rollout.reward_timeout for attempts; the rest leaves time to report the reason."""
 
 
-class _NotNow(Exception):
-    """No answer this time. `pause`: seconds that the service wants us to wait."""
+class _Unavailable(Exception):
+    """Temporary lack of an answer. `pause`: seconds that the service asks to wait."""
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
         super().__init__(message)
@@ -49,72 +49,71 @@ class _NotNow(Exception):
 
 
 def is_url(name: str) -> bool:
-    """Whether `data.reward` names a service."""
+    """Return whether an entry of `data.reward` names a service."""
     return name.startswith(("http://", "https://"))
 
 
 def service_name(url: str) -> str:
-    """What the parts of a joined reward call it."""
+    """Return the service's name among the parts of a joined reward."""
     return urlsplit(url).hostname or url
 
 
 class ServiceReward:
-    """A score of the service at `url`. Belongs to one event loop.
+    """Score of the service at `url`. Belongs to one event loop.
 
-    Through no proxy and to no other address: a redirect is refused, because whoever answers there is not who was
-    named, and would get the token, the prompt and its answer.
+    Uses no proxy, and refuses a redirect: its target would receive the token, the prompt and the answer.
     """
 
     def __init__(self, config: Config, url: str) -> None:
         self._url = url
-        self._seconds = config.rollout.reward_timeout * PART_OF_TIMEOUT
+        self._seconds = config.rollout.reward_timeout * TIMEOUT_SHARE
         self._tokenizer = Tokenizer.of(config)
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, prompt: Prompt, text: str) -> Any:
-        """Raises RewardError: it refused, gave no JSON, or had no answer in the time."""
+        """Request a score. Raises RewardError: the service refused, gave no JSON, or did not answer in time."""
         plain = self._tokenizer.without_special(text)
         body = question(prompt, text.with_text(plain) if isinstance(text, Response) else plain)
         loop = asyncio.get_running_loop()
-        end, pause, tries = loop.time() + self._seconds, FIRST_PAUSE, 1
+        end, pause, tries = loop.time() + self._seconds, MIN_PAUSE, 1
         while True:
             try:
                 async with asyncio.timeout_at(end):
-                    return await self._ask(body)
-            except _NotNow as e:
+                    return await self._request(body)
+            except _Unavailable as e:
                 last, wait = str(e), max(pause, e.pause)
             except (aiohttp.ClientError, OSError) as e:  # TimeoutError is one
-                last, wait = _words(e), pause
+                last, wait = _describe(e), pause
             if loop.time() + wait >= end:
                 raise RewardError(f"{self._url}: {last}; tried {tries} times in {self._seconds:g} s")
             await asyncio.sleep(wait)
-            pause, tries = min(2 * pause, LONGEST_PAUSE), tries + 1
+            pause, tries = min(2 * pause, MAX_PAUSE), tries + 1
 
-    async def _ask(self, body: Mapping[str, Any]) -> Any:
-        """One try."""
+    async def _request(self, body: Mapping[str, Any]) -> Any:
+        """Send one request."""
         if self._session is None:
-            times = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)  # the whole is the caller's
+            times = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)  # the caller has the total
             self._session = direct_session(timeout=times)
         token = os.environ.get(TOKEN)
         headers = {"Idempotency-Key": body["id"]} | ({"Authorization": f"Bearer {token}"} if token else {})
         post = self._session.post(self._url, json=body, headers=headers, allow_redirects=False)
         async with post as response:
             if 300 <= response.status < 400:
-                there = response.headers.get("Location", "nowhere")[:200]
-                raise RewardError(f"{self._url} redirects to {there}; name the address that answers")
+                location = response.headers.get("Location", "nowhere")[:200]
+                raise RewardError(f"{self._url} redirects to {location}; name the address that answers")
             try:
-                raw = await read_bounded(response, LARGEST_ANSWER)
+                raw = await read_bounded(response, MAX_ANSWER_BYTES)
             except TooLong as e:
                 raise RewardError(str(e)) from None
-            said = " ".join(raw.decode(errors="replace").split())[:200]
-            if response.status in AGAIN:
-                raise _NotNow(f"it answered {response.status} {said}", _retry_after(response.headers))
+            text = " ".join(raw.decode(errors="replace").split())[:200]
+            if response.status in RETRY_STATUSES:
+                raise _Unavailable(f"it answered {response.status} {text}", _retry_after(response.headers))
             if response.status != 200:
-                raise RewardError(f"{self._url} answered {response.status} {said}")
+                raise RewardError(f"{self._url} answered {response.status} {text}")
             try:
                 return msgspec.json.decode(raw)
             except msgspec.DecodeError:
-                raise RewardError(f"{self._url} answered no JSON: {said!r}") from None
+                raise RewardError(f"{self._url} answered no JSON: {text!r}") from None
 
     async def close(self) -> None:
         if self._session is not None:
@@ -122,10 +121,10 @@ class ServiceReward:
 
 
 def question(prompt: Prompt, response: str) -> dict[str, Any]:
-    """What the service is sent; the same response to the same prompt has the same `id`."""
-    asked = prompt.entry.get("prompt", prompt.entry.get("messages", prompt.question))
+    """Build the request body; the same response to the same prompt has the same `id`."""
+    problem = prompt.entry.get("prompt", prompt.entry.get("messages", prompt.question))
     body = {
-        "prompt": asked,
+        "prompt": problem,
         "response": str(response),
         "label": prompt.entry.get("label", prompt.entry.get("answer")),
         "entry": prompt.entry,
@@ -136,13 +135,16 @@ def question(prompt: Prompt, response: str) -> dict[str, Any]:
             "response_mask": list(response.mask),
             "finished": response.finished,
         }
-    written = json.dumps(body, sort_keys=True, default=str)
-    return {"id": hashlib.sha256(written.encode()).hexdigest(), **json.loads(written)}
+    encoded = json.dumps(body, sort_keys=True, default=str)
+    return {"id": hashlib.sha256(encoded.encode()).hexdigest(), **json.loads(encoded)}
 
 
 def find_service(url: str) -> Callable[[Config], ServiceReward]:
-    """What makes the score of this URL, as a reward function of ours is made. Raises UserError for a secret in it: a
-    config is written down."""
+    """Return the factory of the score of this URL, as of a built-in reward function.
+
+    Raises:
+        UserError: the URL has no host or contains a secret, which a saved config must not.
+    """
     try:
         parts = urlsplit(url)
         host, _port = parts.hostname, parts.port
@@ -162,10 +164,10 @@ def find_service(url: str) -> Callable[[Config], ServiceReward]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds; dates count as none."""
-    said = headers.get("Retry-After", "")
-    return float(said) if said.isascii() and said.isdecimal() and len(said) < 6 else 0.0
+    """Return the seconds of a Retry-After header; a date counts as none."""
+    header = headers.get("Retry-After", "")
+    return float(header) if header.isascii() and header.isdecimal() and len(header) < 6 else 0.0
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

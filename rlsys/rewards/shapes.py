@@ -18,25 +18,32 @@ Score = Callable[[Prompt, Response], float]
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
-def regex(config: Config, pattern: str | None = None, key: str = "pattern", whole: bool = False) -> Score:
-    """1 when the response matches `pattern`, or the pattern that the prompt's row has under `key`.
+def regex(
+    config: Config, pattern: str | None = None, key: str = "pattern", full_match: bool = False
+) -> Score:
+    """Return 1 when the response matches `pattern`, or the pattern that the prompt's row has under `key`.
 
-    `whole`: all of it has to match. The response is its text without special tokens; `.` is any character, new lines
-    too. Raises UserError for a pattern that is none.
+    The response is its text without special tokens; `.` matches new lines too.
+
+    Args:
+        full_match: require a match of the whole response.
+
+    Raises:
+        UserError: `pattern` is not a regular expression.
     """
     tokenizer = Tokenizer.of(config)
     if pattern is not None:
-        _compiled(pattern)
+        _compile(pattern)
 
     def score(prompt: Prompt, text: str) -> float:
-        found = _compiled(prompt.entry[key] if pattern is None else pattern)
+        expression = _compile(prompt.entry[key] if pattern is None else pattern)
         plain = tokenizer.without_special(text)
-        return float((found.fullmatch(plain) if whole else found.search(plain)) is not None)
+        return float((expression.fullmatch(plain) if full_match else expression.search(plain)) is not None)
 
     return score
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except (re.error, TypeError) as e:
@@ -44,11 +51,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Score:
-    """1 when the response is JSON that keeps to `schema`: an object, a file, or the row's `key`. A `$ref` to another
-    document is never fetched.
+    """Return 1 when the response is JSON that matches `schema`: an object, a file, or the row's `key`.
 
-    The JSON is the last fenced block of the response, else what <answer> holds, else all of it. Raises UserError for
-    a schema that is none.
+    The JSON is the last fenced block of the response, else the content of <answer>, else the whole text. A `$ref` to
+    another document is never fetched.
+
+    Raises:
+        UserError: `schema` is not a JSON schema.
     """
     import jsonschema
     import jsonschema_specifications  # type: ignore[import-untyped]
@@ -67,10 +76,10 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
             raise UserError(f"data.reward: json_schema: not a schema: {e.message}") from None
 
     def score(prompt: Prompt, text: Response) -> float:
-        wanted = schema
-        if wanted is None:
-            wanted = prompt.entry[key]
-            wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+        row_schema = schema
+        if row_schema is None:
+            row_schema = prompt.entry[key]
+            row_schema = json.loads(row_schema) if isinstance(row_schema, str) else row_schema
         plain = tokenizer.without_special(text)
         blocks = _FENCED.findall(plain)
         inner = blocks[-1] if blocks else final_answer(text)
@@ -79,9 +88,11 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
         except ValueError:
             return 0.0
         try:
-            # The registry has the schemas of JSON Schema itself, and fetches none.
-            known = jsonschema_specifications.REGISTRY
-            return float(jsonschema.validators.validator_for(wanted)(wanted, registry=known).is_valid(value))
+            # The registry has the schemas of JSON Schema itself, and fetches no others.
+            registry = jsonschema_specifications.REGISTRY
+            return float(
+                jsonschema.validators.validator_for(row_schema)(row_schema, registry=registry).is_valid(value)
+            )
         except referencing.exceptions.Unresolvable as e:
             raise ValueError(
                 f"json_schema: $ref = {e.ref[:200]!r}: not in the schema; none is fetched"
@@ -91,39 +102,45 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
 
 
 def length(config: Config, limit: int | None = None, buffer: int | None = None) -> Score:
-    """0 up to `limit` - `buffer` sampled tokens, then falling in a straight line to -1 at `limit`, and -1 beyond.
+    """Return 0 up to `limit` - `buffer` sampled tokens, then linearly down to -1 at `limit`, and -1 beyond.
 
-    DAPO's soft punishment (Yu et al. 2025, equation 13). `limit`: unset, rollout.max_response_tokens; `buffer`:
-    unset, a fifth of it.
+    DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
+
+    Args:
+        limit: tokens; unset, rollout.max_response_tokens.
+        buffer: tokens; unset, a fifth of the limit.
     """
-    most = config.rollout.max_response_tokens if limit is None else limit
-    room = max(1, most // 5) if buffer is None else buffer
-    if not 0 < room <= most:
-        raise UserError(f"data.reward: length: buffer = {room}, limit = {most}: expected 0 < buffer <= limit")
+    max_tokens = config.rollout.max_response_tokens if limit is None else limit
+    buffer_tokens = max(1, max_tokens // 5) if buffer is None else buffer
+    if not 0 < buffer_tokens <= max_tokens:
+        raise UserError(
+            f"data.reward: length: buffer = {buffer_tokens}, limit = {max_tokens}: expected 0 < buffer <= limit"
+        )
 
     def score(prompt: Prompt, response: Response) -> float:
-        return -min(1.0, max(0.0, (sum(response.mask) - (most - room)) / room))
+        return -min(1.0, max(0.0, (sum(response.mask) - (max_tokens - buffer_tokens)) / buffer_tokens))
 
     return score
 
 
 def format_(config: Config, marks: list[str] | None = None) -> Score:
-    """The share of `marks` that the response has exactly once and in this order, if it ended by itself; else 0.
+    """Return the share of `marks` that the response has exactly once and in this order; 0 if it was cut off.
 
-    `marks`: unset, `</think>`, `<answer>`, `</answer>`. Many chat templates open `<think>` themselves.
+    Args:
+        marks: unset, `</think>`, `<answer>`, `</answer>`. Many chat templates open `<think>` themselves.
     """
-    wanted = ["</think>", "<answer>", "</answer>"] if marks is None else marks
-    if not wanted:
+    expected_marks = ["</think>", "<answer>", "</answer>"] if marks is None else marks
+    if not expected_marks:
         raise UserError("data.reward: format: marks = []: expected at least one")
 
     def score(prompt: Prompt, text: Response) -> float:
         if not text.finished:
             return 0.0
-        at, kept = -1, 0
-        for mark in wanted:
-            place = text.find(mark)
-            if text.count(mark) == 1 and place > at:
-                at, kept = place, kept + 1
-        return kept / len(wanted)
+        last_position, found_in_order = -1, 0
+        for mark in expected_marks:
+            position = text.find(mark)
+            if text.count(mark) == 1 and position > last_position:
+                last_position, found_in_order = position, found_in_order + 1
+        return found_in_order / len(expected_marks)
 
     return score

@@ -1,8 +1,8 @@
-"""Reward functions written for others, called as they expect it: verl's, slime's, TRL's and those of `verifiers`.
+"""Adapters of reward functions written for other frameworks: verl, slime, TRL and `verifiers`.
 
-Each adapter makes `score(prompt, response)` of a function, async where the function is. Others' functions get the
-text as their frameworks give it, without special tokens, and the sampled ids, which of them the model sampled, and
-whether it ended the response by itself, under the names of their frameworks; verl's have them as attributes of
+Each adapter makes `score(prompt, response)` of a function, async where the function is. Functions get the text as
+their framework gives it, without special tokens, the sampled ids, the mask of the tokens that the model sampled, and
+whether it ended the response by itself, under the framework's names; verl's have them as attributes of
 `solution_str` as well. Nothing is tokenised again.
 """
 
@@ -21,41 +21,48 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.rewards.slime_names import Options, Sample, provide
 
 Score = Callable[[Prompt, Response], Any]
-"""What it gives is read by marks.read_mark, or awaited first; None: this reward does not apply."""
+"""Its value is parsed by results.parse_reward, awaited first if async; None: this reward does not apply."""
 Arguments = Callable[[Prompt, Response], dict[str, Any]]
 
 
 def adapt(
-    field_name: str, function: Callable[..., Any], spec: RewardSpec, config: Config, **further: Any
+    field_name: str, function: Callable[..., Any], spec: RewardSpec, config: Config, **extras: Any
 ) -> Score:
-    """`further`: what else the function may take. Raises UserError when nobody can tell how it is to be called."""
+    """Adapt a function of another framework, or build one of ours.
+
+    Args:
+        extras: further keyword arguments, passed if the function has such a parameter.
+
+    Raises:
+        UserError: the parameters do not determine the framework.
+    """
     signature = spec.signature if spec.signature != "auto" else guess(function)
     if signature is None:
-        told = ", ".join(_names(function)) or "nothing"
+        parameters = ", ".join(_names(function)) or "nothing"
         raise UserError(
-            f"{field_name} = {spec.name!r}: cannot tell how to call a function of ({told}); expected (config), "
+            f"{field_name} = {spec.name!r}: cannot tell how to call a function of ({parameters}); expected (config), "
             "(data_source, solution_str, ground_truth, extra_info), (args, sample), (completions, **kwargs) or "
             "(completion, answer); or say it: data.reward=[{name: ..., signature: verl}]"
         )
     if signature == "rlsys":
-        made: Score = call(field_name, function, config, **spec.params)
+        score: Score = call(field_name, function, config, **spec.params)
         field = f"{field_name} = {spec.name!r}"
-        expect_function(field, function, made, "config", "a function score(prompt, text)")
-        return made
+        expect_function(field, function, score, "config", "a function score(prompt, text)")
+        return score
     tokenizer = Tokenizer.of(config)
     provide(tokenizer)
-    own = _ARGUMENTS[signature](function, spec, config)
-    further = _taken(function, further)
+    framework_arguments = _ARGUMENTS[signature](function, spec, config)
+    extras = _accepted(function, extras)
 
     def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
-        return {**further, **own(prompt, response)}
+        return {**extras, **framework_arguments(prompt, response)}
 
-    chosen = spec.params.get("reward_key") if signature == "slime" else None
-    return _called(function, arguments, tokenizer, lambda value: _one(value, chosen))
+    key = spec.params.get("reward_key") if signature == "slime" else None
+    return _wrap(function, arguments, tokenizer, lambda value: _unbatch(value, key))
 
 
 def guess(function: Callable[..., Any]) -> str | None:
-    """By the names of its parameters; None where they say nothing."""
+    """Determine the framework by the names of the parameters; None where they do not."""
     names = _names(function)
     if "solution_str" in names and "ground_truth" in names:
         return "verl"
@@ -69,25 +76,25 @@ def guess(function: Callable[..., Any]) -> str | None:
 
 
 def is_async(score: Callable[..., Any]) -> bool:
-    """A function, a method, or an object that is called like one."""
+    """Return whether a score is async: a function, a method, or an object with an async `__call__`."""
     return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__)
 
 
-def _called(
-    function: Callable[..., Any], arguments: Arguments, tokenizer: Tokenizer, read: Callable[[Any], Any]
+def _wrap(
+    function: Callable[..., Any], arguments: Arguments, tokenizer: Tokenizer, parse: Callable[[Any], Any]
 ) -> Score:
     def plain(response: Response) -> Response:
         return response.with_text(tokenizer.without_special(response))
 
     if is_async(function):
 
-        async def ask(prompt: Prompt, response: Response) -> Any:
-            return read(await function(**arguments(prompt, plain(response))))
+        async def async_score(prompt: Prompt, response: Response) -> Any:
+            return parse(await function(**arguments(prompt, plain(response))))
 
-        return ask
+        return async_score
 
     def score(prompt: Prompt, response: Response) -> Any:
-        return read(function(**arguments(prompt, plain(response))))
+        return parse(function(**arguments(prompt, plain(response))))
 
     return score
 
@@ -95,7 +102,7 @@ def _called(
 def _verl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
     def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
         sampled = {"response_ids": list(response.ids), "response_mask": list(response.mask)}
-        given = {
+        values = {
             **sampled,
             "finished": response.finished,
             "data_source": prompt.entry.get("data_source"),
@@ -103,7 +110,7 @@ def _verl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arg
             "ground_truth": prompt.entry["answer"],
             "extra_info": prompt.entry.get("extra_info") or {},
         }
-        return _taken(function, given) | spec.params
+        return _accepted(function, values) | spec.params
 
     return arguments
 
@@ -142,19 +149,19 @@ def _slime(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Ar
 def _trl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
     def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
         text = str(response)
-        asked = prompt.entry.get("prompt", prompt.entry.get("messages", prompt.question))
-        chat = isinstance(asked, list)
+        messages = prompt.entry.get("prompt", prompt.entry.get("messages", prompt.question))
+        chat = isinstance(messages, list)
         columns = {k: [v] for k, v in prompt.entry.items() if k not in ("prompt", "completion")}
-        given = {
+        values = {
             **columns,
-            "prompts": [asked],
+            "prompts": [messages],
             "completions": [[{"role": "assistant", "content": text}] if chat else text],
             "completion_ids": [list(response.ids)],
             "completion_mask": [list(response.mask)],
             "finished": [response.finished],
             "trainer_state": None,
         }
-        return _taken(function, given) | spec.params
+        return _accepted(function, values) | spec.params
 
     return arguments
 
@@ -162,22 +169,25 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Argu
 def _verifiers(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
     def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
         entry = prompt.entry
-        asked = entry.get("prompt") or [{"role": "user", "content": prompt.question}]
-        said = [{"role": "assistant", "content": str(response)}]
+        messages = entry.get("prompt") or [{"role": "user", "content": prompt.question}]
+        completion = [{"role": "assistant", "content": str(response)}]
         row = {
             "answer": entry.get("answer", ""),
             "info": entry.get("info") or {},
             "task": entry.get("task", "default"),
         }
         state = {
-            "prompt": asked,
-            "completion": said,
+            "prompt": messages,
+            "completion": completion,
             "completion_ids": list(response.ids),
             "completion_mask": list(response.mask),
             "is_truncated": not response.finished,
             **row,
         }
-        return _taken(function, {"prompt": asked, "completion": said, "state": state, **row}) | spec.params
+        return (
+            _accepted(function, {"prompt": messages, "completion": completion, "state": state, **row})
+            | spec.params
+        )
 
     return arguments
 
@@ -190,12 +200,12 @@ _ARGUMENTS: Mapping[str, Callable[[Callable[..., Any], RewardSpec, Config], Argu
 }
 
 
-def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What of it the function takes."""
+def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that the function has parameters for."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return given
-    return {p.name: given[p.name] for p in parameters if p.name in given}
+        return values
+    return {p.name: values[p.name] for p in parameters if p.name in values}
 
 
 def _names(function: Callable[..., Any]) -> list[str]:
@@ -206,10 +216,10 @@ def _names(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _one(value: Any, chosen: str | None) -> Any:
-    """A batched function was given a batch of one. `chosen`: slime's `reward_key`, of a dictionary."""
+def _unbatch(value: Any, key: str | None) -> Any:
+    """Unwrap a batch of one. `key`: slime's `reward_key`, of a dictionary."""
     if isinstance(value, list | tuple):
         if len(value) != 1:
             raise ValueError(f"it gave {len(value)} rewards for 1 response")
         value = value[0]
-    return value[chosen] if chosen is not None and isinstance(value, dict) else value
+    return value[key] if key is not None and isinstance(value, dict) else value

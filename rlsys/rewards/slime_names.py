@@ -1,8 +1,8 @@
-"""The names of slime that functions written for it import: modules with as much behind them as a function needs that
-makes one response, or judges one. `install` puts them where `import slime...` looks, also where slime itself is
-there: its requests would go to a server that a run of ours has not.
+"""Modules under slime's names, for functions written for slime that generate or score one response.
 
-What a function asks engines through `post` goes to who made its sample (rlsys/generators/slime_generator.py).
+`install` registers them in `sys.modules`, also where slime itself is installed: its requests would go to a server
+that our runs do not have. Requests through `post` go to the generator of the sample
+(rlsys/generators/slime_generator.py).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Answer = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """(path, body of a request) -> the engine's answer."""
 
 conversations: dict[str, Answer] = {}
-"""By the host that a sample's requests name. Who makes the sample enters it, and takes it out."""
+"""Host in a sample's requests -> its engine. The generator of the sample adds and removes the entry."""
 
 
 @dataclass
 class Sample:
-    """One response, as slime's functions see and fill it."""
+    """Response as slime's functions read and fill it."""
 
     class Status(Enum):
         PENDING = PENDING
@@ -73,8 +73,11 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Tokens of the model with their log-probs, or (not `trainable`) of a tool. Raises ValueError when their
-        numbers differ."""
+        """Append tokens of the model with their log-probs, or (not `trainable`) of a tool.
+
+        Raises:
+            ValueError: the numbers of tokens and log-probs differ.
+        """
         new = [int(t) for t in tokens or ()]
         if new and trainable and log_probs is None:
             raise ValueError(f"{len(new)} tokens of the model without their log-probs")
@@ -90,7 +93,7 @@ class Sample:
         self.loss_mask += [int(trainable)] * len(new)
         self.rollout_log_probs += [0.0] * len(new) if log_probs is None else map(float, log_probs)
         if meta_info and update_terminal_info and "finish_reason" in meta_info:
-            self.status = ENDED[meta_info["finish_reason"]["type"]]
+            self.status = STATUSES[meta_info["finish_reason"]["type"]]
 
     @property
     def effective_response_length(self) -> int:
@@ -100,16 +103,16 @@ class Sample:
         return self.reward[args.reward_key] if args.reward_key else self.reward
 
 
-ENDED = {
+STATUSES = {
     "stop": Sample.Status.COMPLETED,
     "length": Sample.Status.TRUNCATED,
     "abort": Sample.Status.ABORTED,
 }
-"""By SGLang's finish reason."""
+"""SGLang's finish reason -> slime's status."""
 
 
 class Options(SimpleNamespace):
-    """slime's options as far as ours have a counterpart, and those that the config adds."""
+    """slime's options that have a counterpart here, and those that the config adds."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -119,14 +122,14 @@ class Options(SimpleNamespace):
 
 
 class HFTokenizer:
-    """A model folder's tokenizer, called as transformers' are."""
+    """Tokenizer of a model folder with the interface of transformers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.eos_token, self.eos_token_id = tokenizer.eos_token, tokenizer.eos_id
 
-    def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
-        ids = self.encode(text, **how)
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        ids = self.encode(text, **options)
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
@@ -149,13 +152,13 @@ class HFTokenizer:
 
 
 class GenerateState:
-    """What slime keeps for all samples; here made anew, from what the arguments hold."""
+    """slime's shared state, built anew from the arguments."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.tokenizer = load_tokenizer(args.hf_checkpoint)
         self.processor = None
-        self.aborted = False  # interruptions are nothing that a function sees
+        self.aborted = False  # functions do not see interruptions
         self.sampling_params = sampling_params(args)
 
 
@@ -163,7 +166,7 @@ _tokenizers: dict[str, HFTokenizer] = {}
 
 
 def provide(tokenizer: Tokenizer) -> None:
-    """Functions that load the tokenizer of this folder get this one."""
+    """Register a tokenizer for functions that load the one of its folder."""
     _tokenizers.setdefault(str(tokenizer.path), HFTokenizer(tokenizer))
 
 
@@ -174,7 +177,7 @@ def load_tokenizer(folder: str, **_: Any) -> HFTokenizer:
 
 
 def sampling_params(args: Any) -> dict[str, Any]:
-    """What slime calls a function with."""
+    """Return the sampling parameters that slime passes to a function."""
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -189,7 +192,7 @@ def sampling_params(args: Any) -> dict[str, Any]:
 
 
 async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-    """Raises GeneratorError for an address that is not the sample's own engine."""
+    """Send a request to the sample's own engine. Raises GeneratorError for another address."""
     parts = urlsplit(url)
     answer = conversations.get(parts.hostname or "")
     if answer is None:
@@ -218,12 +221,12 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Once in a process, before anybody's function is imported."""
-    for name, holds in _MODULES.items():
+    """Register the modules, once in a process, before any plug-in is imported."""
+    for name, members in _MODULES.items():
         if getattr(sys.modules.get(name), "stands_in_for_slime", False):
             continue
         module = ModuleType(name)
-        vars(module).update(holds, stands_in_for_slime=True, __path__=[])
+        vars(module).update(members, stands_in_for_slime=True, __path__=[])
         sys.modules[name] = module
         package, _, last = name.rpartition(".")
         if package:

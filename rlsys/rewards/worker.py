@@ -1,6 +1,6 @@
-"""A process that scores: `python -m rlsys.rewards.worker`, started and spoken to by RewardWorkers only.
+"""Process that scores: `python -m rlsys.rewards.worker`, started by RewardWorkers only.
 
-The first message is the config, every other one a prompt and a response.
+The first message is the config; each further one has a prompt and a response.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rlsys.rewards.workers import location_and_row
 
 
 def prepare(message: bytes) -> Callable[[bytes], list[Any]]:
+    """Build the plain functions of a config, under their memory limit."""
     config = Config.model_validate_json(message)
     limit = round(config.data.reward_memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -14,11 +14,11 @@ from rlsys.core.texts import error_text
 from rlsys.core.types import Prompt, Response
 
 PlainScores = Callable[[Prompt, Response], Awaitable[list[Any]]]
-"""What each plain reward function gives a response, in the order of data.reward. Raises RewardError."""
+"""Values of the plain reward functions for a response, in the order of data.reward. Raises RewardError."""
 
 
 class RewardError(Exception):
-    """The reward function raised, its process died, or its service refused: a type and a message."""
+    """Failure of a reward function, its process or its service: type and message."""
 
 
 class Row(dict[str, Any]):
@@ -42,8 +42,11 @@ def location_and_row(error: BaseException) -> str:
 
 
 async def contained(score: Awaitable[Any]) -> Any:
-    """What an async reward function gives. Raises RewardError for what is no Exception: a task that ends with
-    SystemExit or KeyboardInterrupt ends its event loop."""
+    """Await the value of an async reward function.
+
+    Raises:
+        RewardError: instead of SystemExit and KeyboardInterrupt, which would end the event loop.
+    """
     try:
         return await score
     except (SystemExit, KeyboardInterrupt) as e:
@@ -51,7 +54,7 @@ async def contained(score: Awaitable[Any]) -> Any:
 
 
 class RewardWorkers(ProcessPool):
-    """Requests go to a worker as pickles, which it may trust."""
+    """Processes of the plain reward functions. They trust the pickles that they receive."""
 
     def __init__(self, config: Config) -> None:
         dumped = config.model_dump_json().encode()
@@ -59,14 +62,14 @@ class RewardWorkers(ProcessPool):
 
     @asynccontextmanager
     async def scores(self) -> AsyncIterator[PlainScores]:
-        """For one response. The process is killed when it has not answered by the end."""
+        """Lend a process for one response. The exit kills it if it still computes."""
         async with self.acquire() as worker:
 
-            async def ask(prompt: Prompt, response: Response) -> list[Any]:
+            async def call_worker(prompt: Prompt, response: Response) -> list[Any]:
                 try:
                     answer: list[Any] = await worker.call(pickle.dumps((prompt, response)))
                 except PoolProcessError as e:
                     raise RewardError(str(e)) from None
                 return answer
 
-            yield ask
+            yield call_worker

@@ -37,7 +37,7 @@ from rlsys.generators.parser_client import ToolFailed
 from rlsys.generators.turns import limit_tokens
 from rlsys.planning.planning import Planning
 from rlsys.rewards import Rewards
-from rlsys.rewards.judges import PatientJudge, build_judge
+from rlsys.rewards.judges import JudgeWithTimeout, build_judge
 from rlsys.rewards.results import TURNS
 from rlsys.rewards.service import is_url
 from rlsys.worker.assembly import build_scorer, prompt_limits
@@ -172,7 +172,7 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
         heldout = source.heldout(min(config.eval.prompts, HELDOUT_PROMPTS))
         tables = row_sources(source)
         longest = source.longest(LONGEST_PROMPTS) if isinstance(source, RowSource) else []
-        counts = [row_counts(table, limits, most=CHECKED_ROWS) for table in tables]
+        counts = [row_counts(table, limits, max_rows=CHECKED_ROWS) for table in tables]
     lines = list(_short_teacher(config, limits, [*train, *longest]))
     lines += [line for table_counts in counts if table_counts is not None for line in table_counts.lines()]
     if any(table.held_is_trained for table in tables):
@@ -294,7 +294,9 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
 
     with one_line_errors(f"data.judge = {config.data.judge!r}"):
         local = config.data.judge is None or "://" not in config.data.judge
-        judge = build_judge(config, verdict) if local else PatientJudge(verdict, config.data.judge_timeout)
+        judge = (
+            build_judge(config, verdict) if local else JudgeWithTimeout(verdict, config.data.judge_timeout)
+        )
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
     prompts = first_prompts(config, planning)
     answer, notes = await _first_success(

@@ -13,7 +13,7 @@ from typing import Any
 from rlsys.config.rollout import Truncation
 from rlsys.core.spans import TopLogprobs
 from rlsys.core.types import Sample, Status
-from rlsys.engine_requests.sampling import MOST_STOPS
+from rlsys.engine_requests.sampling import MAX_STOPS
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import EngineState, Flight
 from rlsys.router.failure_policy import PoisonDetector, attempt
@@ -167,7 +167,7 @@ class RequestSender:
                     temperature=turn.temperature,
                     seed=sample.seed,
                     stop_ids=sorted(turn.ends.ids),
-                    stop_texts=turn.ends.texts[:MOST_STOPS],  # the router itself detects the others
+                    stop_texts=turn.ends.texts[:MAX_STOPS],  # the router itself detects the others
                     routes_from=self._routes_from(sample) if self._routes or turn.routes else None,
                     cache_key=self._cache_key(engine, sample),
                     truncation=turn.truncation,

@@ -29,12 +29,12 @@ from rlsys.config.trainer import Schedule, TrainerConfig
 from rlsys.convert.adapters import factors
 from rlsys.convert.carried import with_carried
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_asked, check_layout, trained_model
+from rlsys.convert.fit import check_layout, check_requirements, trained_model
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import write_hf
 from rlsys.convert.peft import write_adapter
 from rlsys.convert.prefixes import why_not_shared
-from rlsys.convert.stack import stacked
+from rlsys.convert.stack import stack_experts
 from rlsys.core.errors import RunError
 from rlsys.core.owner import Owner
 from rlsys.core.weight_updates import Canary
@@ -121,7 +121,7 @@ class Trainer:
         self.hf = trained_model(config)
         """Model configuration, with MTP layers if they are trained."""
         check_layout(config, self.hf)
-        check_asked(config, self.hf)
+        check_requirements(config, self.hf)
         with (
             ExitStack() as undo
         ):  # after a failed build no group is left, so that another trainer can be built
@@ -388,7 +388,7 @@ class Trainer:
 
         Experts come one by one, except in families whose folders and engines stack them.
         """
-        return stacked(gather_hf(self._chunks, self.hf), self.hf)
+        return stack_experts(gather_hf(self._chunks, self.hf), self.hf)
 
     @property
     def served_config(self) -> HFConfig:
@@ -397,11 +397,11 @@ class Trainer:
 
     def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the tensors of `named_hf_tensors` that engines hold."""
-        return stacked(gather_hf(self._chunks, self.served_config), self.served_config)
+        return stack_experts(gather_hf(self._chunks, self.served_config), self.served_config)
 
     def named_base_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the tensors of the base model, without adapters."""
-        return stacked(gather_hf(self._chunks, self.hf, merge=False), self.hf)
+        return stack_experts(gather_hf(self._chunks, self.hf, merge=False), self.hf)
 
     def local_weights(self) -> LocalWeights:
         """Return this rank's weights by entries of the name table. Collective."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hash_shares import HashShares, hash_shares
 from rlsys.convert.rules import Rule, Stack
-from rlsys.convert.table import entries, held_as, slots, stacked_names
+from rlsys.convert.table import engine_name_of, entries, slots, stacked_names
 from rlsys.weights.hashes import ByteHash, PartDigests, TilePart, final_hash, merge_parts
 
 _VOCABULARY_STEP = 64
@@ -90,13 +90,13 @@ class EngineChecksums:
             if any(name in expert_names for name in entry.hf):
                 continue
             tensor = self._engine_tensors.setdefault(
-                held_as(entry, hf), _EngineTensor(self._sums, experts=entry.expert is not None)
+                engine_name_of(entry, hf), _EngineTensor(self._sums, experts=entry.expert is not None)
             )
             for name in entry.hf:
                 self._parts[name] = tensor, tensor.count, entry.rule
                 tensor.count += 1
                 if hf.family.delta_net and entry.rule.megatron.endswith("layernorm.weight"):
-                    engine_name = held_as(entry, hf).removesuffix("weight") + "gemma_weight"
+                    engine_name = engine_name_of(entry, hf).removesuffix("weight") + "gemma_weight"
                     self._plus_one[name] = self._engine_tensors[engine_name] = _EngineTensor(self._sums, 1)
         for name, stack in stacked_names(hf).items():
             tensor = self._engine_tensors[f"{hf.in_table(name).rpartition('.')[0]}.{stack.engine}"] = (
@@ -151,7 +151,7 @@ class EngineChecksums:
         """Return the part of a tensor on `rank` of `tp`: all of it, or a shard along the split axis."""
         if rule.engine_dtype is not None:
             tensor = tensor.to(getattr(torch, rule.engine_dtype))
-        if rule.cut is None:
+        if rule.shard_axis is None:
             return tensor
         pieces = tp
         if rule.layout == "by_key_head":
@@ -162,15 +162,17 @@ class EngineChecksums:
             pieces, rank = self._hf.kv_heads, rank // (pieces // self._hf.kv_heads)  # ranks share a head
         if not rule.per_layer and (missing := -len(tensor) % _VOCABULARY_STEP):
             tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-        return tensor.tensor_split(pieces, dim=rule.cut)[rank]
+        return tensor.tensor_split(pieces, dim=rule.shard_axis)[rank]
 
 
 def _stack_shard(weights: Tensor, stack: Stack, tp: int, rank: int) -> Tensor:
     """Return the part on `rank` of `tp` of all experts `[experts, n out, in]`, or of their biases."""
-    if stack.cut is None or tp == 1:
+    if stack.shard_axis is None or tp == 1:
         return weights
-    sections = weights.chunk(stack.sections, stack.cut)
-    return torch.cat([section.tensor_split(tp, stack.cut)[rank] for section in sections], stack.cut)
+    sections = weights.chunk(stack.sections, stack.shard_axis)
+    return torch.cat(
+        [section.tensor_split(tp, stack.shard_axis)[rank] for section in sections], stack.shard_axis
+    )
 
 
 class _EngineTensor:

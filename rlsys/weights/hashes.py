@@ -127,7 +127,7 @@ class PartDigests:
             self._parts[index].append(state.part(total))
             return index
         for part in _word_parts(kernels, data.detach(), start, total):
-            self._of_kernel.append((index, part.words, part.start, part.total))
+            self._of_kernel.append((index, part.length, part.start, part.total))
             self._pending.append(part)
         self._bytes += data.nbytes
         if self._bytes >= PENDING_BYTES:

@@ -171,7 +171,7 @@ class RelayPush:
 
         def prepare(index: int) -> tuple[Piece, Payload]:
             piece, new_bytes = self._store.piece(file, index), content[spans[index]]
-            old_digest = self._store.held(piece)
+            old_digest = self._store.current_digest(piece)
             old_bytes = self._store.content(piece) if old_digest else None
             payload = encode(piece, new_bytes, old_bytes, old_digest)
             self._store.write(piece, new_bytes)
@@ -182,7 +182,7 @@ class RelayPush:
                 feeder.wait_for_room()
             for piece, payload in self._threads.map(prepare, indices[first : first + WINDOW]):
                 for feeder in self._feeders:
-                    feeder.put(piece, payload)
+                    feeder.enqueue(piece, payload)
 
     def end(self) -> None:
         """Wait until every engine of the push has loaded the weights, or is excluded."""
@@ -209,7 +209,7 @@ class RelayPush:
                 self._refeed([m for m in waiting.values() if self._stuck(m)], waiting)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-        self.sent_bytes += sum(feeder.sent for feeder in self._feeders)
+        self.sent_bytes += sum(feeder.sent_bytes for feeder in self._feeders)
         self._stop()
         self._revoke_tokens()
 
@@ -267,7 +267,7 @@ class RelayPush:
         members_by_chain: dict[int, list[_Member]] = {}
         for member in stuck:
             member.progress_time, has_feeder = time.monotonic(), self._feed_from_holder(member)
-            if not has_feeder and not all(feeder.ended for feeder in self._feeders):
+            if not has_feeder and not all(feeder.is_done for feeder in self._feeders):
                 continue
             member.refeeds += 1
             if member.refeeds > MAX_REFEEDS:

@@ -23,7 +23,7 @@ from rlsys.config.precision import is_quantised
 from rlsys.config.trainer import ParallelConfig
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import layer_stages
-from rlsys.convert.table import Entry, Slot, entries, held_as, slots
+from rlsys.convert.table import Entry, Slot, engine_name_of, entries, slots
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class RankLayout:
             size = p.expert_tp
             first = size * (lane // (size * p.ep) * p.ep + self._owner(entry.expert))
         group = range(sender - lane + first, sender - lane + first + size)
-        return tuple(group) if entry.rule.cut is not None else (group[lane % size],)
+        return tuple(group) if entry.rule.shard_axis is not None else (group[lane % size],)
 
     def _owner(self, expert: int) -> int:
         return expert // (self.experts // self.parallel.ep)
@@ -210,7 +210,7 @@ def _units(hf: HFConfig, experts_together: bool) -> list[list[Entry]]:
     stacked, units = slots(hf), defaultdict[str, list[Entry]](list)
     for entry in entries(hf):
         is_grouped = next(iter(entry.hf)) not in stacked and entry.expert is not None and experts_together
-        units[held_as(entry, hf) if is_grouped else _call(entry, hf, stacked)].append(entry)
+        units[engine_name_of(entry, hf) if is_grouped else _call(entry, hf, stacked)].append(entry)
     return list(units.values())
 
 
@@ -219,4 +219,4 @@ def _call(entry: Entry, hf: HFConfig, stacked: Mapping[str, Slot]) -> str:
     first = next(iter(entry.hf))
     if first in stacked:
         return stacked[first].name
-    return first if entry.expert is not None else held_as(entry, hf)
+    return first if entry.expert is not None else engine_name_of(entry, hf)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlsys.convert.config import HFConfig
 from rlsys.convert.layout import to_hf
-from rlsys.convert.stack import stacked
+from rlsys.convert.stack import stack_experts
 from rlsys.convert.table import Entry
 from rlsys.trainer.model.weights import LocalWeights, join_shards
 from rlsys.weights.shard_plan import Part
@@ -32,11 +32,11 @@ class Shards:
 
         A tensor may be a view of a parameter: use it before the next optimizer step.
         """
-        return stacked(self._collect(parts), self._hf)
+        return stack_experts(self._collect(parts), self._hf)
 
     def meta_tensors(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same names with meta tensors of the same shape and dtype. Not collective."""
-        return stacked(self._meta_tensors(parts), self._hf)
+        return stack_experts(self._meta_tensors(parts), self._hf)
 
     def send_shards(self, parts: Sequence[Part], sender: int) -> None:
         """Send this rank's shards to the sender; return when it has received them."""

@@ -1,8 +1,8 @@
-"""Gives pieces to the next host of a chain, a few at a time, while more of them come in.
+"""Feeder of the next host of a chain: sends pieces, a few at a time, while more of them arrive.
 
-A host that is gone, refuses, or stays silent for too long is passed by: the one after it is asked what it lacks, and
-gets that. So each feeder makes sure of one host, the first of its line that takes pieces, and that one has a feeder
-of its own for those behind it.
+A host that is gone, refuses, or is silent for too long is skipped: the one after it is asked for its missing pieces,
+and gets them. So each feeder serves one host, the first of its line that accepts pieces, and that host has its own
+feeder for those behind it.
 """
 
 from __future__ import annotations
@@ -20,95 +20,101 @@ from rlsys.weights_relay.pieces import Payload, Piece, encode
 from rlsys.weights_relay.store import Store, Undeclared
 
 WINDOW = 4
-"""Pieces on their way to one host: while one is decoded there, others fill the link."""
-MOST_WAITING = 16 * WINDOW * 2**20
-"""Bytes of payloads that wait to be sent. Beyond them a piece is encoded again, from the store, in its turn."""
+"""Pieces in flight to one host: while one is decoded there, others fill the link."""
+MAX_QUEUED_BYTES = 16 * WINDOW * 2**20
+"""Bytes of queued payloads. Beyond them a piece is encoded again from the store when it is sent."""
 TRIES = 4
-"""To bring one piece: the last two times whole, in case what it changes is what is wrong."""
-OFFERED = 4096
-"""Pieces in one question what a host lacks."""
+"""Attempts to send a piece; the second half sends it whole, in case the base content is wrong."""
+PIECES_PER_OFFER = 4096
+"""Pieces in one request for the missing ones of a host."""
 OFFER, PIECE = "/relay/offer", "/relay/piece"
-TOKEN_HEADER, PIECE_HEADER, BEFORE_HEADER = "rlsys-relay-token", "rlsys-piece", "rlsys-before"
-TAKEN, WHOLE, AGAIN = 200, 409, 422
-"""Answers to a piece: it is held now; the content that it changes is not; it came damaged."""
+TOKEN_HEADER, PIECE_HEADER, BASE_HEADER = "rlsys-relay-token", "rlsys-piece", "rlsys-before"
+ACCEPTED, NEEDS_WHOLE, CORRUPTED = 200, 409, 422
+"""Status of a piece: accepted; refused without its base content; arrived damaged."""
 _BLOCK = 2**16
 
 log = logging.getLogger("rlsys.weights_relay")
 
 
 class Hop(NamedTuple):
-    """A host as the one before it reaches it. `token`: lets bring it pieces of one push, and nothing else."""
+    """Host as the one before it reaches it. `token`: authorises pieces of one push, and nothing else."""
 
     url: str
     token: str
 
 
-class PassedBy(Exception):
-    """Why a host gets no more."""
+class HostSkipped(Exception):
+    """Reason why a host gets no more pieces."""
 
 
 class Feeder:
-    """Owns its threads and what waits to be sent. `put` pieces that the store holds, then `close`."""
+    """Sender of pieces to the first host of a line: `enqueue` stored pieces, then `close`. Owns threads and queue."""
 
     def __init__(
         self,
         line: Sequence[Hop],
         store: Store,
         seconds: float,
-        known: Sequence[Piece] = (),
+        pieces: Sequence[Piece] = (),
         *,
         closed: bool = False,
     ) -> None:
-        """`line`: hosts in order. `seconds`: how long one may be silent. `known`: pieces to begin with; `closed`:
-        there will be no others."""
+        """Start the threads.
+
+        Args:
+            line: hosts in order.
+            seconds: maximum silence of a host.
+            pieces: pieces to begin with.
+            closed: no others will follow.
+        """
         self._line, self._store, self._seconds = line, store, seconds
-        self._known = list(known)
-        self._todo: deque[Piece] = deque()
+        self._pieces = list(pieces)
+        self._queue: deque[Piece] = deque()
         self._payloads: dict[Piece, Payload] = {}
-        self._waiting = 0  # bytes of payloads
-        self._changed = threading.Condition()
-        self._closed, self._ended = closed, False
-        self.passed_by: dict[str, str] = {}
-        """URL -> why."""
-        self.sent = 0
-        """Bytes of payloads, those of pieces that were sent again too."""
+        self._queued_bytes = 0  # bytes of payloads
+        self._condition = threading.Condition()
+        self._closed, self._done = closed, False
+        self.skipped: dict[str, str] = {}
+        """URL -> reason."""
+        self.sent_bytes = 0
+        """Bytes of payloads, repeated ones included."""
         threading.Thread(target=self._run, name="relay", daemon=True).start()
 
     @property
-    def ended(self) -> bool:
-        """Whether somebody has all, or nobody is left."""
-        return self._ended
+    def is_done(self) -> bool:
+        """Whether a host has all pieces, or none is left."""
+        return self._done
 
-    def put(self, piece: Piece, payload: Payload) -> None:
-        """Never waits; see wait_for_room."""
-        with self._changed:
-            if self._ended:
+    def enqueue(self, piece: Piece, payload: Payload) -> None:
+        """Queue a piece. Never waits; see wait_for_room."""
+        with self._condition:
+            if self._done:
                 return
-            self._known.append(piece)
-            self._todo.append(piece)
-            if self._waiting + len(payload.data) <= MOST_WAITING:
+            self._pieces.append(piece)
+            self._queue.append(piece)
+            if self._queued_bytes + len(payload.data) <= MAX_QUEUED_BYTES:
                 self._payloads[piece] = payload
-                self._waiting += len(payload.data)
-            self._changed.notify_all()
+                self._queued_bytes += len(payload.data)
+            self._condition.notify_all()
 
     def wait_for_room(self) -> None:
-        """Until another payload of a piece may wait, or nobody takes any."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._waiting < MOST_WAITING // 2)
+        """Wait until another payload fits the queue, or the feeder is done."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._done or self._queued_bytes < MAX_QUEUED_BYTES // 2)
 
     def close(self) -> None:
-        """No more pieces will come; what has come is still sent."""
-        with self._changed:
+        """Declare that no more pieces follow; queued ones are still sent."""
+        with self._condition:
             self._closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def stop(self) -> None:
-        """At once: another push has begun."""
-        with self._changed:
-            self._closed = self._ended = True
-            self._todo.clear()
+        """Stop at once: another push has begun."""
+        with self._condition:
+            self._closed = self._done = True
+            self._queue.clear()
             self._payloads.clear()
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def _run(self) -> None:
         try:
@@ -116,106 +122,106 @@ class Feeder:
                 try:
                     self._serve(hop)
                     break
-                except PassedBy as e:
-                    if self._ended:
+                except HostSkipped as e:
+                    if self._done:
                         break
                     log.warning("%s is passed by: %s", hop.url, e)
-                    self.passed_by[hop.url] = str(e)
+                    self.skipped[hop.url] = str(e)
         finally:
             self.stop()
 
     def _serve(self, hop: Hop) -> None:
-        """Until it has all pieces and no more will come. Raises PassedBy."""
-        with self._changed:
-            known = list(self._known)
-            self._todo.clear()  # they are among the known
-        missing = self._lacks(hop, known)
-        with self._changed:
-            self._todo.extendleft(reversed(missing))
-            left = set(self._todo)
-            self._payloads = {piece: payload for piece, payload in self._payloads.items() if piece in left}
-            self._waiting = sum(len(payload.data) for payload in self._payloads.values())
-            self._changed.notify_all()
-        broken, why = threading.Event(), list[str]()
-        # Daemons: an engine that ends does not wait for who takes nothing.
+        """Send all pieces to a host until the feeder is closed. Raises HostSkipped."""
+        with self._condition:
+            pieces = list(self._pieces)
+            self._queue.clear()  # they are among the pieces
+        missing = self._missing(hop, pieces)
+        with self._condition:
+            self._queue.extendleft(reversed(missing))
+            queued = set(self._queue)
+            self._payloads = {piece: payload for piece, payload in self._payloads.items() if piece in queued}
+            self._queued_bytes = sum(len(payload.data) for payload in self._payloads.values())
+            self._condition.notify_all()
+        failed, reasons = threading.Event(), list[str]()
+        # Daemons: an engine that ends does not wait for a host that accepts nothing.
         workers = [
-            threading.Thread(target=self._work, args=(hop, broken, why), name="relay", daemon=True)
+            threading.Thread(target=self._send_pieces, args=(hop, failed, reasons), name="relay", daemon=True)
             for _ in range(WINDOW)
         ]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-        if broken.is_set():
-            raise PassedBy("; ".join(why[:1]) or "sending failed")
+        if failed.is_set():
+            raise HostSkipped("; ".join(reasons[:1]) or "sending failed")
 
-    def _lacks(self, hop: Hop, pieces: Sequence[Piece]) -> list[Piece]:
+    def _missing(self, hop: Hop, pieces: Sequence[Piece]) -> list[Piece]:
         if not pieces:
             return []
         missing: list[Piece] = []
         with _Connection(hop, self._seconds) as connection:
-            for first in range(0, len(pieces), OFFERED):
-                offered = pieces[first : first + OFFERED]
-                body = json.dumps([[piece.file, piece.place] for piece in offered]).encode()
-                status, said = connection.post(OFFER, {}, body)
+            for first in range(0, len(pieces), PIECES_PER_OFFER):
+                offered = pieces[first : first + PIECES_PER_OFFER]
+                body = json.dumps([[piece.file, piece.index] for piece in offered]).encode()
+                status, answer = connection.post(OFFER, {}, body)
                 try:
-                    if status != TAKEN:
-                        raise PassedBy(f"answers {status}: {said[:200]!r}")
-                    missing += [offered[i] for i in json.loads(said)["missing"]]
+                    if status != ACCEPTED:
+                        raise HostSkipped(f"answers {status}: {answer[:200]!r}")
+                    missing += [offered[i] for i in json.loads(answer)["missing"]]
                 except (ValueError, TypeError, KeyError, IndexError):
-                    raise PassedBy(f"not an answer of a relay: {said[:200]!r}") from None
+                    raise HostSkipped(f"not an answer of a relay: {answer[:200]!r}") from None
         return missing
 
-    def _work(self, hop: Hop, broken: threading.Event, why: list[str]) -> None:
-        ended = False
+    def _send_pieces(self, hop: Hop, failed: threading.Event, reasons: list[str]) -> None:
+        complete = False
         try:
             with _Connection(hop, self._seconds) as connection:
-                while (turn := self._next(broken)) is not None:
-                    self._give(connection, *turn)
-            ended = True
-        except PassedBy as e:
-            why.append(str(e))
-        finally:  # the others need not go on when one cannot
-            with self._changed:
-                if not ended:
-                    broken.set()
-                self._changed.notify_all()
+                while (turn := self._next(failed)) is not None:
+                    self._send(connection, *turn)
+            complete = True
+        except HostSkipped as e:
+            reasons.append(str(e))
+        finally:  # the others stop when one fails
+            with self._condition:
+                if not complete:
+                    failed.set()
+                self._condition.notify_all()
 
-    def _next(self, broken: threading.Event) -> tuple[Piece, Payload | None] | None:
-        """None: no more for this host."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._todo or self._closed or broken.is_set())
-            if broken.is_set() or not self._todo:
+    def _next(self, failed: threading.Event) -> tuple[Piece, Payload | None] | None:
+        """Return the next piece; None: no more for this host."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._queue or self._closed or failed.is_set())
+            if failed.is_set() or not self._queue:
                 return None
-            piece = self._todo.popleft()
+            piece = self._queue.popleft()
             payload = self._payloads.pop(piece, None)
             if payload is not None:
-                self._waiting -= len(payload.data)
-                self._changed.notify_all()
+                self._queued_bytes -= len(payload.data)
+                self._condition.notify_all()
             return piece, payload
 
-    def _give(self, connection: _Connection, piece: Piece, payload: Payload | None) -> None:
+    def _send(self, connection: _Connection, piece: Piece, payload: Payload | None) -> None:
         for attempt in range(TRIES):
             if payload is None or attempt >= TRIES // 2:
                 try:
                     payload = encode(piece, self._store.content(piece), None, "")
                 except Undeclared as e:
-                    raise PassedBy(str(e)) from None
-            headers = {PIECE_HEADER: json.dumps([piece.file, piece.place]), BEFORE_HEADER: payload.before}
-            status, said = connection.post(PIECE, headers, payload.data)
-            with self._changed:
-                self.sent += len(payload.data)
-            if status == TAKEN:
+                    raise HostSkipped(str(e)) from None
+            headers = {PIECE_HEADER: json.dumps([piece.file, piece.index]), BASE_HEADER: payload.base}
+            status, answer = connection.post(PIECE, headers, payload.data)
+            with self._condition:
+                self.sent_bytes += len(payload.data)
+            if status == ACCEPTED:
                 return
-            if status == WHOLE:
+            if status == NEEDS_WHOLE:
                 payload = None
-            elif status != AGAIN:
-                raise PassedBy(f"answers {status}: {said[:200]!r}")
-        raise PassedBy(f"got piece {piece.place} of file {piece.file} damaged {TRIES} times")
+            elif status != CORRUPTED:
+                raise HostSkipped(f"answers {status}: {answer[:200]!r}")
+        raise HostSkipped(f"got piece {piece.index} of file {piece.file} damaged {TRIES} times")
 
 
 class _Connection:
-    """To one host, kept open. Raises PassedBy when it is gone or silent."""
+    """Persistent connection to one host. Raises HostSkipped when the host is gone or silent."""
 
     def __init__(self, hop: Hop, seconds: float) -> None:
         parts = urlsplit(hop.url)
@@ -230,24 +236,24 @@ class _Connection:
         self._http.close()
 
     def post(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-        """Once more over a new connection when one that was kept breaks: servers close idle ones."""
-        kept = self._http.sock is not None
+        """Send a request, once more over a new connection if a kept one breaks: servers close idle ones."""
+        reused = self._http.sock is not None
         try:
             return self._post(path, headers, body)
         except TimeoutError as e:
-            raise PassedBy(f"silent: {e}") from None
+            raise HostSkipped(f"silent: {e}") from None
         except (OSError, http.client.HTTPException) as e:
             self._http.close()
-            if not kept:
-                raise PassedBy(f"gone: {e!r:.200}") from None
+            if not reused:
+                raise HostSkipped(f"gone: {e!r:.200}") from None
         try:
             return self._post(path, headers, body)
         except (OSError, http.client.HTTPException) as e:
-            raise PassedBy(f"gone: {e!r:.200}") from None
+            raise HostSkipped(f"gone: {e!r:.200}") from None
 
     def _post(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
         length = {"Content-Length": str(len(body))}
-        # In blocks: the time limit is on each of them, so a slow link is not taken for a dead host.
+        # In blocks: the time limit applies to each of them, so a slow link is no dead host.
         self._http.request("POST", path, _blocks(body), {**self._headers, **headers, **length})
         answer = self._http.getresponse()
         return answer.status, answer.read()

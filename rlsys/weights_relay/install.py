@@ -1,4 +1,4 @@
-"""Puts a relay into an HTTP application (Starlette or FastAPI): routes for the trainer, a door for other hosts."""
+"""Installation of a relay in an HTTP application (Starlette or FastAPI): routes for the trainer and other hosts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from starlette.routing import Route
 
 from rlsys.weights_relay.feeder import Hop
 from rlsys.weights_relay.pieces import decode_file_spec
-from rlsys.weights_relay.relay import NONSENSE, TOO_LARGE, Door, Relay
+from rlsys.weights_relay.relay import BAD_REQUEST, TOO_LARGE, Relay, RelayMiddleware
 from rlsys.weights_relay.store import TooLarge
 
 Endpoint = Callable[[Request], Any]
 
 
 def install(app: Starlette, mark: Callable[[Endpoint], Endpoint]) -> Relay:
-    """Before the application serves. `mark`: says of an endpoint which key opens it."""
+    """Add the relay's routes before the application serves. `mark`: sets the key that an endpoint requires."""
     relay = Relay()
     calls = {"open": _open, "declare": _declare, "renew": _renew, "state": _state, "feed": _feed}
     for name, call in calls.items():
         endpoint = mark(_endpoint(relay, call))
         app.router.routes.insert(0, Route(f"/relay/{name}", endpoint, methods=["POST"]))
     build: Any = app.build_middleware_stack
-    # Around all that is added later, keys included.
-    app.build_middleware_stack = lambda: Door(build(), relay)  # type: ignore[method-assign]
+    # Outermost, around later middleware and the check of keys.
+    app.build_middleware_stack = lambda: RelayMiddleware(build(), relay)  # type: ignore[method-assign]
     return relay
 
 
@@ -40,8 +40,8 @@ def _endpoint(relay: Relay, call: Callable[[Relay, Any], dict[str, Any]]) -> End
         except TooLarge as e:
             return JSONResponse({"success": False, "message": str(e)}, status_code=TOO_LARGE)
         except (ValueError, TypeError, KeyError, RecursionError) as e:
-            said = {"success": False, "message": f"not a request to a relay: {e!r:.200}"}
-            return JSONResponse(said, status_code=NONSENSE)
+            answer = {"success": False, "message": f"not a request to a relay: {e!r:.200}"}
+            return JSONResponse(answer, status_code=BAD_REQUEST)
 
     return endpoint
 

@@ -1,7 +1,7 @@
-"""Weights on their way over a slow link: files cut into pieces, each sent as what has changed in it, compressed.
+"""Encoding of weights for a slow link: files cut into pieces, each sent as its change, compressed.
 
-The trainer declares the size of each file and the digests of its pieces to every host. So a piece may come from
-anybody, in any order and twice: a host keeps and forwards only content with the declared digest.
+The trainer declares the size of each file and the digests of its pieces to every host. So a piece may come from any
+sender, in any order and twice: a host keeps and forwards only content with the declared digest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zstandard
 from numpy.typing import NDArray
 
 PIECE_BYTES = 4 * 2**20
-"""A few of them on their way fill a link of 1 Gbit/s over 100 ms; fewer bytes would make more requests."""
+"""A few in flight fill a link of 1 Gbit/s over 100 ms; smaller pieces would need more requests."""
 _DIGEST_BYTES = 16
 _LEVEL = (
     1  # zstd's fastest: higher levels gained a few percent on changes of weights, at a multiple of the time
@@ -26,24 +26,29 @@ Bytes = NDArray[np.uint8]
 
 
 class Damaged(Exception):
-    """What came is not the piece that it says it is."""
+    """Content that is not the declared piece."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`file`: its number, of `size` bytes, made of numbers of `width` bytes. `place`: which piece of the file.
-    `after`: digest of the content."""
+    """Piece of a file.
+
+    Attributes:
+        file: the number of the file, of `size` bytes, which are elements of `width` bytes.
+        index: the number of the piece in the file.
+        digest: digest of the content.
+    """
 
     file: int
     size: int
     width: int
-    place: int
-    after: str
+    index: int
+    digest: str
 
     @property
     def span(self) -> slice:
-        """Where in the file it lies."""
-        start = self.place * PIECE_BYTES
+        """Range of bytes in the file."""
+        start = self.index * PIECE_BYTES
         return slice(start, min(start + PIECE_BYTES, self.size))
 
     @property
@@ -52,10 +57,14 @@ class Piece:
 
 
 class Payload(NamedTuple):
-    """What is sent of a piece. `before`: digest of the content that it changes; empty: it stands alone; that of the
-    piece itself: nothing has changed. `data`: compressed."""
+    """Payload of a piece.
 
-    before: str
+    Attributes:
+        base: digest of the content that it changes; empty: it stands alone; the piece's own digest: nothing changed.
+        data: compressed.
+    """
+
+    base: str
     data: bytes
 
 
@@ -114,60 +123,71 @@ def _is_digest(value: Any) -> bool:
 
 
 def pieces_in(size: int) -> int:
-    """Of a file of so many bytes."""
+    """Return the number of pieces of a file of `size` bytes."""
     return -(-size // PIECE_BYTES)
 
 
 def digest(content: Bytes) -> str:
-    """128 bits of BLAKE2b."""
+    """Return 128 bits of BLAKE2b."""
     return hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def encode(piece: Piece, content: Bytes, old: Bytes | None, before: str) -> Payload:
-    """`old`: what the receiver has there now, of digest `before`; None: nothing that is known."""
-    if before == piece.after:
-        return Payload(before, b"")
+def encode(piece: Piece, content: Bytes, old: Bytes | None, base: str) -> Payload:
+    """Encode a piece.
+
+    Args:
+        old: the receiver's current content, of digest `base`; None: unknown.
+    """
+    if base == piece.digest:
+        return Payload(base, b"")
     if old is None:
-        return Payload("", _compressed(content, piece.width))
-    return Payload(before, _compressed(np.bitwise_xor(content, old), piece.width))
+        return Payload("", _compress(content, piece.width))
+    return Payload(base, _compress(np.bitwise_xor(content, old), piece.width))
 
 
 def decode(piece: Piece, payload: Payload, old: Bytes | None) -> Bytes:
-    """The content. `old`: what is there now, where the payload changes something. Raises Damaged."""
-    content = _decompressed(payload.data, piece.length, piece.width)
-    if payload.before:
+    """Decode the content.
+
+    Args:
+        old: the current content, if the payload changes it.
+
+    Raises:
+        Damaged: the content has another digest than the piece.
+    """
+    content = _decompress(payload.data, piece.length, piece.width)
+    if payload.base:
         assert old is not None
         np.bitwise_xor(content, old, out=content)
-    if digest(content) != piece.after:
-        raise Damaged(f"piece {piece.place} of file {piece.file} has another digest than it should")
+    if digest(content) != piece.digest:
+        raise Damaged(f"piece {piece.index} of file {piece.file} has another digest than it should")
     return content
 
 
-def _compressed(content: Bytes, width: int) -> bytes:
-    """First bytes of all numbers first: those of high value hardly differ, and compress."""
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(_by_byte(content, width).data)
+def _compress(content: Bytes, width: int) -> bytes:
+    """Compress the bytes of all elements grouped by position: those of high value hardly differ, and compress."""
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(_group_bytes(content, width).data)
 
 
-def _decompressed(data: bytes, length: int, width: int) -> Bytes:
+def _decompress(data: bytes, length: int, width: int) -> Bytes:
     try:
-        # The frame says how much comes out of it: nobody makes this host hold more than a piece.
-        if (told := zstandard.get_frame_parameters(data).content_size) != length:
-            raise Damaged(f"{told} bytes instead of {length}")
-        found = zstandard.ZstdDecompressor().decompress(data)
+        # The frame declares its size: no sender makes this host hold more than a piece.
+        if (declared_length := zstandard.get_frame_parameters(data).content_size) != length:
+            raise Damaged(f"{declared_length} bytes instead of {length}")
+        grouped = zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as e:
         raise Damaged(str(e)) from None
-    if len(found) != length:
-        raise Damaged(f"{len(found)} bytes instead of {length}")
-    flat, whole = np.frombuffer(found, np.uint8), length - length % width
+    if len(grouped) != length:
+        raise Damaged(f"{len(grouped)} bytes instead of {length}")
+    flat, aligned = np.frombuffer(grouped, np.uint8), length - length % width
     content = np.empty(length, np.uint8)
-    content[:whole].reshape(-1, width)[:] = flat[:whole].reshape(width, -1).T
-    content[whole:] = flat[whole:]
+    content[:aligned].reshape(-1, width)[:] = flat[:aligned].reshape(width, -1).T
+    content[aligned:] = flat[aligned:]
     return content
 
 
-def _by_byte(content: Bytes, width: int) -> Bytes:
-    whole = len(content) - len(content) % width
+def _group_bytes(content: Bytes, width: int) -> Bytes:
+    aligned = len(content) - len(content) % width
     flat = np.empty_like(content)
-    flat[:whole].reshape(width, -1)[:] = content[:whole].reshape(-1, width).T
-    flat[whole:] = content[whole:]
+    flat[:aligned].reshape(width, -1)[:] = content[:aligned].reshape(-1, width).T
+    flat[aligned:] = content[aligned:]
     return flat

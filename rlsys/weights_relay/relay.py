@@ -1,18 +1,17 @@
-"""A host of a chain: takes pieces of weights, checks them, keeps them, and passes them on while more come in.
+"""Relay on a host of a chain: receives pieces of weights, verifies, stores and forwards them while more arrive.
 
-    POST /relay/open     a push begins: who may bring pieces, and who gets them next
-    POST /relay/declare  sizes and digests of further files of the push
-    POST /relay/renew    who may bring pieces from now on: another token
-    POST /relay/state    whether all is here; then in which folder, for `update_weights_from_disk`
-    POST /relay/feed     give all that is here to others, which lost the host before them
-    POST /relay/offer    which of these pieces are missing
-    POST /relay/piece    one piece
+    POST /relay/open     begin a push: the sender's token, and the next hosts
+    POST /relay/declare  declare sizes and digests of further files of the push
+    POST /relay/renew    replace the sender's token
+    POST /relay/state    return whether all pieces are here, and their folder, for `update_weights_from_disk`
+    POST /relay/feed     send all stored pieces to hosts that lost their predecessor
+    POST /relay/offer    return which of these pieces are missing
+    POST /relay/piece    receive one piece
 
-It lives in the engine's own HTTP server (rlsys/engine/server.py). The trainer calls the first five itself, with the
-engine's admin key, and behind its fence. The last two are for whoever has the token of the push that was opened last;
-the trainer renews it once the engine has loaded the weights, so that nobody has it. A host allocates memory and
-descriptors only for declared files and writes only content with a declared digest: what it has verified is what the
-engine loads.
+It runs in the engine's own HTTP server (rlsys/engine/server.py). The trainer calls the first five itself, with the
+engine's admin key, and behind its fence. The last two require the token of the push that was opened last; the trainer
+renews it once the engine has loaded the weights, so that no host has it. A host allocates memory and descriptors only
+for declared files and writes only content with a declared digest: the engine loads verified content only.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.weights_relay.feeder import (
-    AGAIN,
-    BEFORE_HEADER,
+    ACCEPTED,
+    BASE_HEADER,
+    CORRUPTED,
+    NEEDS_WHOLE,
     OFFER,
-    OFFERED,
     PIECE,
     PIECE_HEADER,
-    TAKEN,
+    PIECES_PER_OFFER,
     TOKEN_HEADER,
-    WHOLE,
     Feeder,
     Hop,
 )
@@ -53,10 +52,10 @@ from rlsys.weights_relay.pieces import (
 )
 from rlsys.weights_relay.store import Store, Undeclared
 
-STRANGER, NONSENSE, TOO_LARGE = 403, 400, 413
-MOST_BODY = 2 * PIECE_BYTES
-MOST_BODIES = 64
-"""That come in at once."""
+FORBIDDEN, BAD_REQUEST, TOO_LARGE = 403, 400, 413
+MAX_BODY_BYTES = 2 * PIECE_BYTES
+MAX_CONCURRENT_BODIES = 64
+"""Bodies that are read at once."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -68,12 +67,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class _Push:
     token: str
     seconds: float
-    """How long a sender may be silent."""
+    """Maximum silence of a sender."""
     onward: Feeder | None
-    """To the next host."""
+    """Feeder of the next host."""
     helping: list[Feeder] = field(default_factory=list)
-    """Of hosts that lost the one before them."""
-    seen: set[Piece] = field(default_factory=set)
+    """Feeders of hosts that lost their predecessor."""
+    received: set[Piece] = field(default_factory=set)
 
 
 class Relay:
@@ -85,10 +84,15 @@ class Relay:
         self._lock = threading.Lock()
         self._folder: Path | None = None
         self.damaged = 0
-        """Pieces that were refused since the start."""
+        """Number of damaged pieces since the start."""
 
     def open(self, token: str, line: Sequence[Hop], seconds: float) -> dict[str, Any]:
-        """`line`: who is next, and who instead, when that one is gone. `seconds`: how long each may be silent."""
+        """Begin a push.
+
+        Args:
+            line: the next host, then its substitutes.
+            seconds: maximum silence of each.
+        """
         with self._lock:
             self._end()
             self._store.begin()
@@ -107,7 +111,7 @@ class Relay:
         return {"success": True}
 
     def renew(self, token: str) -> dict[str, Any]:
-        """Who had the token before brings no more pieces of this push."""
+        """Replace the token: holders of the old one can send no more pieces of this push."""
         with self._lock:
             if self._push is None:
                 return {"success": False, "message": "no push was opened here"}
@@ -121,71 +125,76 @@ class Relay:
             files: number of files of the push.
 
         Returns:
-            `folder`: of the files, or None; `taken`: number of pieces that came in this push.
+            `folder`: of the files, or None; `taken`: number of pieces received in this push.
         """
         with self._lock:
             push = self._push
-            told = {"success": True, "taken": 0 if push is None else len(push.seen), "damaged": self.damaged}
+            state = {
+                "success": True,
+                "taken": 0 if push is None else len(push.received),
+                "damaged": self.damaged,
+            }
             if push is None or self._store.declared != files or not self._store.is_complete():
-                return {**told, "folder": None}
+                return {**state, "folder": None}
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="rlsys-relay-"))
                 weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             self._store.link(self._folder)
-            return {**told, "folder": str(self._folder)}
+            return {**state, "folder": str(self._folder)}
 
     def feed(self, line: Sequence[Hop], seconds: float) -> dict[str, Any]:
-        """Give the files to the first of `line` that takes them."""
+        """Send the files to the first host of `line` that accepts them."""
         with self._lock:
             if self._push is None:
                 return {"success": False, "message": "no push was opened here"}
-            known = self._store.pieces()
-            self._push.helping.append(Feeder(line, self._store, seconds, known, closed=True))
+            pieces = self._store.pieces()
+            self._push.helping.append(Feeder(line, self._store, seconds, pieces, closed=True))
         return {"success": True}
 
     def admits(self, token: str) -> bool:
+        """Return whether a token is the push's."""
         push = self._push
         return push is not None and hmac.compare_digest(token.encode(), push.token.encode())
 
     @property
     def silence(self) -> float:
-        """Seconds for a part of a body."""
+        """Maximum seconds between two parts of a body."""
         return self._push.seconds if self._push is not None else 0.0
 
     def missing(self, locations: Sequence[tuple[int, int]]) -> list[int]:
         """Return which of these pieces are not here, by number. Raises Undeclared."""
         pieces = [self._store.piece(*location) for location in locations]
-        return [i for i, piece in enumerate(pieces) if self._store.held(piece) != piece.after]
+        return [i for i, piece in enumerate(pieces) if self._store.current_digest(piece) != piece.digest]
 
     def take(self, token: str, location: tuple[int, int], payload: Payload) -> int:
         """Keep a piece, and forward it to the next host.
 
         Returns:
-            TAKEN, WHOLE, AGAIN or STRANGER.
+            ACCEPTED, NEEDS_WHOLE, CORRUPTED or FORBIDDEN.
 
         Raises:
             Undeclared: the push has no such piece.
         """
         piece, content = self._store.piece(*location), None
-        if (held := self._store.held(piece)) != piece.after:
-            if payload.before and held != payload.before:
-                return WHOLE
+        if (current := self._store.current_digest(piece)) != piece.digest:
+            if payload.base and current != payload.base:
+                return NEEDS_WHOLE
             try:
-                content = decode(piece, payload, self._store.content(piece) if payload.before else None)
+                content = decode(piece, payload, self._store.content(piece) if payload.base else None)
             except Damaged:
                 self.damaged += 1
-                return AGAIN
+                return CORRUPTED
         with self._lock:
             push = self._push
             if push is None or not self.admits(token):  # another push has begun, or the token was renewed
-                return STRANGER
+                return FORBIDDEN
             if content is not None:
                 self._store.write(piece, content)
-            if piece not in push.seen:
-                push.seen.add(piece)
+            if piece not in push.received:
+                push.received.add(piece)
                 if push.onward is not None:
-                    push.onward.put(piece, payload)
-        return TAKEN
+                    push.onward.enqueue(piece, payload)
+        return ACCEPTED
 
     def _end(self) -> None:
         if self._push is not None:
@@ -194,12 +203,12 @@ class Relay:
                     feeder.stop()
 
 
-class Door:
-    """An ASGI application around another one, in front of its keys too: offers and pieces have their own token."""
+class RelayMiddleware:
+    """ASGI middleware in front of an application and its key check: offers and pieces have their own token."""
 
     def __init__(self, app: App, relay: Relay) -> None:
         self._app, self._relay = app, relay
-        self._bodies = asyncio.Semaphore(MOST_BODIES)
+        self._bodies = asyncio.Semaphore(MAX_CONCURRENT_BODIES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
@@ -209,7 +218,7 @@ class Door:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         token = headers.get(TOKEN_HEADER, "")
         if scope["method"] != "POST" or not self._relay.admits(token):
-            await _answer(send, STRANGER, {"message": "no push of this token is under way"}, close=True)
+            await _answer(send, FORBIDDEN, {"message": "no push of this token is under way"}, close=True)
             return
         async with self._bodies:
             await self._take(path, token, headers, receive, send)
@@ -218,26 +227,26 @@ class Door:
         self, path: str, token: str, headers: dict[str, str], receive: Receive, send: Send
     ) -> None:
         if (body := await _read(receive, self._relay.silence)) is None:
-            words = f"more than {MOST_BODY} bytes, or none for {self._relay.silence:g} s"
-            await _answer(send, TOO_LARGE, {"message": words}, close=True)
+            message = f"more than {MAX_BODY_BYTES} bytes, or none for {self._relay.silence:g} s"
+            await _answer(send, TOO_LARGE, {"message": message}, close=True)
             return
         try:
             if path == OFFER:
-                missing = self._relay.missing(decode_locations(json.loads(body)[:OFFERED]))
-                status, said = TAKEN, dict[str, Any](missing=missing)
+                missing = self._relay.missing(decode_locations(json.loads(body)[:PIECES_PER_OFFER]))
+                status, answer = ACCEPTED, dict[str, Any](missing=missing)
             else:
                 (location,) = decode_locations([json.loads(headers.get(PIECE_HEADER, ""))])
-                payload = Payload(headers.get(BEFORE_HEADER, ""), body)
-                status, said = await asyncio.to_thread(self._relay.take, token, location, payload), {}
+                payload = Payload(headers.get(BASE_HEADER, ""), body)
+                status, answer = await asyncio.to_thread(self._relay.take, token, location, payload), {}
         except (ValueError, TypeError, KeyError, RecursionError, Undeclared) as e:
-            status, said = NONSENSE, {"message": f"not a piece: {e!r:.200}"}
-        await _answer(send, status, said)
+            status, answer = BAD_REQUEST, {"message": f"not a piece: {e!r:.200}"}
+        await _answer(send, status, answer)
 
 
 async def _read(receive: Receive, seconds: float) -> bytes | None:
-    """The body; None when there is too much of it, or nobody is left to bring it, or nothing comes for so long."""
-    parts, size, more = [], 0, True
-    while more:
+    """Read the body; None when it is too large, the sender is gone, or silent for `seconds`."""
+    parts, size, incomplete = [], 0, True
+    while incomplete:
         try:
             async with asyncio.timeout(seconds):
                 message = await receive()
@@ -247,15 +256,15 @@ async def _read(receive: Receive, seconds: float) -> bytes | None:
             return None
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > MOST_BODY:
+        if size > MAX_BODY_BYTES:
             return None
-        more = message.get("more_body", False)
+        incomplete = message.get("more_body", False)
     return b"".join(parts)
 
 
-async def _answer(send: Send, status: int, said: dict[str, Any], *, close: bool = False) -> None:
-    """`close`: the body was not read."""
-    body = json.dumps(said).encode()
+async def _answer(send: Send, status: int, content: dict[str, Any], *, close: bool = False) -> None:
+    """Send a JSON answer. `close`: the body was not read."""
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if close:
         headers.append((b"connection", b"close"))

@@ -1,7 +1,7 @@
-"""The files of weights that a host holds, in memory: as they were pushed last, or, during a push, partly so.
+"""Store of the weight files of a host, in memory: of the last push, or, during a push, partly of the current one.
 
-Each is a memory file (memfd). An engine's own processes open it by its name under /proc, and it goes with the process
-that made it, however that ends: nothing is left on a disk or in /dev/shm.
+Each is a memory file (memfd). The engine's own processes open it by its name under /proc, and it ends with its
+process: nothing is left on a disk or in /dev/shm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlsys.weights_relay.pieces import Bytes, FileSpec, Piece, pieces_in
 
 
 class TooLarge(Exception):
-    """Files for which this machine has no room."""
+    """Files that exceed this machine's resources."""
 
 
 class Undeclared(Exception):
@@ -27,9 +27,9 @@ class Undeclared(Exception):
 
 
 class Store:
-    """Owns the files. Each piece has a digest of its own, so a store between two versions is as good as any other.
+    """Store of files. Each piece has its own digest, so a store between two versions is as valid as any other.
 
-    Only `declare` creates files. They are together no larger than the machine's memory, and use at most half of the
+    Only `declare` creates files. Together they are no larger than the machine's memory, and use at most half of the
     descriptors.
     """
 
@@ -74,18 +74,18 @@ class Store:
                 return Piece(file, content.size, content.width, index, content.declared[index])
         raise Undeclared(f"piece {index} of file {file} is not declared")
 
-    def held(self, piece: Piece) -> str:
-        """Digest of what is there; empty: nothing."""
+    def current_digest(self, piece: Piece) -> str:
+        """Return the digest of the stored content; empty if there is none."""
         with self._lock:
             file = self._files.get(piece.file)
-            return "" if file is None or not file.fits(piece) else file.digests[piece.place]
+            return "" if file is None or not file.fits(piece) else file.digests[piece.index]
 
     def content(self, piece: Piece) -> Bytes:
         """Return a view of what is there. Raises Undeclared: the file has another size in the meantime."""
         with self._lock:
             file = self._files.get(piece.file)
             if file is None or not file.fits(piece):
-                raise Undeclared(f"piece {piece.place} of file {piece.file} belongs to an earlier push")
+                raise Undeclared(f"piece {piece.index} of file {piece.file} belongs to an earlier push")
             return file.bytes[piece.span]
 
     def write(self, piece: Piece, content: Bytes) -> None:
@@ -93,20 +93,22 @@ class Store:
         target = self.content(piece)
         with self._lock:
             digests = self._files[piece.file].digests
-            if digests[piece.place] == piece.after:
+            if digests[piece.index] == piece.digest:
                 return
-            digests[piece.place] = ""
+            digests[piece.index] = ""
         target[:] = content
         with self._lock:
-            digests[piece.place] = piece.after
+            digests[piece.index] = piece.digest
 
     def _check_room(self, size: int) -> None:
-        held = sum(file.size for file in self._files.values())
-        if held + size > self._most_bytes:
-            raise TooLarge(f"files of {held + size} bytes, of {self._most_bytes} of this machine's memory")
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if most != resource.RLIM_INFINITY and len(self._files) >= most // 2:
-            raise TooLarge(f"{len(self._files) + 1} files, of {most} file descriptors")
+        stored_bytes = sum(file.size for file in self._files.values())
+        if stored_bytes + size > self._most_bytes:
+            raise TooLarge(
+                f"files of {stored_bytes + size} bytes, of {self._most_bytes} of this machine's memory"
+            )
+        max_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if max_descriptors != resource.RLIM_INFINITY and len(self._files) >= max_descriptors // 2:
+            raise TooLarge(f"{len(self._files) + 1} files, of {max_descriptors} file descriptors")
 
     def is_complete(self) -> bool:
         """Return whether all declared pieces are there."""
@@ -157,12 +159,12 @@ class _File:
         os.ftruncate(self.descriptor, size)
         self.bytes: Bytes = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
         self.digests = [""] * pieces_in(size)
-        """Of the contents."""
+        """Digests of the contents."""
         self.declared: tuple[str, ...] = ()
 
     def fits(self, piece: Piece) -> bool:
         return (self.size, self.width) == (piece.size, piece.width)
 
     def close(self) -> None:
-        """The memory itself goes with the last view of it."""
+        """Close the descriptor. The memory is freed with its last view."""
         os.close(self.descriptor)

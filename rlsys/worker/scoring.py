@@ -12,7 +12,7 @@ from rlsys.core.spans import TurnReward
 from rlsys.core.texts import error_text, shorten
 from rlsys.core.types import LONGEST_REASON, CensorCause, Prompt, Response, Sample, Status
 from rlsys.generators.censoring import boundary
-from rlsys.rewards.results import TURNS, NoMark, read_mark
+from rlsys.rewards.results import TURNS, InvalidReward, parse_reward
 from rlsys.rewards.workers import RewardError, Row, contained, location_and_row
 
 
@@ -111,15 +111,15 @@ class Scorer:
         if task.cancelled():
             return Verdict(reason="reward was cancelled")
         if (error := task.exception()) is not None:
-            if isinstance(error, NoMark):
+            if isinstance(error, InvalidReward):
                 return Verdict(reason=f"reward {error}")
             is_reward_error = isinstance(error, RewardError)
             text = shorten(error_text(error), LONGEST_REASON // 2)
             message = text if is_reward_error else f"{type(error).__name__}: {text}{location_and_row(error)}"
             return Verdict(reason=f"reward raised {message}")
         try:
-            mark = read_mark(task.result())
-        except NoMark as e:
+            mark = parse_reward(task.result())
+        except InvalidReward as e:
             return Verdict(reason=str(e))
         verdict = self._parts.conform(
             Verdict(mark.reward, parts=mark.parts or None, figures=mark.figures, turns=mark.turns)

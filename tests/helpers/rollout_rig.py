@@ -16,7 +16,7 @@ from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.store import FILE_NAME
 from rlsys.planning.planning import Planning, PromptScores
 from rlsys.planning.teacher import EngineTeacher
-from rlsys.rewards.judges import PatientJudge
+from rlsys.rewards.judges import JudgeWithTimeout
 from rlsys.rollout.manager import RolloutManager
 from rlsys.worker.scoring import Scorer
 from tests.helpers.loaded import loaded
@@ -68,7 +68,7 @@ class Rig:
         length: Callable[[Sample], int],
         reward: Reward,
         prompt_scores: PromptScores | None = None,
-        judge: PatientJudge | None = None,
+        judge: JudgeWithTimeout | None = None,
         tokenizer: Any = None,
         teacher: EngineTeacher | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ async def rig(
     length: Callable[[Sample], int] = lambda s: 3,
     reward: Reward = length_reward,
     prompt_scores: PromptScores | None = None,
-    judge: PatientJudge | None = None,
+    judge: JudgeWithTimeout | None = None,
     tokenizer: Any = None,
     teacher: EngineTeacher | None = None,
 ) -> AsyncIterator[Rig]:

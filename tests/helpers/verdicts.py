@@ -14,7 +14,7 @@ from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer
 from rlsys.evaluation.evaluation import score_all
 from rlsys.rewards import Rewards, make_scores
-from rlsys.rewards.results import read_mark
+from rlsys.rewards.results import parse_reward
 from rlsys.worker.assembly import build_scorer
 from rlsys.worker.scoring import Verdict
 
@@ -53,7 +53,7 @@ class Direct:
     async def open(self) -> AsyncIterator[Any]:
         async def reward(prompt: Prompt, text: str) -> Any:
             found = cast(Any, self._score)(prompt, text)
-            return read_mark(await found if inspect.isawaitable(found) else found)
+            return parse_reward(await found if inspect.isawaitable(found) else found)
 
         yield reward
 

@@ -102,7 +102,7 @@ def test_weights_and_gradients_of_a_layer_are_views_of_megatrons_buffers(
         experts: list[Any] = list(layer.local_experts)
         for weights in ([e.linear_fc1.weight for e in experts], [e.linear_fc2.weight for e in experts]):
             for tensors in (weights, [weight.main_grad for weight in weights]):
-                view = grouped_gemm.stacked(tensors)
+                view = grouped_gemm.strided_view(tensors)
                 assert view is not None
                 assert all(torch.equal(a, b) for a, b in zip(view, tensors, strict=True))
 

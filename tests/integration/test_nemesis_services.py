@@ -281,7 +281,7 @@ class Runs:
         while True:
             _, ended = service.start({"question": f"q{number}"}, number, env)
             end = await ended
-            if not end.lost:
+            if not end.kill_reason:
                 self.ended.setdefault(sample, []).append(end.error)
                 return
             self.sent_again += 1

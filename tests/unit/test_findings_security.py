@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from launch.exporter import Exporter, serve_metrics
 from launch.rundir import open_run_dir
 from rlsys.agents.endpoint import Endpoint
-from rlsys.agents.multi_policy import REWARD_KEY, REWARD_URL, SAMPLE, Meeting
+from rlsys.agents.multi_policy import REWARD_KEY, REWARD_URL, SAMPLE, EpisodeServer
 from rlsys.config import Config
 from rlsys.convert.torch_dist import DistReader
 from rlsys.core.errors import RunError, UserError
@@ -55,7 +55,7 @@ from rlsys.tenants.wire import packed
 from rlsys.viewer.server import Dashboard
 from rlsys.viewer.server import _pattern as dash_pattern
 from rlsys.weights_relay.pieces import FileSpec, Piece, digest, encode, pieces_in
-from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Door, Relay
+from rlsys.weights_relay.relay import OFFER, PIECE, PIECE_HEADER, TOKEN_HEADER, Relay, RelayMiddleware
 from rlsys.weights_relay.store import Store, TooLarge, Undeclared
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/models/quickstart-moe"
@@ -115,7 +115,10 @@ async def test_security_a05_agents_are_served_beside_connections_that_say_nothin
 
 @pytest.mark.gate
 async def test_security_a05_a_meeting_serves_beside_connections_that_say_nothing() -> None:
-    async with aiohttp.ClientSession() as session, Meeting(("a", "b"), 30, session).listening(0) as base:
+    async with (
+        aiohttp.ClientSession() as session,
+        EpisodeServer(("a", "b"), 30, session).listening(0) as base,
+    ):
         assert "served 200" in await flooded(int(base.rsplit(":", 1)[1]), "/")
 
 
@@ -282,7 +285,7 @@ async def test_security_a08_nested_lists_are_no_server_error() -> None:
     for path in (OFFER, PIECE):
         said.clear()
         try:
-            await Door(cast(Any, None), relay)({**scope, "path": path}, receive, send)
+            await RelayMiddleware(cast(Any, None), relay)({**scope, "path": path}, receive, send)
         except RecursionError:
             found.append(500)
             continue
@@ -296,7 +299,7 @@ async def test_security_a08_nested_lists_are_no_server_error() -> None:
 async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> None:
     """Its first arrival forgets the episode in which the second one sits."""
     async with aiohttp.ClientSession() as session:
-        meeting = Meeting(("a", "b"), 30, session)
+        meeting = EpisodeServer(("a", "b"), 30, session)
         async with meeting.listening(0) as base:
             place = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
             body = _arrival({"question": "x"}, place)
@@ -310,10 +313,10 @@ async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> Non
             again = asyncio.create_task(arrive("a"))
             await first
             other = asyncio.create_task(arrive("b"))
-            await _until(lambda: len(list(meeting._seats.values())) >= 2, seconds=1.0)
+            await _until(lambda: len(list(meeting._endpoints.values())) >= 2, seconds=1.0)
             await asyncio.sleep(0.3)
             places = [
-                sum(s.arrival is not None for s in e.seats.values()) for e in meeting._episodes.values()
+                sum(s.arrival is not None for s in e.endpoints.values()) for e in meeting._episodes.values()
             ]
             for task in (again, other):
                 task.cancel()
@@ -322,7 +325,10 @@ async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> Non
 
 
 async def test_security_a09_samples_of_another_user_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with aiohttp.ClientSession() as session, Meeting(("a", "b"), 30, session).listening(0) as base:
+    async with (
+        aiohttp.ClientSession() as session,
+        EpisodeServer(("a", "b"), 30, session).listening(0) as base,
+    ):
         place = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
         monkeypatch.setattr(os, "geteuid", lambda: 54777)
         async with session.post(f"{base}/a", json=_arrival({"question": "x"}, place)) as answer:

@@ -1,6 +1,6 @@
-"""ONE name table per model family, read in both directions: Hugging Face <-> Megatron-Core's GPTModel.
+"""The name table of each model family, read in both directions: Hugging Face <-> Megatron-Core's GPTModel.
 
-Each file of this folder has a tuple `FAMILIES`. To add a family, write it there, and a line of tests/helpers/tiny.py.
+Each file of this folder has a tuple `FAMILIES`. To add a family, add a file, and a line in tests/helpers/tiny.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {
 
 _NO_PACKING = "its sparse attention cannot take packed sequences in megatron-core 0.16.1"
 _UNSOLVED = "the engine's log-probs are far from those of transformers (0.65 nat), and it is not known why"
-REFUSED: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     "DeepseekV32ForCausalLM": _NO_PACKING,
     "GlmMoeDsaForCausalLM": _NO_PACKING,
     "DeepseekV4ForCausalLM": "megatron-core 0.16.1 has no such layers",
@@ -28,16 +28,16 @@ REFUSED: dict[str, str] = {
     "Qwen3_5ForConditionalGeneration": _UNSOLVED,
     "Qwen3_5MoeForConditionalGeneration": _UNSOLVED,
 }
-"""Architectures that people ask for, and why they cannot be trained here."""
+"""Known architectures that cannot be trained here -> the reason."""
 
 
 def family_of(architecture: str) -> Family:
-    """Raises UserError when there is no table for this architecture."""
+    """Return the family of an architecture. Raises UserError when it has no table."""
     if architecture in FAMILIES:
         return FAMILIES[architecture]
-    named = f"config.json: architecture {architecture!r}"
-    if why := REFUSED.get(architecture):
-        raise UserError(f"{named} is not supported: {why}")
-    near = difflib.get_close_matches(architecture, FAMILIES, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"{named} has no conversion table; known: {', '.join(FAMILIES)}{hint}")
+    prefix = f"config.json: architecture {architecture!r}"
+    if reason := UNSUPPORTED.get(architecture):
+        raise UserError(f"{prefix} is not supported: {reason}")
+    matches = difflib.get_close_matches(architecture, FAMILIES, n=1)
+    hint = f"; did you mean {matches[0]}?" if matches else ""
+    raise UserError(f"{prefix} has no conversion table; known: {', '.join(FAMILIES)}{hint}")

@@ -15,11 +15,17 @@ _BIASES = (
     Rule(
         M + "self_attention.core_attention.softmax_offset",
         {H + "self_attn.sinks": "n"},
-        cut=0,
+        shard_axis=0,
         engine_dtype="bfloat16",
     ),
     Rule(M + "mlp.router.bias", {H + "mlp.router.bias": "e"}, only="moe"),
-    Rule(_LOCAL + "linear_fc1.bias", {_GATE + "bias": "m", _UP + "bias": "m"}, "gate_up", cut=0, only="moe"),
+    Rule(
+        _LOCAL + "linear_fc1.bias",
+        {_GATE + "bias": "m", _UP + "bias": "m"},
+        "gate_up",
+        shard_axis=0,
+        only="moe",
+    ),
     Rule(_LOCAL + "linear_fc2.bias", {_DOWN + "bias": "h"}, only="moe"),
 )
 _STACKED = H + "mlp.experts."

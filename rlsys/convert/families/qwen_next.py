@@ -31,14 +31,14 @@ _ATTENTION = (
             H + "self_attn.v_proj.weight": "kh",
         },
         "gated_qkv",
-        cut=0,
+        shard_axis=0,
         only="full",
         engine_name=H + "qkv_proj.weight",
     ),
     Rule(
         _FULL + "linear_proj.weight",
         {H + "self_attn.o_proj.weight": "hq"},
-        cut=1,
+        shard_axis=1,
         only="full",
         engine_name=H + "o_proj.weight",
     ),
@@ -53,13 +53,13 @@ _ATTENTION = (
     ),
 )
 _DELTA_NET = (
-    Rule(_FULL + "in_proj.weight", {_DELTA + "in_proj_qkvz.weight": "gh"}, cut=0, only="linear"),
-    Rule(_FULL + "gate_proj.weight", {_DELTA + "in_proj_ba.weight": "jh"}, cut=0, only="linear"),
-    Rule(_FULL + "conv", {_DELTA + "conv1d.weight": "u1w"}, "by_key_head", cut=0, only="linear"),
-    Rule(_FULL + "A_log", {_DELTA + "A_log": "t"}, cut=0, only="linear", engine_dtype="float32"),
-    Rule(_FULL + "dt_bias", {_DELTA + "dt_bias": "t"}, cut=0, only="linear"),
+    Rule(_FULL + "in_proj.weight", {_DELTA + "in_proj_qkvz.weight": "gh"}, shard_axis=0, only="linear"),
+    Rule(_FULL + "gate_proj.weight", {_DELTA + "in_proj_ba.weight": "jh"}, shard_axis=0, only="linear"),
+    Rule(_FULL + "conv", {_DELTA + "conv1d.weight": "u1w"}, "by_key_head", shard_axis=0, only="linear"),
+    Rule(_FULL + "A_log", {_DELTA + "A_log": "t"}, shard_axis=0, only="linear", engine_dtype="float32"),
+    Rule(_FULL + "dt_bias", {_DELTA + "dt_bias": "t"}, shard_axis=0, only="linear"),
     Rule(_FULL + "norm", {_DELTA + "norm.weight": "y"}, only="linear"),
-    Rule(_FULL + "out_proj.weight", {_DELTA + "out_proj.weight": "hz"}, cut=1, only="linear"),
+    Rule(_FULL + "out_proj.weight", {_DELTA + "out_proj.weight": "hz"}, shard_axis=1, only="linear"),
 )
 
 

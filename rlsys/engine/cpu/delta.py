@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
-from rlsys.ops.delta_rule import delta_rule, unit
+from rlsys.ops.delta_rule import delta_rule, normalize
 
 
 def split_projections(
@@ -94,7 +94,7 @@ def read_prompts(
     """q and k `[1, T, key heads, p]`, v `[1, T, H, w]`, g and beta `[1, T, H]` -> `[1, T, H, w]`. Each prompt begins
     with the state of its slot, and leaves its own there."""
     each, out = v.shape[2] // k.shape[2], torch.empty_like(v)
-    q, k = (unit(x.float()).repeat_interleave(each, dim=2) for x in (q, k))
+    q, k = (normalize(x.float()).repeat_interleave(each, dim=2) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     ends = cu_seqlens.tolist()
     for start, end, slot in zip(ends, ends[1:], initial_state_indices.tolist(), strict=False):
@@ -123,7 +123,7 @@ def read_next(
     heads, w, p = initial_state.shape[1:]
     slots, keys = ssm_state_indices.long(), (mixed_qkv.shape[1] - heads * w) // 2
     q, k, v = mixed_qkv.float().split([keys, keys, heads * w], dim=1)
-    q, k = (unit(x.unflatten(1, (-1, p))).repeat_interleave(heads * p // keys, dim=1) for x in (q, k))
+    q, k = (normalize(x.unflatten(1, (-1, p))).repeat_interleave(heads * p // keys, dim=1) for x in (q, k))
     g, beta = decays(A_log, a, b, dt_bias)
     state = initial_state[slots].float() * g[0].exp()[..., None, None]
     held = (state * k[:, :, None]).sum(-1)

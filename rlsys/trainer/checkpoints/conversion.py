@@ -26,7 +26,7 @@ from rlsys.convert.hf import HFTensors, copy_side_files, publish, write_hf
 from rlsys.convert.layout import sections, to_hf, to_megatron
 from rlsys.convert.output import new_folder, partial_of
 from rlsys.convert.rules import Rule
-from rlsys.convert.stack import stacked
+from rlsys.convert.stack import stack_experts
 from rlsys.convert.table import Entry, entries
 from rlsys.convert.torch_dist import Box, DistReader, DistWriter
 from rlsys.core.errors import RunError, UserError
@@ -76,7 +76,7 @@ def hf_to_megatron(
                 full = to_megatron(entry.rule, [tensors.read(name) for name in entry.hf], hf)
                 for rank, start, length in rank_slices(entry, address, config, hf):
                     part = full[tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))]
-                    writer.put(rank, address.key, address.shape, address.box(start, length), part)
+                    writer.write(rank, address.key, address.shape, address.box(start, length), part)
                 done = ConversionResult(
                     done.tensors + len(entry.hf), done.elements + full.numel(), done.carried
                 )
@@ -101,7 +101,7 @@ def rank_slices(
         ranks = p.expert_tp
         first += entry.expert // (hf.experts // p.ep) * ranks
     for rank, start, length in _rank_sections(entry.rule, size, ranks):
-        axis_of_cut = entry.rule.cut or 0
+        axis_of_cut = entry.rule.shard_axis or 0
         yield (
             first + rank,
             tuple(start if axis == axis_of_cut else 0 for axis in range(len(size))),
@@ -111,11 +111,11 @@ def rank_slices(
 
 def _rank_sections(rule: Rule, size: tuple[int, ...], ranks: int) -> Iterator[tuple[int, int, int]]:
     """Yield (rank, first, length) along the sharded axis; each section is sharded (rlsys.convert.layout)."""
-    if rule.cut is None:
+    if rule.shard_axis is None:
         yield 0, 0, size[0]
         return
     pieces = sections(rule) * ranks
-    length = size[rule.cut] // pieces
+    length = size[rule.shard_axis] // pieces
     for i in range(pieces):
         yield i % ranks, i * length, length
 
@@ -161,7 +161,7 @@ def megatron_to_hf(path: Path, out: Path, advance: ProgressCallback) -> Conversi
                     done = ConversionResult(done.tensors + 1, done.elements + tensor.numel())
                     advance(done.elements, total)
 
-            write_hf(out, model, with_carried(stacked(tensors(), hf), model, hf))
+            write_hf(out, model, with_carried(stack_experts(tensors(), hf), model, hf))
     return done
 
 

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.nn.functional import conv1d, pad, silu, softplus
 
 from rlsys.convert.config import DeltaSizes
-from rlsys.ops.delta_rule import delta_rule, unit
+from rlsys.ops.delta_rule import delta_rule, normalize
 from rlsys.trainer.model.attention import PackedSequences
 
 _SHARD_AXES = {"A_log": 0, "dt_bias": 0, "conv": 0}
@@ -98,7 +98,7 @@ class DeltaNet(MegatronModule):
             x, decay, write = (part.unflatten(0, (rows, longest)) for part in rectangle_parts)
             heads = convolve(x, self.conv).unflatten(2, (self.key_heads, -1))
             q, k, v = heads.split([p, p, group_size * w], dim=-1)
-            q, k = (unit(x.float()).repeat_interleave(group_size, dim=2) for x in (q, k))
+            q, k = (normalize(x.float()).repeat_interleave(group_size, dim=2) for x in (q, k))
             v = v.unflatten(3, (group_size, w)).flatten(2, 3)
             read, _ = delta_rule(q * p**-0.5, k, v.float(), decay, write.float())
             outputs.append(read.flatten(0, 1))

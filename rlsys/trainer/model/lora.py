@@ -69,9 +69,9 @@ class Factors(Module):
     @staticmethod
     def _shard(key: str, entry: Entry, parameter: Parameter) -> ShardedTensor:
         group, copy = cutting_group(entry.rule), _copy_number(entry)
-        if entry.rule.cut is None:
+        if entry.rule.shard_axis is None:
             return ShardedTensor.from_rank_offsets(key, parameter, replica_id=(0, group.rank(), copy))
-        rank_offset = (entry.rule.cut, group.rank(), group.size())
+        rank_offset = (entry.rule.shard_axis, group.rank(), group.size())
         return ShardedTensor.from_rank_offsets(key, parameter, rank_offset, replica_id=(0, 0, copy))
 
 
@@ -113,9 +113,9 @@ class Adapter:
         """Compute the term that is added to the layer's output: `[T, ..., in]` -> `[T', ..., out]`."""
         a, b = self.blocks()
         low = linear(x, a)
-        if self.exchanges and self.rule.cut == 0:
+        if self.exchanges and self.rule.shard_axis == 0:
             low = gather_from_sequence_parallel_region(low)
-        elif self.exchanges and self.rule.cut == 1:
+        elif self.exchanges and self.rule.shard_axis == 1:
             low = reduce_scatter_to_sequence_parallel_region(low)
         return linear(low, b) * self.scale
 
@@ -161,7 +161,7 @@ class Lora:
     def _add_factor(self, chunk: int, name: str, entry: Entry, value: Tensor) -> Parameter:
         """Register a new parameter with the attributes that Megatron requires."""
         parameter: Any = self.chunk_factors[chunk].add(name, entry, value)
-        axis, group = entry.rule.cut, cutting_group(entry.rule)
+        axis, group = entry.rule.shard_axis, cutting_group(entry.rule)
         if entry.expert is not None:
             parameter.allreduce = False
             if axis is None and group.size() > 1:
@@ -213,7 +213,7 @@ def _shape(entry: Entry) -> tuple[int, ...]:
 def _adapter(
     entry: Entry, hf: HFConfig, factor_pairs: dict[int, tuple[Parameter, ...]], config: LoraConfig
 ) -> Adapter:
-    ranks = cutting_group(entry.rule).size() if entry.rule.cut == 0 else 1
+    ranks = cutting_group(entry.rule).size() if entry.rule.shard_axis == 0 else 1
     return Adapter(
         entry.rule,
         replace(hf, kv_heads=hf.kv_heads // ranks),
@@ -262,7 +262,7 @@ def fingerprint(chunks: Chunks, hf: HFConfig) -> int:
     total = torch.zeros(1, dtype=torch.int64)
     for number, entry in enumerate(entries(hf)):
         _, name, _ = local.locate(entry)
-        first = entry.rule.cut is not None or cutting_group(entry.rule).rank() == 0
+        first = entry.rule.shard_axis is not None or cutting_group(entry.rule).rank() == 0
         if name in local.local_names(entry) and first and _copy_number(entry) == 0:
             total += _scrambled_sum(local[name].detach(), number)
     dist.all_reduce(total)

@@ -143,9 +143,9 @@ def mark_shards(model: Chunks, hf: HFConfig) -> None:
             weight = local[name]
             # No two tensor-parallel ranks have the same expert and tokens, even if a parameter is not sharded, like
             # its second bias, which Megatron would count on the first rank only.
-            part = entry.rule.cut is not None or entry.expert is not None
+            part = entry.rule.shard_axis is not None or entry.expert is not None
             if part and not hasattr(weight, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(weight, True, entry.rule.cut or 0, 1)
+                set_tensor_model_parallel_attributes(weight, True, entry.rule.shard_axis or 0, 1)
 
 
 def gather_hf(
@@ -192,15 +192,17 @@ def cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
 
 def shard(full: Tensor, rule: Rule) -> Tensor:
     """Return this rank's part of each section of the parameter (rlsys.convert.layout)."""
-    if rule.cut is None or (group := cutting_group(rule)).size() == 1:
+    if rule.shard_axis is None or (group := cutting_group(rule)).size() == 1:
         return full
-    parts = full.chunk(sections(rule), dim=rule.cut)
-    return torch.cat([s.chunk(group.size(), dim=rule.cut)[group.rank()] for s in parts], dim=rule.cut)
+    parts = full.chunk(sections(rule), dim=rule.shard_axis)
+    return torch.cat(
+        [s.chunk(group.size(), dim=rule.shard_axis)[group.rank()] for s in parts], dim=rule.shard_axis
+    )
 
 
 def unshard(part: Tensor, rule: Rule) -> Tensor:
     """Gather the full parameter on every rank of the group. Collective."""
-    if rule.cut is None or (group := cutting_group(rule)).size() == 1:
+    if rule.shard_axis is None or (group := cutting_group(rule)).size() == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
     torch.distributed.all_gather(parts, part.contiguous(), group=group)
@@ -209,7 +211,7 @@ def unshard(part: Tensor, rule: Rule) -> Tensor:
 
 def join_shards(parts: list[Tensor], rule: Rule) -> Tensor:
     """Join the parts of all ranks that share a parameter, in rank order."""
-    if rule.cut is None or len(parts) == 1:
+    if rule.shard_axis is None or len(parts) == 1:
         return parts[0]
-    of_ranks = (p.chunk(sections(rule), dim=rule.cut) for p in parts)
-    return torch.cat([p for section in zip(*of_ranks, strict=True) for p in section], dim=rule.cut)
+    of_ranks = (p.chunk(sections(rule), dim=rule.shard_axis) for p in parts)
+    return torch.cat([p for section in zip(*of_ranks, strict=True) for p in section], dim=rule.shard_axis)

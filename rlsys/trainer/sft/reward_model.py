@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlsys.convert.carried import with_carried
 from rlsys.convert.hf import write_hf
-from rlsys.convert.stack import stacked
+from rlsys.convert.stack import stack_experts
 from rlsys.trainer.logprobs import Scores, align_to_tokens
 from rlsys.trainer.model.chunks import Chunks
 from rlsys.trainer.model.context_parallel import Share
@@ -51,7 +51,7 @@ class RewardTrainer(Trainer):
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the tensors of the model without an output head."""
         headless = replace(self.hf, tied=True)
-        return stacked(gather_hf(self._chunks, headless), headless)
+        return stack_experts(gather_hf(self._chunks, headless), headless)
 
     def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder for sequence classification. Atomic."""

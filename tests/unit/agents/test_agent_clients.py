@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlsys.agents import chat, responses
-from rlsys.agents.messages import Answer, BadRequest, ToolCall, behind
+from rlsys.agents.messages import Answer, BadRequest, ToolCall, new_messages
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.core.types import Prompt, Sample, Status
@@ -119,20 +119,20 @@ def test_a_question_that_begins_with_all_that_was_said_is_the_next_turn() -> Non
         {"role": "assistant", "content": " so ", "tool_calls": [call]},
     ]
     new: dict[str, Any] = {"role": "tool", "content": "2", "tool_call_id": "c"}
-    assert behind(history, [*history, new]) == [new]
+    assert new_messages(history, [*history, new]) == [new]
     other = {**call, "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}
     stripped: dict[str, Any] = {"role": "assistant", "content": "so", "tool_calls": [other], "refusal": None}
-    assert behind(history, [history[0], stripped, new]) == [new]
+    assert new_messages(history, [history[0], stripped, new]) == [new]
     changes: list[dict[str, Any]] = [{"content": "no"}, {"tool_calls": []}, {"role": "user"}]
     for changed in changes:
-        assert behind(history, [history[0], {**stripped, **changed}, new]) is None
-    assert behind(history, history) is None
+        assert new_messages(history, [history[0], {**stripped, **changed}, new]) is None
+    assert new_messages(history, history) is None
 
 
 def test_a_turn_without_a_word_is_an_empty_text_and_one_of_calls_has_none() -> None:
     """As OpenAI answers: programs look into the content of an answer without calls."""
     call = ToolCall("c", "f", "{}")
     empty, called = (Answer("a", "", "", calls, "stop", 1, 1) for calls in ((), (call,)))
-    assert chat.whole(empty, {})["choices"][0]["message"]["content"] == ""
-    assert chat.whole(called, {})["choices"][0]["message"]["content"] is None
-    assert responses.whole(empty, {})["output"][0]["content"][0]["text"] == ""
+    assert chat.to_json(empty, {})["choices"][0]["message"]["content"] == ""
+    assert chat.to_json(called, {})["choices"][0]["message"]["content"] is None
+    assert responses.to_json(empty, {})["output"][0]["content"][0]["text"] == ""

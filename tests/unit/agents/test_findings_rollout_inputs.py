@@ -18,7 +18,7 @@ import pytest
 
 from rlsys.agents import anthropic, chat, responses
 from rlsys.agents.endpoint import Endpoint, Session
-from rlsys.agents.messages import Answer, Asked, BadRequest
+from rlsys.agents.messages import Answer, BadRequest, TurnRequest
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
 from rlsys.core.errors import UserError
@@ -191,7 +191,7 @@ def rendered(template: str, render: Callable[[Rendering], list[int]]) -> str:
     reason="rollout_inputs F6: behind an agent's turn its calls are not rendered, so some templates refuse answers",
 )
 def test_rollout_inputs_f6_an_answer_follows_the_call_that_the_turn_made() -> None:
-    found = rendered(WANTS_A_CALL, lambda r: r.behind([ANSWERED], [SCHEMA], "<eos>"))
+    found = rendered(WANTS_A_CALL, lambda r: r.continuation([ANSWERED], [SCHEMA], "<eos>"))
     assert found == "\n<tool>7<assistant>"
 
 
@@ -201,7 +201,7 @@ def test_rollout_inputs_f6_an_answer_follows_the_call_that_the_turn_made() -> No
     reason="rollout_inputs F6: a turn that ended with the mark of a last turn gets that of an earlier one, too",
 )
 def test_rollout_inputs_f6_a_turn_behind_an_agents_ends_once() -> None:
-    found = rendered(TWO_ENDS, lambda r: r.behind([{"role": "user", "content": "2"}], [], "<eos>"))
+    found = rendered(TWO_ENDS, lambda r: r.continuation([{"role": "user", "content": "2"}], [], "<eos>"))
     assert found == "<user>2<assistant>"
 
 
@@ -326,7 +326,7 @@ def lines_of(path: Path) -> tuple[list[Any], list[str]] | str:
     except UserError as refusal:
         return str(refusal)
     rows = [found.row(i) for i in range(len(found))]
-    return rows, [found.place(i).rpartition(":")[2] for i in range(len(found))]
+    return rows, [found.location(i).rpartition(":")[2] for i in range(len(found))]
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"], ids=["U+2028", "U+2029", "U+0085"])
@@ -361,7 +361,7 @@ CODEX = {
 OPENAI = {"model": "policy", "messages": ASKS}
 
 
-def refusal_of(read: Callable[[Mapping[str, Any]], Asked], body: Mapping[str, Any]) -> str:
+def refusal_of(read: Callable[[Mapping[str, Any]], TurnRequest], body: Mapping[str, Any]) -> str:
     """Empty where it is taken. A fault of ours is told as one."""
     try:
         read(body)

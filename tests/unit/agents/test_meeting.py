@@ -14,7 +14,7 @@ import pytest
 
 from rlsys.agents import remote
 from rlsys.agents.hosting import open_host
-from rlsys.agents.multi_policy import Meeting
+from rlsys.agents.multi_policy import EpisodeServer
 from rlsys.config.data import DataConfig
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.generators.agent import AgentGenerator
@@ -43,12 +43,12 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def met(function: str, wait: float = 30.0, port: int = 0) -> AsyncIterator[tuple[Meeting, str]]:
+async def met(function: str, wait: float = 30.0, port: int = 0) -> AsyncIterator[tuple[EpisodeServer, str]]:
     async with (
         aiohttp.ClientSession() as session,
         open_host(f"{EPISODES}:{function}", None, None, (), meets=True) as host,
     ):
-        meeting = Meeting(("first", "second"), wait, session)
+        meeting = EpisodeServer(("first", "second"), wait, session)
         meeting.put_host(host)
         async with meeting.listening(port) as base:
             yield meeting, base

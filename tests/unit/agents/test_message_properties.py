@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.agents import anthropic, chat, responses
-from rlsys.agents.messages import Answer, BadRequest, ToolCall, behind
+from rlsys.agents.messages import Answer, BadRequest, ToolCall, new_messages
 from rlsys.agents.rendering import Rendering
 from rlsys.data import Tokenizer
 from tests.helpers.odd_values import instead, texts, values
@@ -82,14 +82,14 @@ def asked(api: ModuleType, body: dict[str, Any]) -> None:
         return
     question = api.read(sent)
     assert question.key
-    assert all(question.stop) and isinstance(question.most, int | None)
+    assert all(question.stop) and isinstance(question.max_tokens, int | None)
     RENDERING.prompt(question.messages, question.tools)
-    new = behind(question.messages[:-1], question.messages)
-    RENDERING.behind(new or [], question.tools, "")
+    new = new_messages(question.messages[:-1], question.messages)
+    RENDERING.continuation(new or [], question.tools, "")
     for answer in ANSWERS:
         text = min((answer.content.partition(s)[0] for s in question.stop), key=len, default="")
         assert text in answer.content
-        json.dumps(api.whole(answer, sent))
+        json.dumps(api.to_json(answer, sent))
         assert b"".join(api.events(answer, sent))
 
 

@@ -19,7 +19,7 @@ from rlsys.convert import hf as hf_module
 from rlsys.convert.carried import save_carried, with_carried
 from rlsys.convert.config import DeltaSizes, HFConfig, Routing
 from rlsys.convert.families import FAMILIES
-from rlsys.convert.fit import check_asked, check_layout
+from rlsys.convert.fit import check_layout, check_requirements
 from rlsys.convert.flops import crossover_length
 from rlsys.convert.hf import HFTensors, write_hf
 from rlsys.convert.layout import to_hf, to_megatron
@@ -269,14 +269,14 @@ def test_what_was_never_tried_with_a_gated_delta_net_is_refused(section: dict[st
     config = Config.model_validate({"model": {"path": "next"}, **section})
     with pytest.raises(UserError, match=told):
         check_layout(config, replace(NEXT, kv_heads=4))
-        check_asked(config, NEXT)
+        check_requirements(config, NEXT)
 
 
 def test_fp8_was_never_tried_with_it_either() -> None:
     config = Config.model_validate({"model": {"path": "next"}})
     in_fp8 = config.model.model_copy(update={"fp8": "rollout"})
     with pytest.raises(UserError, match=r"model\.fp8 = rollout: never tried with a gated delta net"):
-        check_asked(config.model_copy(update={"model": in_fp8}), NEXT)
+        check_requirements(config.model_copy(update={"model": in_fp8}), NEXT)
 
 
 def test_gate_stands_over_up() -> None:
@@ -660,5 +660,5 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(
 
 def test_a_checkpoint_file_is_whole_when_its_writer_ends(tmp_path: Path) -> None:
     with DistWriter(tmp_path) as writer:
-        writer.put(0, "weight", (2, 3), Box((0, 0), (2, 3)), torch.ones(2, 3))
+        writer.write(0, "weight", (2, 3), Box((0, 0), (2, 3)), torch.ones(2, 3))
     assert len((tmp_path / "__0_0.distcp").read_bytes()) > 24, "nothing of it waits in memory"

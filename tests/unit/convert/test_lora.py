@@ -46,7 +46,9 @@ def config(*overrides: str) -> Config:
 def test_each_matrix_has_two_factors_under_pefts_names() -> None:
     """Query, key and value three pairs, each expert its own; cut where the matrix is."""
     found = {
-        name: (e.rule.cut, shape) for e in factors(model("qwen3-moe"), RANK_4) for name, shape in e.hf.items()
+        name: (e.rule.shard_axis, shape)
+        for e in factors(model("qwen3-moe"), RANK_4)
+        for name, shape in e.hf.items()
     }
     layer = "base_model.model.model.layers.3."
     assert found[f"{layer}self_attn.k_proj.lora_A.weight"] == (None, (4, 64))

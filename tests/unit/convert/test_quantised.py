@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_asked
+from rlsys.convert.fit import check_requirements
 from rlsys.convert.hf import HFTensors
 from rlsys.convert.quantised import from_fp8, from_mxfp4
-from rlsys.convert.stack import put_together
+from rlsys.convert.stack import join_parts
 from rlsys.convert.table import entries, stacked_names
 from rlsys.core.errors import UserError
 from tests.helpers import tiny
@@ -73,7 +73,7 @@ def test_gpt_oss_as_it_is_published_is_read_as_transformers_reads_it(tmp_path: P
     for name, stack in stacked_names(hf).items():
         parts = [[part.format(e=e) for part in stack.parts] for e in range(hf.experts)]
         if name.endswith("bias"):
-            tensors[name] = torch.stack([put_together([tensors.pop(p) for p in of], stack) for of in parts])
+            tensors[name] = torch.stack([join_parts([tensors.pop(p) for p in of], stack) for of in parts])
             continue
         rows, columns = tensors[parts[0][0]].shape
         rows *= len(stack.parts)
@@ -105,7 +105,7 @@ def test_fp8_blocks_are_read_under_their_own_names(tmp_path: Path) -> None:
     assert read.names == expected.keys()
     assert all(torch.equal(read.read(name), tensor) for name, tensor in expected.items())
     with pytest.raises(UserError, match=r"quantised \(fp8\), and engines .*rlsys convert hf-to-megatron"):
-        check_asked(Config.model_validate({"model": {"path": tmp_path}}), hf)
+        check_requirements(Config.model_validate({"model": {"path": tmp_path}}), hf)
 
 
 @pytest.mark.parametrize(

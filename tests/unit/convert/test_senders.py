@@ -96,7 +96,7 @@ def test_every_parameter_is_sent_once_from_the_shards_that_make_it_up(
                 assert {owner[rank] for rank in sources} == {part.entry.expert // (hf.experts // p.ep)}
             elif len(sources) == 1:
                 assert sources == [sending.sender]
-            if part.entry.rule.cut is not None:
+            if part.entry.rule.shard_axis is not None:
                 assert sources in (experts if of_expert else dense).get_ranks("tp")
             else:
                 assert len(sources) == 1

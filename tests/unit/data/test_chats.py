@@ -172,9 +172,7 @@ def test_a_template_that_opens_a_thought_names_it_and_the_remedy(tmp_path: Path)
 def test_a_template_that_rewrites_the_past_is_refused_for_all_turns_but_not_the_last(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(FORGETFUL)
-    with pytest.raises(
-        UserError, match="otherwise once turn 3 is there: what the model would have written cannot"
-    ):
+    with pytest.raises(UserError, match="changes earlier text when turn 3 is added"):
         first(tmp_path / "model", tmp_path / "a.jsonl", "chats", [{"messages": CHAT}])
     (trace,) = first(tmp_path / "model", tmp_path / "a.jsonl", "chats", [{"messages": CHAT}], train="last")
     assert trained(Tokenizer(tmp_path / "model"), trace) == "4<eos>"

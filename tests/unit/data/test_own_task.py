@@ -10,7 +10,7 @@ import pytest
 from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.rewards import REWARDS, make_scores
-from rlsys.rewards.results import read_mark
+from rlsys.rewards.results import parse_reward
 from rlsys.rewards.signatures import guess
 from rlsys.rollout.dry_run import dry_run
 from rlsys.router.turn_ends import turn_ends
@@ -33,7 +33,7 @@ def answered(config: Config, answer: str) -> list[float]:
     """What the rewards of a config give to the first prompt with this answer, before their weights."""
     source = build_source(config, Tokenizer(config.model.path))
     response = response_of(f"</think><answer>{answer}</answer><eos>")
-    return [read_mark(score(source.train(0), response)).reward for score in make_scores(config)]
+    return [parse_reward(score(source.train(0), response)).reward for score in make_scores(config)]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".yaml")])

@@ -33,7 +33,7 @@ def lines_of(*paths: Path) -> tuple[list[Any], list[str]] | str:
     """Rows and their places, or the refusal."""
     try:
         table = read_lines(paths)
-        places = [table.place(i).rpartition("/")[2] for i in range(len(table))]
+        places = [table.location(i).rpartition("/")[2] for i in range(len(table))]
         return [table.row(i) for i in range(len(table))], places
     except UserError as refusal:
         return str(refusal)

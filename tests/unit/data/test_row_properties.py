@@ -114,7 +114,7 @@ def test_rows_are_read_as_they_were_written(
         assert len(table) == len(rows)
         for i, row in enumerate(rows):
             assert same(table.row(i), row)
-            assert table.place(i) == f"{file}:{lines[i]}"
+            assert table.location(i) == f"{file}:{lines[i]}"
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=5))
@@ -146,7 +146,7 @@ def test_the_quick_way_finds_what_the_whole_row_says(rows: list[Any]) -> None:
         table = read_lines([file])
         for i, few in enumerate(table.columns(QUICK.names)):
             if type(few) is tuple and (key := QUICK.key(few)) is not None:
-                assert key == read_row(table.row(i), KEYS, table.place(i)).key
+                assert key == read_row(table.row(i), KEYS, table.location(i)).key
         try:
             hashes = scan_rows(table, KEYS).hashes.tolist()
         except UserError as e:

@@ -13,7 +13,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
-from rlsys.data.chats import written
+from rlsys.data.chats import encode_answer
 from rlsys.data.quickstart_model import write_model
 from rlsys.generators.tools import ToolTurns, answer_template
 from rlsys.importers import slime
@@ -93,7 +93,7 @@ def test_an_imitated_answer_ends_as_the_template_ends_a_turn(
     family = write_family(tmp_path, name)
     tokenizer = Tokenizer(tmp_path)
     answer: Any = "2" if as_text else [{"role": "assistant", "content": "2"}]
-    trace = written(tokenizer, CHAT, answer)
+    trace = encode_answer(tokenizer, CHAT, answer)
     assert tokenizer.decode(trace.response_ids) == f"2{family.turn_end or family.eos}"
     assert trace.trained is None or all(trace.trained)
 
@@ -103,7 +103,9 @@ def test_all_imitated_turns_are_trained_to_their_end(name: str, tmp_path: Path) 
     """Where the template writes no end of a turn, the next role's mark is it, if the model stops there."""
     family = write_family(tmp_path, name)
     tokenizer = Tokenizer(tmp_path)
-    trace = written(tokenizer, CHAT, [*ANSWERED[1:], {"role": "assistant", "content": "4"}], every=True)
+    trace = encode_answer(
+        tokenizer, CHAT, [*ANSWERED[1:], {"role": "assistant", "content": "4"}], all_turns=True
+    )
     assert trace.trained is not None
     own = [i for i, mine in zip(trace.response_ids, trace.trained, strict=True) if mine]
     end = family.turn_end
@@ -113,7 +115,7 @@ def test_all_imitated_turns_are_trained_to_their_end(name: str, tmp_path: Path) 
 def test_a_text_that_has_its_end_token_gets_no_second_one(tmp_path: Path) -> None:
     write_family(tmp_path, "glm")
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.decode(written(tokenizer, CHAT, "2<|user|>").response_ids) == "2<|user|>"
+    assert tokenizer.decode(encode_answer(tokenizer, CHAT, "2<|user|>").response_ids) == "2<|user|>"
 
 
 def translated(folder: Path, *ids: int) -> Draft:

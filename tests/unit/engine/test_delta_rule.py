@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlsys.engine.cpu import delta
-from rlsys.ops.delta_rule import CHUNK, delta_rule, unit
+from rlsys.ops.delta_rule import CHUNK, delta_rule, normalize
 
 
 def some(length: int, rows: int = 2, heads: int = 3, key: int = 4, value: int = 5) -> list[Tensor]:
@@ -16,7 +16,7 @@ def some(length: int, rows: int = 2, heads: int = 3, key: int = 4, value: int = 
         torch.randn(rows, length, heads, *size, generator=generator, dtype=torch.float64)
         for size in ((key,), (key,), (value,), (), ())
     )
-    return [q, unit(k), v, -g.abs(), beta.sigmoid()]
+    return [q, normalize(k), v, -g.abs(), beta.sigmoid()]
 
 
 def token_by_token(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.fit import check_asked
+from rlsys.convert.fit import check_requirements
 from rlsys.core.errors import UserError
 from rlsys.engine import launch_args
 from rlsys.engine.chunks import decode_chunk, read_chunk
@@ -114,7 +114,7 @@ def test_where_tokens_or_their_log_probs_would_not_be_the_models_it_is_refused(
 def test_attention_that_was_never_compared_is_refused(family: str) -> None:
     hf = HFConfig.of(tiny.raw_config(tiny.TINY[family]), family)
     with pytest.raises(UserError, match=r"engine.ngram_drafts = 4: expected 0, drafts were never compared"):
-        check_asked(Config.model_validate(sections()), hf)
+        check_requirements(Config.model_validate(sections()), hf)
 
 
 def test_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,7 +437,7 @@ async def test_calls_and_reasoning_are_parsed_at_the_end(stream: bool) -> None:
 
     model = ServedModel(MODEL, {"incremental_streaming_output": True})
     model.reader, model.parses_calls = reader, True  # type: ignore[assignment]
-    model.rendering._shown = {json.dumps([TOOL], sort_keys=True): True}
+    model.rendering._shows_tools = {json.dumps([TOOL], sort_keys=True): True}
     request = read_request(CHAT, {"messages": QUESTION, "tools": [TOOL]}, Limits(200, 200), model)
     sample = Sample(0, 0, 0, request.generations[0].prompt_ids, seed=1, status=Status.FINISHED)
     sample.response_ids.extend([20, 21, 2])

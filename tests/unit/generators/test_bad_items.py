@@ -40,7 +40,7 @@ from rlsys.generators.generator import build_generator
 from rlsys.generators.parser_client import Call, ToolFailed, Turn
 from rlsys.ledger.samples import SampleQuery
 from rlsys.rewards import Rewards
-from rlsys.rewards.results import Mark, NoMark, join_marks, read_mark
+from rlsys.rewards.results import InvalidReward, RewardResult, join_rewards, parse_reward
 from rlsys.rollout.dry_run import dry_run
 from rlsys.router.failure_policy import RefusedRequest
 from rlsys.router.turn_ends import TurnEnds
@@ -711,12 +711,12 @@ async def test_a_reward_that_the_trainer_cannot_hold_is_none(value: Any, tmp_pat
 
 
 def test_weights_of_rewards_do_not_overflow() -> None:
-    with pytest.raises(NoMark):
-        join_marks(["a", "b"], [10.0, 1.0], [Mark(9e17), Mark(9e17)])
+    with pytest.raises(InvalidReward):
+        join_rewards(["a", "b"], [10.0, 1.0], [RewardResult(9e17), RewardResult(9e17)])
 
 
 def test_a_figure_beside_a_reward_that_no_float_holds_is_left_out() -> None:
-    assert read_mark({"score": 1, "digits": 10**400, "other": 2}).figures == {"other": 2.0}
+    assert parse_reward({"score": 1, "digits": 10**400, "other": 2}).figures == {"other": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -728,8 +728,8 @@ def test_a_figure_beside_a_reward_that_no_float_holds_is_left_out() -> None:
     ids=["two keys alike", "two figures alike", "a key of 10 MB", "a long figure", "many parts", "bytes"],
 )  # fmt: skip
 def test_names_of_parts_are_short_and_different(value: Any) -> None:
-    with pytest.raises(NoMark) as raised:
-        read_mark(value)
+    with pytest.raises(InvalidReward) as raised:
+        parse_reward(value)
     assert len(str(raised.value)) < 400
 
 

@@ -423,7 +423,7 @@ def test_an_incomplete_model_folder_is_told(model: Path) -> None:
     weights = model / "model.safetensors"
     whole = weights.read_bytes()
     for damaged, told in (
-        (whole[:-100], f"it has {len(whole) - 100} bytes, its header tells of {len(whole)}"),
+        (whole[:-100], f"it has {len(whole) - 100} bytes, its header requires {len(whole)}"),
         (whole + b"0", "not a whole safetensors file: it has"),
         (whole[:50], "it ends within its header"),
         (whole[:5], "it ends within its header"),

@@ -17,7 +17,7 @@ from rlsys.config import Config
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup
 from rlsys.planning.planning import Planning
-from rlsys.rewards.judges import Judge, PatientJudge
+from rlsys.rewards.judges import Judge, JudgeWithTimeout
 from rlsys.router.router import PoisonRequest
 from tests.helpers.planning_cases import BUDGET, Lengths, config_of, group_of
 from tests.helpers.rollout_rig import Numbers, ids, make_config, rig, settle
@@ -158,7 +158,7 @@ async def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_i
 
 def planning(tmp_path: Path, judge: Judge | None = None, source: Any = None, **algo: Any) -> Planning:
     tokenizer: Any = Lengths()
-    patient = None if judge is None else PatientJudge(judge, 5.0)
+    patient = None if judge is None else JudgeWithTimeout(judge, 5.0)
     return Planning(config_of(tmp_path, **algo), source or Numbers(), tokenizer, patient)
 
 
@@ -390,7 +390,7 @@ async def test_a_group_without_success_gets_a_hint_made_of_its_failures_and_is_t
         return 4 if sample.group_id == 0 else 3
 
     config = config_of(tmp_path, planners=[{"name": "aoi", "samples": 3, "shown": 1}])
-    patient = PatientJudge(judge, 5.0)
+    patient = JudgeWithTimeout(judge, 5.0)
     async with rig(config, wrong_in_group_zero, judge=patient, tokenizer=Lengths()) as r:
         await r.start()
         taken = await r.take(1)
@@ -411,7 +411,7 @@ async def test_a_judge_that_says_nothing_leaves_the_group_as_it_is(tmp_path: Pat
         raise OSError("no judge")
 
     config = config_of(tmp_path, planners=["aoi"])
-    async with rig(config, lambda s: 4, judge=PatientJudge(judge, 5.0), tokenizer=Lengths()) as r:
+    async with rig(config, lambda s: 4, judge=JudgeWithTimeout(judge, 5.0), tokenizer=Lengths()) as r:
         await r.start()
         assert [len(g.samples) for g in (await r.take(1)).groups] == [2, 2]
 
@@ -424,7 +424,7 @@ async def test_a_restart_neither_repeats_nor_forgets_that_a_hint_was_given(tmp_p
         return 4 if sample.index < 2 else 12
 
     config = config_of(tmp_path, planners=[{"name": "aoi", "samples": 2}])
-    async with rig(config, slow_second_stage, judge=PatientJudge(judge, 5.0), tokenizer=Lengths()) as r:
+    async with rig(config, slow_second_stage, judge=JudgeWithTimeout(judge, 5.0), tokenizer=Lengths()) as r:
         await r.start()
         take = asyncio.create_task(r.manager.take(1))
         for _ in range(6):
@@ -432,7 +432,7 @@ async def test_a_restart_neither_repeats_nor_forgets_that_a_hint_was_given(tmp_p
             r.router.tick()
         take.cancel()
         assert [len(g.samples) for g in r.buffer.active()] == [4, 4]
-    async with rig(config, slow_second_stage, judge=PatientJudge(judge, 5.0), tokenizer=Lengths()) as r:
+    async with rig(config, slow_second_stage, judge=JudgeWithTimeout(judge, 5.0), tokenizer=Lengths()) as r:
         await r.start()
         assert [len(g.samples) for g in (await r.take(1)).groups] == [4, 4]
 

@@ -67,8 +67,8 @@ def test_math_of_what_was_cut_off(model: Path) -> None:
     [
         ("regex", {"pattern": r"\d+ apples$"}, "3 apples<eos>", 1),
         ("regex", {"pattern": r"\d+"}, "none<eos>", 0),
-        ("regex", {"pattern": "a.b", "whole": True}, "a\nb<eos>", 1),
-        ("regex", {"pattern": "a", "whole": True}, "ab<eos>", 0),
+        ("regex", {"pattern": "a.b", "full_match": True}, "a\nb<eos>", 1),
+        ("regex", {"pattern": "a", "full_match": True}, "ab<eos>", 0),
         ("json_schema", {"schema": {"required": ["a"]}}, 'x\n```json\n{"a": 1}\n```<eos>', 1),
         ("json_schema", {"schema": {"required": ["a"]}}, '</think>{"b": 1}<eos>', 0),
         ("json_schema", {"schema": {"type": "array"}}, "hm</think>[1]<eos>", 1),
@@ -106,6 +106,7 @@ def test_patterns_and_schemas_of_a_row(model: Path, tmp_path: Path) -> None:
         ("length", {"limit": 3, "buffer": 4}, "buffer = 4, limit = 3: expected 0 < buffer <= limit"),
         ("format", {"marks": []}, "marks = []: expected at least one"),
         ("code", {"seconds": 0}, "seconds = 0, memory_mb = 512: expected > 0"),
+        ("regex", {"whole": True}, "regex: whole was renamed to full_match; use full_match"),
     ],
 )
 def test_wrong_parameters_are_one_line(model: Path, name: str, params: dict[str, Any], message: str) -> None:

@@ -55,7 +55,7 @@ async def test_an_evaluation_tells_the_share_of_answers_that_follow_from_their_r
         "so 7-1=6 <answer>6</answer><eos>": 1.0,
     }
     assert {text: await score(PROMPT, response_of(text)) for text in told} == told
-    with pytest.raises(RewardError, match="said 'who knows', expected yes or no"):
+    with pytest.raises(RewardError, match="replied 'who knows', expected yes or no"):
         await score(PROMPT, response_of("3+4=7</think><answer>?</answer><eos>"))
 
 

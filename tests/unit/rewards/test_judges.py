@@ -19,7 +19,7 @@ from rlsys.core.types import Prompt
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.planning.planning import Planning
-from rlsys.rewards.judges import PatientJudge, UrlJudge, build_judge
+from rlsys.rewards.judges import JudgeWithTimeout, UrlJudge, build_judge
 from rlsys.rollout.preflight import check_names
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
@@ -39,7 +39,7 @@ def judged(plan: Planning) -> dict[str, float]:
     return {name: n for name, n in plan.counts.items() if name.startswith("judge")}
 
 
-def judged_by(tmp_path: Path, judge: PatientJudge, **fapo: Any) -> Planning:
+def judged_by(tmp_path: Path, judge: JudgeWithTimeout, **fapo: Any) -> Planning:
     tokenizer: Any = Lengths()
     config = config_of(tmp_path, group_reward={"name": "fapo", **fapo})
     return Planning(config, Numbers(), tokenizer, judge)
@@ -150,7 +150,7 @@ async def test_a_server_that_fails_gives_no_verdict_and_is_counted(
 ) -> None:
     server = ScriptedServer(reply)
     async with server.listening() as url:
-        plan = judged_by(tmp_path, PatientJudge(UrlJudge(url), 20))
+        plan = judged_by(tmp_path, JudgeWithTimeout(UrlJudge(url), 20))
         reason = await plan.reward(Numbers().train(0), group_of(["a", "b", "c"], [1, 1, 0]))
         assert reason is not None
         assert reason.startswith(
@@ -164,12 +164,12 @@ async def test_a_server_that_names_no_model_and_one_that_is_not_there_give_no_ve
     server = ScriptedServer(broken)
     server.models = {"data": []}
     async with server.listening() as url:
-        judge = PatientJudge(UrlJudge(url), 20)
+        judge = JudgeWithTimeout(UrlJudge(url), 20)
         assert await judge("?") is None
         assert "no text at data.0.id" in judge.last
     assert await judge("?") is None
     assert "Client" in judge.last
-    assert judge.failed == 2
+    assert judge.failures == 2
 
 
 async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_
         raise AssertionError
 
     async with ScriptedServer(reply).listening() as url:
-        judge = PatientJudge(UrlJudge(url), 0.3)
+        judge = JudgeWithTimeout(UrlJudge(url), 0.3)
         censored = await judged_by(tmp_path, judge).reward(Numbers().train(0), group_of(["a", "b"], [1, 1]))
         assert censored == (
             "algo.group_reward fapo could not judge 1 samples of the group; "
@@ -206,7 +206,7 @@ async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_
 async def test_only_time_in_which_the_judge_can_work_counts() -> None:
     """A minute of work, one of rest, then the other half of its limit."""
     loop, rests = asyncio.get_running_loop(), [False]
-    judge = PatientJudge(lambda text: asyncio.Event().wait(), 120, lambda: not rests[0])  # type: ignore[arg-type, return-value]
+    judge = JudgeWithTimeout(lambda text: asyncio.Event().wait(), 120, lambda: not rests[0])  # type: ignore[arg-type, return-value]
     asked = asyncio.create_task(judge("?"))
     await asyncio.sleep(60)
     rests[0] = True
@@ -215,7 +215,7 @@ async def test_only_time_in_which_the_judge_can_work_counts() -> None:
     rests[0] = False
     assert await asked is None
     assert loop.time() == pytest.approx(60 + 3600 + 60, abs=1)
-    assert judge.hung == 1
+    assert judge.timeouts == 1
 
 
 async def test_a_hung_judge_costs_its_group_and_not_the_run(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ async def test_a_hung_judge_costs_its_group_and_not_the_run(tmp_path: Path) -> N
         return 1.0
 
     async with rig(config_of(tmp_path, group_reward="fapo"), reward=odd) as r:
-        judge = PatientJudge(never_of_prompt_zero, 0.2)
+        judge = JudgeWithTimeout(never_of_prompt_zero, 0.2)
         r.manager._runner._planning._judge = judge
         r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
         await r.start()
@@ -300,7 +300,7 @@ async def test_the_policy_judges_itself_through_the_runs_router_over_an_interrup
     assert 10 <= len(split) < 30
     assert ids == [token(0, start + i, 1 if i < len(split) else 2) for i in range(30)]
     assert router.stats()["evaluation_tokens"] == 30
-    assert (judge.hung, judge.failed) == (0, 0)
+    assert (judge.timeouts, judge.failures) == (0, 0)
     assert await judge("long " * 100) is None
     assert "RefusedPrompt" in judge.last
 

@@ -95,9 +95,9 @@ async def test_another_response_has_another_id_and_a_row_may_hold_anything() -> 
     assert service.question(odd, "a")["prompt"] == odd.entry["messages"]
 
 
-@pytest.mark.parametrize("status", sorted(service.AGAIN))
+@pytest.mark.parametrize("status", sorted(service.RETRY_STATUSES))
 async def test_not_now_is_asked_again_with_the_same_id(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(service, "MIN_PAUSE", 0.0)
 
     async def reply(number: int) -> web.Response:
         return says("busy", status) if number < 3 else says(1)
@@ -109,7 +109,7 @@ async def test_not_now_is_asked_again_with_the_same_id(status: int, monkeypatch:
 
 
 async def test_a_broken_connection_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(service, "MIN_PAUSE", 0.0)
 
     async def reply(number: int) -> web.StreamResponse:
         if number:
@@ -156,7 +156,7 @@ async def test_a_service_that_hangs_censors_within_the_time() -> None:
         (lambda: says({"detail": "no such task"}, 422), 'answered 422 {"detail": "no such task"}'),
         (lambda: web.Response(text="<html>"), "answered no JSON: '<html>'"),
         (
-            lambda: web.Response(body=b"1" * (service.LARGEST_ANSWER + 1)),
+            lambda: web.Response(body=b"1" * (service.MAX_ANSWER_BYTES + 1)),
             "answers with more than 1048576 bytes",
         ),
         (lambda: says("1"), "gave '1', expected a finite number"),

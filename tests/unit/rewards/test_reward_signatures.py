@@ -13,7 +13,7 @@ from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt, Response
 from rlsys.data.quickstart_model import write_model
 from rlsys.rewards import Rewards, make_scores, short_names
-from rlsys.rewards.results import Mark, NoMark, join_marks, read_mark
+from rlsys.rewards.results import InvalidReward, RewardResult, join_rewards, parse_reward
 from rlsys.rewards.signatures import guess
 from rlsys.worker.scoring import Scorer, Verdict
 from tests.helpers.responses import sample_of
@@ -144,8 +144,8 @@ def test_plain_rewards_of_others(model: Path) -> None:
         made = make_scores(Config.model_validate(
             {"model": {"path": model}, "data": {"reward": f"{__name__}:compute_score"}}))  # fmt: skip
         made[0](Prompt(0, "", [], {}, location="mine:4"), Response(TEXT, finished=True, ids=IDS))
-    mark = read_mark(score(model, "compute_score"))
-    assert mark == Mark(-1.5, right=True, figures={"acc": 1.0, "length": 4.0})
+    mark = parse_reward(score(model, "compute_score"))
+    assert mark == RewardResult(-1.5, right=True, figures={"acc": 1.0, "length": 4.0})
 
 
 async def test_several_rewards_are_added_with_their_weights(model: Path) -> None:
@@ -197,15 +197,17 @@ def test_a_function_that_nobody_can_call_is_told(model: Path, spec: dict[str, An
 
 
 def test_marks_by_hand() -> None:
-    assert read_mark(3) == Mark(3.0, right=True)
-    assert read_mark(True).reward == 1.0
-    assert read_mark({"score": 1, "acc": 0}).right is False
-    assert read_mark({"a": 1, "b": -2}) == Mark(-1.0, {"a": 1.0, "b": -2.0})
-    joined = join_marks(["x", "y"], [1, 0.5], [Mark(0.5, right=False), Mark(4, figures={"n": 2})])
-    assert joined == Mark(2.5, {"x": 0.5, "y": 2.0}, right=False, figures={"y.n": 2})
-    assert join_marks(["x"], [1], [Mark(1, {"a": 1})]) == Mark(1, {"a": 1})
-    with pytest.raises(NoMark, match="x, y gave None"):
-        join_marks(["x", "y"], [1, 1], [None, None])
+    assert parse_reward(3) == RewardResult(3.0, right=True)
+    assert parse_reward(True).reward == 1.0
+    assert parse_reward({"score": 1, "acc": 0}).right is False
+    assert parse_reward({"a": 1, "b": -2}) == RewardResult(-1.0, {"a": 1.0, "b": -2.0})
+    joined = join_rewards(
+        ["x", "y"], [1, 0.5], [RewardResult(0.5, right=False), RewardResult(4, figures={"n": 2})]
+    )
+    assert joined == RewardResult(2.5, {"x": 0.5, "y": 2.0}, right=False, figures={"y.n": 2})
+    assert join_rewards(["x"], [1], [RewardResult(1, {"a": 1})]) == RewardResult(1, {"a": 1})
+    with pytest.raises(InvalidReward, match="x, y gave None"):
+        join_rewards(["x", "y"], [1, 1], [None, None])
     assert short_names(["m.a:f", "b.py:f", "math"]) == ["f_1", "f_2", "math"]
 
 

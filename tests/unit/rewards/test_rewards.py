@@ -25,7 +25,7 @@ from rlsys.data.quickstart_model import write_model
 from rlsys.rewards import REWARDS, Rewards, make_score
 from rlsys.rewards.answer import canonical_answer, final_answer
 from rlsys.rewards.judge_training import judge_reward
-from rlsys.rewards.results import NoMark, read_mark
+from rlsys.rewards.results import InvalidReward, parse_reward
 from rlsys.worker.loop_watch import CHECKS, StallDetector
 from rlsys.worker.scoring import Scorer
 from tests.helpers.responses import response_of, sample_of
@@ -199,8 +199,8 @@ def hostile(config: Config) -> object:
     "value", [math.nan, math.inf, "1", None, [], {}, {"a": 1, "b": math.nan}, {"score": "x"}]
 )
 def test_what_is_no_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(NoMark, match=r"x gave .*expected a"):
-        read_mark(value, "x")
+    with pytest.raises(InvalidReward, match=r"x gave .*expected a"):
+        parse_reward(value, "x")
 
 
 def config_of(model: Path, name: str) -> Config:

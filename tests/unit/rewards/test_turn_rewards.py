@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from rlsys.core.types import Prompt
-from rlsys.rewards.results import Mark, NoMark, join_marks, read_mark
+from rlsys.rewards.results import InvalidReward, RewardResult, join_rewards, parse_reward
 from rlsys.worker.scoring import Scorer
 from tests.helpers.responses import sample_of
 
@@ -15,21 +15,21 @@ PROMPT = Prompt(0, "", [1], {})
 
 
 def test_a_list_beside_the_score_is_what_the_turns_are_worth() -> None:
-    mark = read_mark({"score": 1, "turn_rewards": [0.25, 0.75], "length": 3})
+    mark = parse_reward({"score": 1, "turn_rewards": [0.25, 0.75], "length": 3})
     assert (mark.reward, mark.turns, mark.figures) == (1.0, [0.25, 0.75], {"length": 3.0})
-    assert read_mark({"score": 1}).turns is None
-    with pytest.raises(NoMark, match="expected a finite number"):
-        read_mark({"score": 1, "turn_rewards": [0.25, "much"]})
+    assert parse_reward({"score": 1}).turns is None
+    with pytest.raises(InvalidReward, match="expected a finite number"):
+        parse_reward({"score": 1, "turn_rewards": [0.25, "much"]})
 
 
 def test_of_several_rewards_the_first_that_knows_turns_says_it() -> None:
-    joined = join_marks(["a", "b"], [1, 0.5], [Mark(1.0), Mark(2.0, turns=[1.0, 1.0])])
+    joined = join_rewards(["a", "b"], [1, 0.5], [RewardResult(1.0), RewardResult(2.0, turns=[1.0, 1.0])])
     assert (joined.reward, joined.turns) == (2.0, [1.0, 1.0])
 
 
 async def test_the_scorer_hands_them_on() -> None:
-    async def reward(prompt: Prompt, text: str) -> Mark:
-        return read_mark({"score": len(text), "turn_rewards": [1, 2]})
+    async def reward(prompt: Prompt, text: str) -> RewardResult:
+        return parse_reward({"score": len(text), "turn_rewards": [1, 2]})
 
     scorer = Scorer(lambda: nullcontext(reward), lambda ids: "x" * len(ids), 5.0)
     verdict = await scorer.score(PROMPT, sample_of([5, 6, 7]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.convert.config import HFConfig
-from rlsys.convert.stack import part_of, stacked
+from rlsys.convert.stack import part_of, stack_experts
 from rlsys.convert.table import entries, stacked_names
 from rlsys.weights.buckets import Bucket, FlatBucket, StagingBuffers, send_in_buckets, split_into_buckets
 from rlsys.weights.checksums import EngineChecksums
@@ -167,7 +167,7 @@ def experts_of(hf: HFConfig) -> dict[str, Tensor]:
 
 def test_stacked_experts_are_transposed_and_interleaved() -> None:
     experts = experts_of(GPT_OSS)
-    made = dict(stacked(experts.items(), GPT_OSS))
+    made = dict(stack_experts(experts.items(), GPT_OSS))
     at = "model.layers.1.mlp.experts."
     whole, bias = made[at + "gate_up_proj"], made[at + "gate_up_proj_bias"]
     assert (whole.shape, bias.shape) == ((8, 64, 64), (8, 64))
@@ -184,7 +184,7 @@ def test_experts_stacked_part_by_part_are_cut_in_each_part() -> None:
     """Gate, then up; each engine rank has its part of both, under a name without the folder's prefix."""
     hf = HFConfig.of(tiny.raw_config(tiny.TINY["qwen3-vl-moe"]), "config.json")
     experts, at = experts_of(hf), "model.language_model.layers.1.mlp.experts."
-    made = dict(stacked(experts.items(), hf))
+    made = dict(stack_experts(experts.items(), hf))
     gate, up, down = (
         torch.stack([experts[f"{at}{e}.{x}_proj.weight"] for e in range(8)]) for x in ("gate", "up", "down")
     )
@@ -226,13 +226,13 @@ def test_a_missing_expert_is_no_stack() -> None:
     with pytest.raises(
         ValueError, match=r"not all experts came for model\.layers\.2\.mlp\.experts\.gate_up_proj_bias"
     ):
-        dict(stacked(experts.items(), GPT_OSS))
+        dict(stack_experts(experts.items(), GPT_OSS))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_checksums_of_stacked_experts_are_those_of_the_engines_layout(rank: int) -> None:
     """Experts' weights as [experts, out, in], cut over ranks along what is inside an expert."""
-    made = dict(stacked(experts_of(GPT_OSS).items(), GPT_OSS))
+    made = dict(stack_experts(experts_of(GPT_OSS).items(), GPT_OSS))
     checksums = EngineChecksums(GPT_OSS, 2)
     for _ in checksums.watch(made.items()):
         pass

@@ -108,7 +108,7 @@ def test_a_piece_comes_back_as_it_was(width: int, length: int) -> None:
     for held, before in ((None, ""), (old, digest(old))):
         payload = encode(piece, new, held, before)
         assert np.array_equal(decode(piece, payload, held), new)
-    assert encode(piece, new, new, piece.after).data == b""
+    assert encode(piece, new, new, piece.digest).data == b""
 
 
 def test_what_has_changed_a_little_is_small() -> None:
