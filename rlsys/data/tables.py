@@ -362,8 +362,8 @@ class Arrow:
                 return self.rows.slice(number, 1).to_pylist()[0]
             return self.rows[number]
         except Exception as e:  # noqa: BLE001  (of a codec, a clock, an image: they have no class in common)
-            told = shorten(f"{type(e).__name__}: {e}", 500)
-            raise RowError(f"{self.place(number)}: cannot be read: {told}") from None
+            cause = shorten(f"{type(e).__name__}: {e}", 500)
+            raise RowError(f"{self.place(number)}: cannot be read: {cause}") from None
 
     def place(self, number: int) -> str:
         return f"{self.name}, row {number}"
