@@ -58,27 +58,33 @@ def parse_reward(value: Any, name: str = "reward") -> RewardResult:
     if SCORE in value:
         reward = _number(value[SCORE], value, name)
         right = value.get(RIGHT)
-        figures = _named({k: float(v) for k, v in value.items() if k != SCORE and is_reward(v)}, name)
+        figures = _with_text_keys(
+            {k: float(v) for k, v in value.items() if k != SCORE and is_reward(v)}, name
+        )
         turns = None if TURNS not in value else _turns(value[TURNS], value, name)
         return RewardResult(
             reward, right=reward >= 1 if right is None else bool(right), figures=figures, turns=turns
         )
-    parts = _named({k: _number(v, value, name) for k, v in value.items()}, name)
+    parts = _with_text_keys({k: _number(v, value, name) for k, v in value.items()}, name)
     if not parts:
         raise InvalidReward(f"{name} gave {{}}, expected a number, or a dictionary of numbers")
     return RewardResult(_number(sum(parts.values()), value, name), parts)
 
 
-def _named(values: dict[Any, float], name: str) -> dict[str, float]:
-    """Return the values with texts as keys. Raises InvalidReward."""
+def _with_text_keys(values: dict[Any, float], name: str) -> dict[str, float]:
+    """Return the values with texts as keys.
+
+    Raises:
+        InvalidReward: too many, too long, or two that are the same text.
+    """
     if len(values) > MOST_PARTS:
         raise InvalidReward(f"{name} gave {len(values)} parts, expected at most {MOST_PARTS}")
-    named = {valid_text(str(k)): v for k, v in values.items()}
-    if len(named) < len(values):
-        raise InvalidReward(f"{name} gave two keys that are the same text, of {', '.join(named)[:200]}")
-    if (longest := max(map(len, named), default=0)) > LONGEST_NAME:
+    parts = {valid_text(str(k)): v for k, v in values.items()}
+    if len(parts) < len(values):
+        raise InvalidReward(f"{name} gave two keys that are the same text, of {', '.join(parts)[:200]}")
+    if (longest := max(map(len, parts), default=0)) > LONGEST_NAME:
         raise InvalidReward(f"{name} gave a key of {longest} characters, expected at most {LONGEST_NAME}")
-    return named
+    return parts
 
 
 def _turns(value: Any, result: Any, name: str) -> list[float]:
