@@ -79,18 +79,27 @@ async def test_a_disaggregated_push_waits_for_samples_at_max_resumes(tmp_path: P
         assert all(s.resumes == 0 for g in r.buffer.active() for s in g.samples)
 
 
-async def test_a_group_behind_its_deadline_is_censored_and_replaced(tmp_path: Path) -> None:
-    async with rig(make_config(tmp_path, rollout={"group_deadline": 0.05})) as r:
+async def test_a_group_behind_its_deadline_is_censored_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(make_config(tmp_path, rollout={"group_deadline": 3600})) as r:
         await r.start()
         take = asyncio.create_task(r.manager.take(1))
         await settle()
-        hung = r.buffer.groups[0]
+        hung, other = r.buffer.groups[0], r.buffer.groups[1]
+        while not other.done:
+            for sample_id in set(r.router.in_flight) - {s.sample_id for s in hung.samples}:
+                r.router.give(sample_id, 1)
+            await settle()
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        monkeypatch.setattr(loop, "time", lambda: clock() + 7200)
         await answer_all_but(r, 0, take)
         taken = take.result()
         assert taken is not None
         assert ids(taken.groups) == [1, 2]
         assert taken.metrics["censored"] == 1
-        assert hung.samples[0].censor_reason == "not finished within rollout.group_deadline = 0.05 s"
+        assert hung.samples[0].censor_reason == "not finished within rollout.group_deadline = 3600 s"
 
 
 async def test_groups_that_all_miss_their_deadline_stop_the_run(tmp_path: Path) -> None:
