@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from rlsys.config import Config, identity
 from rlsys.core.types import Prompt, Sample, SampleGroup, TrainBatch
 from rlsys.ledger.buffer import RolloutBuffer
@@ -112,6 +114,21 @@ async def answer_all_but(r: Rig, group_id: int, task: asyncio.Task[Any]) -> None
         for i in set(r.router.in_flight) - silent:
             r.router.give(i, 1)
         await asyncio.sleep(0.002)
+
+
+async def answer_until_done(r: Rig, group: SampleGroup) -> None:
+    """Answer the samples of one group until it is done, and no others."""
+    while not group.done:
+        for i in set(r.router.in_flight) & {s.sample_id for s in group.samples}:
+            r.router.give(i, 1)
+        await settle()
+
+
+def advance_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Advance the event loop's clock, as if nothing had happened for so long."""
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
 
 
 async def settle() -> None:

@@ -10,7 +10,17 @@ import pytest
 
 from rlsys.core.errors import RunError
 from rlsys.core.types import Sample, Status
-from tests.helpers.rollout_rig import Rig, answer_all_but, ids, length_reward, make_config, rig, settle
+from tests.helpers.rollout_rig import (
+    Rig,
+    advance_clock,
+    answer_all_but,
+    answer_until_done,
+    ids,
+    length_reward,
+    make_config,
+    rig,
+    settle,
+)
 
 
 def april(tmp_path: Path, **rollout: Any) -> Any:
@@ -87,13 +97,8 @@ async def test_a_group_behind_its_deadline_is_censored_and_replaced(
         take = asyncio.create_task(r.manager.take(1))
         await settle()
         hung, other = r.buffer.groups[0], r.buffer.groups[1]
-        while not other.done:
-            for sample_id in set(r.router.in_flight) - {s.sample_id for s in hung.samples}:
-                r.router.give(sample_id, 1)
-            await settle()
-        loop = asyncio.get_running_loop()
-        clock = loop.time
-        monkeypatch.setattr(loop, "time", lambda: clock() + 7200)
+        await answer_until_done(r, other)
+        advance_clock(monkeypatch, 7200)
         await answer_all_but(r, 0, take)
         taken = take.result()
         assert taken is not None

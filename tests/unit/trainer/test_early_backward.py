@@ -6,8 +6,19 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlsys.core.types import Sample
-from tests.helpers.rollout_rig import Rig, answer_all_but, ids, make_config, rig, settle
+from tests.helpers.rollout_rig import (
+    Rig,
+    advance_clock,
+    answer_all_but,
+    answer_until_done,
+    ids,
+    make_config,
+    rig,
+    settle,
+)
 
 
 def even_tail(sample: Sample) -> int:
@@ -85,12 +96,16 @@ async def test_groups_that_are_there_already_come_with_the_take(tmp_path: Path) 
         await r.take(2)
 
 
-async def test_a_deadline_is_kept_while_a_portion_is_waited_for(tmp_path: Path) -> None:
-    async with rig(early_config(tmp_path, groups_per_step=2, group_deadline=0.05)) as r:
+async def test_a_deadline_is_kept_while_a_portion_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig(early_config(tmp_path, groups_per_step=2, group_deadline=3600)) as r:
         await r.start()
         early = asyncio.create_task(r.manager.early(1))
         await settle()
-        hung = r.buffer.groups[0]
+        hung, other = r.buffer.groups[0], r.buffer.groups[1]
+        await answer_until_done(r, other)
+        advance_clock(monkeypatch, 7200)
         await answer_all_but(r, 0, early)
         assert hung.samples[0].censor_reason is not None
         assert ids((await r.take(1)).groups) == [1, 2]
