@@ -63,15 +63,15 @@ def limiting_group() -> Path | None:
             enabled = set((candidate / "cgroup.subtree_control").read_text().split())
             if enabled >= CONTROLLERS:
                 _remove_leftovers(candidate)
-                with _new_group(candidate, {}) as words:
-                    if subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+                with _new_group(candidate, {}) as command_prefix:
+                    if subprocess.run([*command_prefix, "true"], capture_output=True).returncode == 0:
                         return candidate
     return None
 
 
 @contextmanager
 def limited(limits: Mapping[str, int | str]) -> Iterator[list[str]]:
-    """Yield the words before a command that put it into a group of its own; kill what is left of it at the end.
+    """Yield the prefix of a command that starts it in a group of its own; kill what is left of it at the end.
 
     Args:
         limits: file of the group, such as memory.max -> value. Without a `limiting_group` there are no limits.
@@ -80,8 +80,8 @@ def limited(limits: Mapping[str, int | str]) -> Iterator[list[str]]:
     if parent is None:
         yield []
     else:
-        with _new_group(parent, limits) as words:
-            yield words
+        with _new_group(parent, limits) as command_prefix:
+            yield command_prefix
 
 
 @contextmanager

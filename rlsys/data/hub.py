@@ -29,11 +29,11 @@ def read_dataset(name: str, subset: str | None, split: str, revision: str | None
         folder = fetch(name, revision)
     elif revision is not None:
         raise UserError(f"data.params.revision = {revision!r}: {name} is a folder; a revision is a hub's")
-    saved = any((folder / file).is_file() for file in _SAVED_FILES)
+    is_saved = any((folder / file).is_file() for file in _SAVED_FILES)
     try:
         rows = (
             datasets.load_from_disk(str(folder))
-            if saved
+            if is_saved
             else datasets.load_dataset(str(folder), subset, split=split)
         )
     except Exception as e:  # noqa: BLE001  (what a damaged folder makes the library raise)

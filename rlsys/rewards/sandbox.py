@@ -77,7 +77,7 @@ class Sandbox:
 
     @staticmethod
     def unlimited() -> list[str]:
-        """What this machine does not limit: a program can slow others down, and get at nothing."""
+        """List the limits that this machine lacks: a program can slow others down, but reads and changes nothing."""
         if limiting_group() is None:
             return [
                 "the memory and CPU of all processes of a program together (no writable cgroup v2 with both)"
@@ -140,7 +140,10 @@ class Sandbox:
         out: BinaryIO | int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Start isolated.py with this role; kill it with all its descendants at the end."""
-        with tempfile.TemporaryDirectory(dir=role_folder()) as folder, limited(self._together()) as grouped:
+        with (
+            tempfile.TemporaryDirectory(dir=role_folder()) as folder,
+            limited(self._group_limits()) as grouped,
+        ):
             program = Path(folder, "program.py")
             program.write_text(source, encoding="utf-8", errors="replace")
             program.chmod(0o644)
@@ -168,7 +171,7 @@ class Sandbox:
                 process.kill()
                 process.wait()
 
-    def _together(self) -> dict[str, int | str]:
+    def _group_limits(self) -> dict[str, int | str]:
         """Limits of all processes of a program together: its memory and its folders, and one CPU."""
         return {
             "memory.max": self.memory_mb * 2**20 + 2 * FOLDER_BYTES, "pids.max": PROCESSES + 8,
