@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.planner.layout import lay_out, on_cuda, push_plan
+from rlsys.planner.layout import on_cuda
 from rlsys.weights.shard_plan import SendersPlan, plan_senders
 
 GB = 1e9
@@ -67,7 +67,8 @@ def _slowest_transport(config: Config) -> str:
     """Return weights.method; for auto, whether all engines open memory or some need a process group."""
     if config.weights.method != "auto":
         return config.weights.method
-    return "memory" if len(push_plan(config, lay_out(config)).memory) == config.engine.count else "broadcast"
+    by_memory = config.launch.placement == "colocated" if on_cuda(config) else config.launch.nodes == 1
+    return "memory" if by_memory else "broadcast"
 
 
 def push_rounds(config: Config) -> int:

@@ -30,7 +30,7 @@ REWARDS: list[tuple[Any, str]] = [
     ("fapo_judge", r"\boxed{7}"),
     ("format", "</think><answer>7</answer>"),
     ({"name": "json_schema", "params": {"schema": {"type": "number"}}}, "no: 3<answer>7</answer>"),
-    ({"name": "regex", "params": {"pattern": "7", "whole": True}}, "7"),
+    ({"name": "regex", "params": {"pattern": "7", "full_match": True}}, "7"),
     ({"name": "code"}, "```python\nprint(7)\n```"),
     ("reasoning_answer_consistency", "3+4=7</think><answer>7</answer>"),
 ]

@@ -110,6 +110,7 @@ class ScriptedTrainer:
             loss=0.0,
             grad_norm=0.0,
             skipped=False,
+            without_gradient=False,
             padding_share=0.0,
             shared_share=0.0,
             routing={},

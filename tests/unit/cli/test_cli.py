@@ -38,8 +38,8 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
             "--sbatch 'qos=high': expected an option",
         ),
         (
-            ["submit", QUICKSTART, "--dry-run", "--nodes", "2", "launch.placement=disaggregated"],
-            "weights.method = tensor needs a machine that trainer and engine share",
+            ["explain", QUICKSTART, "weights.method=adapter"],
+            "weights.method = adapter: expected trainer.lora; without it the whole model changes",
         ),
         (["explain", QUICKSTART, "--gpu-memory", "nan"], "--gpu-memory nan: expected more than 0 GB"),
         (["explain", QUICKSTART, "data.reward=exact_anwser"], "data.reward = 'exact_anwser': unknown name"),

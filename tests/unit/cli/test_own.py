@@ -197,5 +197,8 @@ def test_fine_tuning_refuses_a_row_before_the_trainer_starts(
     Path("chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     Path("own.yaml").write_text("base: quickstart\nsft: {traces: chats, params: {path: chats.jsonl}}\n")
     assert main(["sft", "own.yaml", "run.dir=run"]) == 2
-    assert "chats.jsonl:1: the chat template writes the chat otherwise" in capsys.readouterr().err
+    assert (
+        "chats.jsonl:1: the chat template changes earlier text when turn 2 is added"
+        in capsys.readouterr().err
+    )
     assert [p.name for p in Path("run/logs").iterdir()] == ["supervisor.log"]

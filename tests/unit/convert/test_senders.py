@@ -28,7 +28,7 @@ from tests.helpers import tiny
 ROOT = Path(__file__).resolve().parents[3]
 EXPERIMENTS = sorted(p for p in (ROOT / "configs/experiments").glob("*.yaml") if p.stem != "base")
 LARGEST = ["parallel.tp=2", "parallel.pp=16", "parallel.ep=64", "parallel.etp=null", "launch.nodes=512",
-           "parallel.dp=64", "engine.count=256", "engine.tp=8"]  # fmt: skip
+           "parallel.dp=64", "engine.count=256", "engine.tp=8", "rollout.groups_per_step=128"]  # fmt: skip
 """Of DeepSeek-V3: 2,048 trainer ranks and 256 engines."""
 PARTNERS = (
     (".q_proj.", ".k_proj."),

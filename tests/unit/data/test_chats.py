@@ -160,7 +160,7 @@ def test_a_template_that_opens_a_thought_names_it_and_the_remedy(tmp_path: Path)
     answer = "</think><answer>2</answer>"
     chat = {"messages": [user("1+1="), {"role": "assistant", "content": answer}]}
     with pytest.raises(
-        UserError, match=r"once turn 2 is there: .*=<assistant><think>' any more; give the turns"
+        UserError, match=r"when turn 2 is added, .*=<assistant><think>' any more; give the turns"
     ) as e:
         first(model, tmp_path / "a.jsonl", "chats", [chat])
     assert "imitate" not in str(e.value)  # it is the last turn

@@ -116,7 +116,7 @@ def problems_of(run: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
 def test_what_will_not_fit_is_a_warning() -> None:
     text = plain(describe_memory(config("model.dtype=bfloat16", "engine.tp=2"), published("Qwen3-30B-A3B")))
     assert "parameters           30.5 B, 29 B of them in routed experts" in text
-    assert "a weight push        61.1 GB to each engine, about 3.1 s at 20 GB/s (tensor)" in text
+    assert "a weight push        61.1 GB to each engine, about 3.1 s at 20 GB/s (memory)" in text
     assert "its hashes           61.1 GB per trainer rank, about 61 s" in text
     odd = problems_of(
         config("model.dtype=bfloat16", "engine.tp=2", "engine.max_running_requests=128"),

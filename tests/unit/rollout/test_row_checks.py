@@ -104,6 +104,7 @@ async def test_all_rows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "rows_too_long": 1,
             "rows_unreadable": 1,
             "rows_unanswered": 1,
+            "rows_empty_answer": 0,
         }
     assert len(list((tmp_path / "cache/rlsys/rows").iterdir())) == 1
 
