@@ -231,14 +231,18 @@ class Streams:
         self._store.save(s for s in self._live() if s.all_tokens)
         self._unsaved_tokens = 0
 
+    def save_unsaved(self) -> None:
+        """Save the running samples that have unsaved tokens."""
+        self._store.save(s for s in self._live() if self._store.unsaved(s))
+        self._unsaved_tokens = 0
+
     def _on_tokens(self, sample: Sample, tokens: int) -> None:
         """Save all running samples whenever rollout.flush_tokens tokens are unsaved."""
         if tokens:
             self._spans.on_tokens(sample)
         self._unsaved_tokens += tokens
         if self._unsaved_tokens >= self._flush_tokens:
-            self._store.save(s for s in self._live() if self._store.unsaved(s))
-            self._unsaved_tokens = 0
+            self.save_unsaved()
             self._store.flush()
 
     def _save_soon(self, sample: Sample) -> None:

@@ -180,6 +180,8 @@ class Worker:
             raise outcome
         else:
             result = pack(outcome)
+        if self._file is not None:
+            self._streams.save_unsaved()  # engines that serve on may have sent tokens that the status counts
         self.flush()
         self._send_status()
         self._link.send(CallResult(call.number, result, error))
