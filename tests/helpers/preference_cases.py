@@ -48,7 +48,7 @@ def steps(folder: Path, run: Path, name: str, n: int = 3, **sections: Any) -> li
     if name == "reward_model":
         trainer.export_hf(run / f"exported-{trainer.config.parallel.world_size}")
     trainer.close()
-    return [{k: v for k, v in step.items() if k != "padding_share"} for step in told]
+    return [{k: v for k, v in step.items() if k not in ("padding_share", "shared_share")} for step in told]
 
 
 def main(workplace: Path, layouts: list[str]) -> None:
