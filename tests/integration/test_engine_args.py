@@ -37,7 +37,7 @@ def test_sglang_takes_the_command_line(path: Any, resolved: dict[str, dict[str, 
     config, seen = load_config(path), resolved[path.stem]
     assert "error" not in seen
     assert seen["tp_size"] == config.engine.tp
-    assert seen["max_total_tokens"] == config.engine.max_total_tokens
+    assert seen["max_total_tokens"] == config.fixed_pool_tokens
     assert seen["enable_memory_saver"] == config.launch.release_memory
     if config.model.dtype == "float32":
         assert seen["attention_backend"] == "triton", "FlashAttention 3 refuses float32"
