@@ -85,8 +85,8 @@ def _shares_memory(config: Config, kind: Kind) -> bool:
     Neither works with expandable segments. Ranks of an engine share memory for their all-reduce.
     """
     method = config.weights.method
-    near = config.launch.placement == "colocated" and method in ("auto", "broadcast")
-    return kind == "engine" or (kind == "trainer" and (near or method == "adapter"))
+    by_memory = config.launch.placement == "colocated" and method in ("auto", "broadcast")
+    return kind == "engine" or (kind == "trainer" and (by_memory or method == "adapter"))
 
 
 def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = None) -> dict[str, str]:

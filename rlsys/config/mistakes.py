@@ -23,6 +23,8 @@ _DELETED = {
     "weights",
 }
 """Removed options, and the reasons."""
+_DELETED_VALUES = {("weights.method", "tensor"): "auto"}
+"""Removed values of options, and the values that replace them."""
 _SYNONYMS = {
     "learning_rate": "lr",
     "num_generations": "group_size",
@@ -117,6 +119,8 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{loc} = {value}: {_EXPECTED.get(first['ctx']['class_name'], 'expected a section, field: value')}"
     if first["type"] == "literal_error" and isinstance(first["input"], str):
+        if replacement := _DELETED_VALUES.get((loc, first["input"])):
+            return f"{loc} = {value}: deleted; use {replacement}"
         choices = re.findall("'([^']*)'", first["ctx"]["expected"])
         if near := difflib.get_close_matches(first["input"], choices, n=1, cutoff=0.5):
             return f"{loc} = {value}: did you mean {near[0]}? (known: {', '.join(choices)})"

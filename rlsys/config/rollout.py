@@ -378,9 +378,7 @@ class WeightsConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_deleted(cls, values: Any) -> Any:
-        """Read run folders of earlier versions: deleted options that were not set, and `tensor`, a case of auto."""
-        if not isinstance(values, dict):
-            return values
-        if values.get("uncompared", 0) is None:
-            values = {name: value for name, value in values.items() if name != "uncompared"}
-        return values | {"method": "auto"} if values.get("method") == "tensor" else values
+        """Folders of older runs have deleted options that were not set."""
+        if isinstance(values, dict) and values.get("uncompared", 0) is None:
+            return {name: value for name, value in values.items() if name != "uncompared"}
+        return values

@@ -94,11 +94,7 @@ class Members:
         """Remove dead engines that joined. An engine that is a member is removed by the process that started it."""
         time = asyncio.get_running_loop().time()
         figures = self._router.engine_figures()
-        dead = {
-            u
-            for u, member_urls in figures.items()
-            if not member_urls["alive"] and u not in self._launch_clients
-        }
+        dead = {u for u, engine in figures.items() if not engine["alive"] and u not in self._launch_clients}
         self._dead_since = {url: self._dead_since.get(url, time) for url in dead}
         for url, dead_since in self._dead_since.items():
             is_lost = time - dead_since > LOST_SECONDS

@@ -180,9 +180,12 @@ class Worker:
             raise outcome
         else:
             result = pack(outcome)
-        if self._file is not None:
-            self._streams.save_unsaved()  # engines that serve on may have sent tokens that the status counts
-        self.flush()
+        try:
+            if self._file is not None:
+                self._streams.save_unsaved()  # engines that serve on may have sent tokens that the status counts
+            self.flush()
+        except RlsysError as e:  # a full disk: without an answer the coordinator would wait forever
+            error = pack(e)
         self._send_status()
         self._link.send(CallResult(call.number, result, error))
 

@@ -65,6 +65,7 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
             "weights.uncompared=0.9",
             "weights.uncompared: deleted; it follows from model.fp8 and engine.extra_args",
         ),
+        ("weights.method=tensor", "weights.method = 'tensor': deleted; use auto"),
         ("rolout.group_size=4", "rolout: unknown key; did you mean rollout?"),
         ("steps=4", "steps: unknown key; did you mean trainer.steps?"),
         ("trainer.group_size=4", "trainer.group_size: unknown key; did you mean rollout.group_size?"),
