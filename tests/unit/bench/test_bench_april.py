@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -159,11 +158,7 @@ async def test_a_mode_on_a_scripted_engine(
         def push(self, *_: object) -> None:
             engine.load(0)
 
-    async def here(work: Callable[..., None], *args: object) -> None:  # no threads on a virtual clock
-        work(*args)
-
     monkeypatch.setattr(april, "GatheredPush", Sync)
-    monkeypatch.setattr(april.asyncio, "to_thread", here)
     lengths = april.trace(quick=True)
     config = Config.model_validate(
         {

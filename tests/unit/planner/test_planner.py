@@ -444,8 +444,8 @@ def test_three_thousand_gpus_at_a_reduced_size(capsys: pytest.CaptureFixture[str
     few = ["rollout.groups_per_step=12", "rollout.max_response_tokens=64"]
     assert main(["plan", str(huge), *few, "--gpus", "3072", "--steps", "1", "--json"]) == 0
     found = {s["name"]: s["step_seconds"] for s in json.loads(capsys.readouterr().out)["settings"]}
-    assert any(name.startswith("colocated, 96 engines, N'/N 1,") for name in found)
-    assert any(name.startswith("disaggregated, 48 engines beside 1536 trainer GPUs") for name in found)
+    assert any(name.startswith("colocated, 48 engines, N'/N 1,") for name in found)
+    assert any(name.startswith("disaggregated, 24 engines beside 1536 trainer GPUs") for name in found)
 
 
 @pytest.mark.parametrize(

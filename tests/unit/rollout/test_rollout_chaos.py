@@ -367,6 +367,14 @@ class Scouted(World):
         self.metrics: list[dict[str, float]] = []
         self.seeds: set[int] = set()  # of samples that were trained
 
+    async def take(self, step: int) -> TrainBatch:
+        """No engine explores in steps 20 to 29, whatever else happens."""
+        if step == 20:
+            self.engines[2].die()
+        elif step == 30:
+            self.engines[2].restart()
+        return await super().take(step)
+
     def planning(self, router: Router, scorer: Scorer) -> Planning:
         generate = single_turn(self.config, None, sampling_turns(self.config, router, explorers=True))
         explorer = Explorer(generate, scorer, self.config.run.seed)
