@@ -116,6 +116,26 @@ def test_reward_up_and_held_out_down() -> None:
     assert names(history(evals=(0.2, 0.6, 0.4, 0.35), reward=0.1)) == [], "both fall: another illness"
 
 
+def test_a_pretrained_model_that_loses_what_it_had_learned() -> None:
+    """SmolLM2-135M on sums, lr 3e-5, seed 2 (measured 2026-11); entropies between the first and last are a line."""
+    accuracies = (0.414, 0.484, 0.477, 0.461, 0.461, 0.430, 0.375)
+    steps = [
+        healthy(n) | {"reward": 0.32 if n < 9 else 0.43, "sampled_entropy": 0.74 - 0.54 * (n - 1) / 23}
+        for n in range(1, 25)
+    ]
+    evals = [evaluation(4 * i, a) for i, a in enumerate(accuracies)]
+    assert names(History(steps[:20], evals[:6])) == [], "the fall is within chance"
+    (symptom,) = find_symptoms(History(steps, evals))
+    assert symptom.name == "held_out_falls"
+    assert "0.484 after step 4, 0.375 now" in symptom.observation
+    assert "entropy is 36% of that of the first steps" in symptom.observation
+    assert "trainer.lr" in symptom.knob and "checkpoint of step 4" in symptom.knob
+    lively = [s | {"sampled_entropy": 0.74} for s in steps]
+    assert names(History(lively, evals)) == [], "by chance, without a second sign"
+    steady = [evaluation(4 * i, a) for i, a in enumerate((0.414, 0.508, 0.5, 0.516, 0.51, 0.5, 0.516))]
+    assert names(History(steps, steady)) == [], "entropy falls while a model learns"
+
+
 def guesses(*of: tuple[float, float, float], rising: bool = False) -> History:
     """Evaluations of (accuracy, share of the commonest answer, accuracy of the best constant one)."""
     late = {} if rising else {"reward": 0.3}
