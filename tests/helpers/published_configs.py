@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 120)] for i in range(1, 4)]
 LAYERS = 4
 EXACT = 1e-5
-"""Largest gap of a log-prob to transformers."""
+"""Largest gap of a log-prob to transformers, whose own rounding in float32 may be larger."""
 _EXPERTS_IN_FFN = ("mixtral", "olmoe", "minimax_m2", "gpt_oss")
 """Model types whose intermediate_size is an expert's."""
 _SMALL: dict[str, Any] = {
@@ -172,18 +172,25 @@ def build(folder: Path, raw: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
 
 
-def log_probs(folder: Path) -> Any:
-    """Of SEQUENCES, by transformers in float32."""
+def log_probs(folder: Path, dtype: Any = None) -> Any:
+    """Return the log-probs of SEQUENCES by transformers, in float32 or `dtype`."""
     import torch
 
     from tests.helpers import tiny
 
-    model, found = tiny.load(folder), []
+    model, logps = tiny.load(folder).to(dtype or torch.float32), []
     with torch.no_grad():
         for ids in SEQUENCES:
-            logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-            found.append(logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-    return torch.cat(found)
+            logp = model(torch.tensor([ids])).logits[0, :-1].to(dtype).log_softmax(-1)
+            logps.append(logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    return torch.cat(logps)
+
+
+def rounding(folder: Path, expected: Any) -> float:
+    """Return the distance of transformers' log-probs in float32 from those in float64."""
+    import torch
+
+    return float((expected.double() - log_probs(folder, torch.float64)).abs().max())
 
 
 def round_trip(folder: Path, work: Path) -> str:
@@ -241,7 +248,9 @@ def _name_type(folder: Path) -> None:
 
 
 def tried(raw: dict[str, Any], work: Path) -> list[str]:
-    """Round trip; gap to transformers; a training step; gap of its export, which transformers loads."""
+    """Return the round trip, the gap to transformers, transformers' own rounding, the gradient norm of a training
+    step, and the gap of its export, which transformers loads.
+    """
     from tests.helpers import trainer_cases as cases
 
     shutil.rmtree(work, ignore_errors=True)
@@ -249,7 +258,9 @@ def tried(raw: dict[str, Any], work: Path) -> list[str]:
     build(folder, shrink(raw))
     found = [round_trip(folder, work)]
     with trainer_of(folder, work) as trainer:
-        found.append(f"{gap_of(trainer, log_probs(folder)):.1e}")
+        expected = log_probs(folder)
+        found.append(f"{gap_of(trainer, expected):.1e}")
+        found.append(f"{rounding(folder, expected):.1e}")
         made = trainer.update(trainer.passes.pack(cases.samples()), cases.policy_loss, cases.LR)
         found.append(f"{made.grad_norm:.3g}")
         trainer.export_hf(work / "exported")
@@ -277,9 +288,9 @@ def checked(raw: dict[str, Any], work: Path) -> list[str]:
     try:
         return tried(raw, work)
     except RlsysError as refusal:
-        return [f"refused: {str(refusal).rpartition(f'{work}/')[2]}", "", "", ""]
+        return [f"refused: {str(refusal).rpartition(f'{work}/')[2]}", *[""] * 4]
     except Exception:  # noqa: BLE001 - what the table is about
-        return [f"FAULT {traceback.format_exc()[-300:]}", "", "", ""]
+        return [f"FAULT {traceback.format_exc()[-300:]}", *[""] * 4]
 
 
 def table(rows: Iterable[Iterable[str]]) -> str:
@@ -313,7 +324,7 @@ def main() -> None:
         row = [name, kind, words]
         if args.shrunk is not None:
             key = json.dumps(shrink(raw), sort_keys=True) if convertible(raw) else ""
-            more = [f"as {seen[key]}", "", "", ""] if key in seen else ["", "", "", ""]
+            more = [f"as {seen[key]}" if key in seen else "", *[""] * 4]
             if key and key not in seen:
                 more, seen[key] = checked(raw, args.shrunk / "model"), name
             row += more
@@ -321,7 +332,13 @@ def main() -> None:
         print(f"{time.monotonic() - begun:5.1f} s  {' | '.join(row)}"[:300], file=sys.stderr, flush=True)
     head = ["config", "explain", "says"]
     if args.shrunk is not None:
-        head += ["there and back", "gap to transformers", "gradient norm of a step", "gap of its export"]
+        head += [
+            "there and back",
+            "gap to transformers",
+            "its rounding",
+            "gradient norm of a step",
+            "gap of its export",
+        ]
     args.table.write_text(table([head, ["---"] * len(head), *rows]))
     print(f"{sum(counts.values())} configs: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
 

@@ -22,9 +22,9 @@ CONFIGS = published(ROOT / "configs" / "models")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_shrunk_is_computed_as_transformers_does(name: str, tmp_path: Path) -> None:
     """Also its export after a training step, which transformers loads."""
-    trip, gap, norm, gap_of_export = tried(CONFIGS[name], tmp_path / "work")
+    trip, gap, rounding, norm, gap_of_export = tried(CONFIGS[name], tmp_path / "work")
     assert trip == "bit-equal" and float(norm) > 0
-    assert max(float(gap), float(gap_of_export)) < EXACT
+    assert max(float(gap), float(gap_of_export)) < max(EXACT, float(rounding))
 
 
 def test_a_verdict_is_one_line_or_a_fault() -> None:
