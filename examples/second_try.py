@@ -5,7 +5,7 @@
 The prompt is that of the data's row, so the opening is empty. `step` returns a reward for each turn.
 """
 
-from rlsys.environments.contract import Opening, Step, says
+from rlsys.environments.contract import Opening, Step, as_messages
 
 
 class SecondTry:
@@ -22,7 +22,7 @@ class Try:
     def step(self, action):
         self.turns += 1
         right = action.text.endswith(self.answer)
-        return Step(says("again"), reward=right / self.turns, done=right or self.turns == 2)
+        return Step(as_messages("again"), reward=right / self.turns, done=right or self.turns == 2)
 
     def close(self):
         pass

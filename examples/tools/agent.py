@@ -13,7 +13,7 @@ from rlsys.environments.client import RemoteEpisode
 def solve(task: dict) -> None:
     client = OpenAI()
     messages: list = [{"role": "user", "content": task["question"]}]
-    with RemoteEpisode.of_agent(task) as episode:
+    with RemoteEpisode.for_agent(task) as episode:
         while True:
             said = client.chat.completions.create(
                 model="policy", messages=messages, tools=episode.tools

@@ -11,7 +11,7 @@ from rlsys.environments.client import RemoteEpisode
 def solve(task: dict) -> None:
     client = Anthropic()
     messages: list = [{"role": "user", "content": task["question"]}]
-    with RemoteEpisode.of_agent(task) as episode:
+    with RemoteEpisode.for_agent(task) as episode:
         tools = [in_their_form(tool["function"]) for tool in episode.tools]
         while True:
             said = client.messages.create(model="policy", max_tokens=256, messages=messages, tools=tools)

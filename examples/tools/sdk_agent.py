@@ -10,7 +10,7 @@ set_tracing_disabled(True)  # else it sends what happened to OpenAI
 
 
 async def solve(task: dict) -> None:
-    with RemoteEpisode.of_agent(task) as episode:
+    with RemoteEpisode.for_agent(task) as episode:
         agent = Agent(
             name="adder",
             model=OpenAIChatCompletionsModel("policy", AsyncOpenAI()),

@@ -1,4 +1,4 @@
-"""Environments as services: what runs there needs Python's standard library and the environment's own package.
+"""Environment services: their processes need only the standard library and the package of the environment.
 
-Nothing of this folder imports anything else of rlsys, because it runs in the Python of an environment's own venv.
+Of the rest of rlsys this package imports rlsys.core.sockets only: it runs in the venv of the environment's package.
 """

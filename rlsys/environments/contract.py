@@ -1,12 +1,12 @@
-"""What an environment is: it opens on a task, hears what the model says, and answers with messages and a reward.
+"""Interface of an environment: it opens an episode for a task, and answers each turn with messages and a reward.
 
-    environment = make(**params)          once a process
+    environment = make(**params)          once per process
     episode = environment.open(task, seed)
-    episode.opening                       what the model reads first
-    episode.step(action)                  a turn of the model -> what follows it
+    episode.opening                       the first messages for the model
+    episode.step(action)                  a turn of the model -> its result
     episode.close()
 
-The same task, seed and actions must give the same answers: an episode whose process was killed is played again.
+Responses must be determined by task, seed and actions: after a crash of the process the episode is replayed.
 """
 
 from __future__ import annotations
@@ -16,39 +16,42 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Message = dict[str, Any]
-"""Of a chat: `role`, `content`, and what goes with tools."""
+"""A chat message: `role`, `content`, and the fields of tool calls and results."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """A turn of the model. `calls`: of tools, each with `id`, `name` and `arguments` (a JSON text); empty where the
-    run reads none."""
+    """A turn of the model."""
 
     text: str
     calls: Sequence[Mapping[str, Any]] = ()
+    """Tool calls, each with `id`, `name` and `arguments` (JSON text); empty if the run does not parse tool calls."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """`messages`: empty where the prompt of the data's row is all that the model reads. `tools`: their schemas."""
+    """The start of an episode."""
 
     messages: Sequence[Message] = ()
+    """The first messages for the model; empty if the prompt of the data's row is enough."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the tools."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What follows a turn. `done`: it was the last one, and `messages` are not read any more. `right`: whether the
-    episode has succeeded; None: the environment does not say it."""
+    """The result of a turn."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
+    """Whether this was the last turn; the model does not read its `messages`."""
     right: bool | None = None
+    """Whether the episode has succeeded; None: unknown."""
 
 
 class Episode(Protocol):
-    """One run of an environment. It is called from several threads, but never by two at once."""
+    """One run of an environment. Called from several threads, but never concurrently."""
 
     @property
     def opening(self) -> Opening: ...
@@ -59,24 +62,30 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """Shared by all episodes of a process, which open and step at the same time."""
+    """Shared by all episodes of a process, which open and step concurrently."""
 
     def open(self, task: Mapping[str, Any], seed: int) -> Episode: ...
 
 
-def says(content: object, role: str = "user") -> tuple[Message, ...]:
-    """One message."""
+def as_messages(content: object, role: str = "user") -> tuple[Message, ...]:
+    """Return a list of one chat message, for Opening or Step.
+
+    Args:
+        content: text of the message; other objects are converted by `str`.
+        role: role of the message.
+    """
     return ({"role": role, "content": str(content)},)
 
 
 @dataclass
-class Refused(Exception):
-    """What was asked can never be answered. `status`: of HTTP."""
+class RequestRefused(Exception):
+    """A request that the service refuses."""
 
     status: int
+    """HTTP status."""
     reason: str
     wait: float = field(default=0.0)
-    """Seconds after which it could, where the status says "not now"."""
+    """Seconds until a retry, with status 503."""
 
     def __str__(self) -> str:
         return self.reason

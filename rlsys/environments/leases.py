@@ -1,7 +1,7 @@
-"""The episodes that a service plays: each is leased to one client, and every question may be asked again.
+"""Episodes of an environment service: each is leased to one client, and every request may be repeated.
 
-A lease has the id that its client chose, and each step a number. So a question whose answer was lost is asked again
-and answered from memory, and no turn is played twice. What nobody steps for `idle_seconds` is closed.
+The client chooses the id of its lease and numbers its steps. A repeated request gets the stored response, so that
+no turn is played twice. An episode without a step for `idle_seconds` is closed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlsys.environments.contract import Action, Environment, Episode, Opening, Refused, Step
+from rlsys.environments.contract import Action, Environment, Episode, Opening, RequestRefused, Step
 
-ABANDONED = 8
-"""Steps that hang and were given up, after which the process is of no use: their threads cannot be ended."""
+MAX_ABANDONED = 8
+"""Steps that hang after their lease was closed; at this number the process exits, as threads cannot be ended."""
 
 
 @dataclass
@@ -23,16 +23,16 @@ class _Lease:
     episode: Episode | None = None
     opening: Opening = field(default_factory=Opening)
     steps: int = 0
-    last: tuple[Action, Step] | None = None
-    used: float = field(default_factory=time.monotonic)
+    last_step: tuple[Action, Step] | None = None
+    last_used: float = field(default_factory=time.monotonic)
     busy: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Leases:
     """Owns the episodes. Called from many threads."""
 
-    def __init__(self, environment: Environment, most: int, idle_seconds: float) -> None:
-        self._environment, self._most, self._idle = environment, most, idle_seconds
+    def __init__(self, environment: Environment, max_leases: int, idle_seconds: float) -> None:
+        self._environment, self._max_leases, self._idle = environment, max_leases, idle_seconds
         self._leases: dict[str, _Lease] = {}
         self._lock = threading.Lock()
         self.abandoned = 0
@@ -41,49 +41,68 @@ class Leases:
         return len(self._leases)
 
     def open(self, lease_id: str, task: Mapping[str, Any], seed: int) -> Opening:
-        """Refused: all leases are taken (503), or the environment raised (422)."""
+        """Open an episode, or return the opening of the lease with this id.
+
+        Args:
+            lease_id: id that the client chose.
+            task: row of the data.
+            seed: seed of the episode.
+
+        Raises:
+            RequestRefused: all leases are in use (503), or the environment raised (422).
+        """
         self._close_idle()
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None:
-                if len(self._leases) >= self._most:
-                    raise Refused(503, f"all {self._most} leases are taken", 0.5)
+                if len(self._leases) >= self._max_leases:
+                    raise RequestRefused(503, f"all {self._max_leases} leases are in use", 0.5)
                 lease = self._leases[lease_id] = _Lease()
         with lease.busy:
             if lease.episode is None:
                 try:
                     lease.episode = self._environment.open(task, seed)
                     lease.opening = lease.episode.opening
-                except Exception as e:  # noqa: BLE001  (somebody else's code: whatever it raises is told)
+                except Exception as e:  # noqa: BLE001  (user code: any exception is reported)
                     self._drop(lease_id)
-                    raise Refused(422, f"open raised {type(e).__name__}: {e}") from None
-            lease.used = time.monotonic()
+                    raise RequestRefused(422, f"open raised {type(e).__name__}: {e}") from None
+            lease.last_used = time.monotonic()
             return lease.opening
 
     def step(self, lease_id: str, number: int, action: Action) -> Step:
-        """Turn `number`, counted from 0. Refused: no such lease (404), another turn is due (409), or the environment
-        raised (422)."""
+        """Play a turn, or return the stored result of the last one.
+
+        Args:
+            lease_id: id of the lease.
+            number: number of the turn, from 0.
+            action: turn of the model.
+
+        Raises:
+            RequestRefused: no such lease (404), another turn is due (409), or the environment raised (422).
+        """
         with self._lock:
             lease = self._leases.get(lease_id)
         if lease is None:
-            raise Refused(404, f"there is no lease {lease_id}")
+            raise RequestRefused(404, f"there is no lease {lease_id}")
         with lease.busy:
             if lease.episode is None:
-                raise Refused(404, f"there is no lease {lease_id}")
-            if lease.last is not None and number == lease.steps - 1 and lease.last[0] == action:
-                return lease.last[1]
+                raise RequestRefused(404, f"there is no lease {lease_id}")
+            if lease.last_step is not None and number == lease.steps - 1 and lease.last_step[0] == action:
+                return lease.last_step[1]
             if number != lease.steps:
-                raise Refused(409, f"turn {number} of lease {lease_id}, where turn {lease.steps} is due")
-            lease.used = time.monotonic()
+                raise RequestRefused(
+                    409, f"turn {number} of lease {lease_id}, where turn {lease.steps} is due"
+                )
+            lease.last_used = time.monotonic()
             try:
                 step = lease.episode.step(action)
             except Exception as e:  # noqa: BLE001  (as above)
-                raise Refused(422, f"step raised {type(e).__name__}: {e}") from None
-            lease.steps, lease.last, lease.used = lease.steps + 1, (action, step), time.monotonic()
+                raise RequestRefused(422, f"step raised {type(e).__name__}: {e}") from None
+            lease.steps, lease.last_step, lease.last_used = lease.steps + 1, (action, step), time.monotonic()
             return step
 
     def close(self, lease_id: str) -> None:
-        """Nothing when there is none: it was closed before."""
+        """Close a lease; without effect if it does not exist."""
         lease = self._drop(lease_id)
         if lease is None:
             return
@@ -95,7 +114,7 @@ class Leases:
         if episode is not None:
             try:
                 episode.close()
-            except Exception as e:  # noqa: BLE001  (nobody waits for it)
+            except Exception as e:  # noqa: BLE001  (user code; no request waits for the result)
                 print(f"close raised {type(e).__name__}: {e}", flush=True)
 
     def _drop(self, lease_id: str) -> _Lease | None:
@@ -105,6 +124,8 @@ class Leases:
     def _close_idle(self) -> None:
         limit = time.monotonic() - self._idle
         with self._lock:
-            idle = [i for i, lease in self._leases.items() if lease.used < limit and not lease.busy.locked()]
+            idle = [
+                i for i, lease in self._leases.items() if lease.last_used < limit and not lease.busy.locked()
+            ]
         for lease_id in idle:
             self.close(lease_id)

@@ -1,17 +1,17 @@
-"""The process of an environment: HTTP in front of its leases.
+"""Process of an environment service: HTTP server for its leases.
 
-    GET  /health                                  -> {"leases", "most"}
+    GET  /health                                  -> {"leases"}
     POST /open   {"lease", "task", "seed"}        -> {"messages", "tools"}
     POST /step   {"lease", "number", "action"}    -> {"messages", "reward", "done", "right"}
     POST /close  {"lease"}                        -> {}
 
-`lease` is a name that the client chooses; `number` counts its turns from 0. All of them may be asked again. A refusal
-is {"error"} with its status: 401 a wrong key, 404 no such lease, 409 another turn is due, 422 the environment raised,
-503 not now.
+The client chooses the name `lease`; `number` counts its turns from 0. Every request may be repeated. A refusal is
+{"error"} with its status: 401 wrong key, 404 no such lease, 409 another turn is due, 422 the environment raised,
+503 no free lease.
 
-It listens on a Unix socket of the run's user. Agents ask it by an address that the rollout process gives to each
-(rlsys/generators/environment_services.py). The listening socket is the parent's: while this process is started anew,
-connections wait there. It ends with its standard input.
+The process listens on a Unix socket of the run's user. Agents reach it by an address of the rollout process
+(rlsys/generators/environment_services.py). The parent owns the listening socket: connections wait there during a
+restart of this process. The process exits when its standard input ends.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rlsys.environments.contract import Action, Environment, Refused
-from rlsys.environments.leases import ABANDONED, Leases
+from rlsys.environments.contract import Action, Environment, RequestRefused
+from rlsys.environments.leases import MAX_ABANDONED, Leases
 
 KEY = "RLSYS_ENVIRONMENT_KEY"
-LARGEST = 16 * 2**20
-"""Bytes of a question."""
+MAX_BODY_BYTES = 16 * 2**20
+"""Largest body of a request."""
 CONNECTORS = {
     "gymnasium": "rlsys.environments.connectors.gymnasium_games",
     "reasoning_gym": "rlsys.environments.connectors.reasoning_games",
@@ -43,19 +43,26 @@ CONNECTORS = {
     "verifiers": "rlsys.environments.connectors.verifiers_chats",
     "openenv": "rlsys.environments.connectors.openenv_client",
 }
-"""Each has a function `make`."""
+"""Modules with a function `make`."""
 
 
-def find(connector: str) -> Any:
-    """What makes the environment: a connector of ours, `path/to/file.py:function`, or `package.module:function`."""
-    where, _, name = connector.rpartition(":")
-    if not where:
+def load_connector(connector: str) -> Any:
+    """Import the function that makes an environment.
+
+    Args:
+        connector: a name in CONNECTORS, `path/to/file.py:function`, or `package.module:function`.
+
+    Raises:
+        ImportError: the file is no Python file, or the module does not exist.
+    """
+    source, _, name = connector.rpartition(":")
+    if not source:
         return importlib.import_module(CONNECTORS[connector]).make
-    if not where.endswith(".py"):
-        return getattr(importlib.import_module(where), name)
-    spec = importlib.util.spec_from_file_location("rlsys_own_environment", where)
+    if not source.endswith(".py"):
+        return getattr(importlib.import_module(source), name)
+    spec = importlib.util.spec_from_file_location("rlsys_own_environment", source)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{where} is no Python file")
+        raise ImportError(f"{source} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -63,10 +70,10 @@ def find(connector: str) -> Any:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request; the class is made for one set of leases."""
+    """Handler of one request; `serve` makes a subclass with the leases and the key."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 60.0  # seconds for a line of the request, and for each piece of its body
+    timeout = 60.0  # seconds for a line of the request, and for each part of its body
     leases: Leases
     key: str
 
@@ -76,68 +83,73 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._reply(self._answer)
 
-    def _reply(self, answer: Any) -> None:
-        status, told, self.close_connection = 200, dict[str, Any](), True  # its client asks once on each
+    def _reply(self, respond: Any) -> None:
+        status, answer, self.close_connection = 200, dict[str, Any](), True  # clients use a connection once
         try:
-            asked = self.headers.get("Authorization") or ""
-            if not hmac.compare_digest(asked.encode(), f"Bearer {self.key}".encode()):
-                raise Refused(401, "a wrong key")  # before anything of a stranger's is read
+            authorization = self.headers.get("Authorization") or ""
+            if not hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode()):
+                raise RequestRefused(401, "a wrong key")  # before the body is read
             length = int(self.headers.get("Content-Length") or 0)
-            if not 0 <= length <= LARGEST:
-                raise Refused(413, f"{length} bytes, expected at most {LARGEST}")
-            told = answer(json.loads(self.rfile.read(length) or b"{}"))
-        except Refused as e:
-            status, told = e.status, {"error": e.reason, "wait": e.wait}
+            if not 0 <= length <= MAX_BODY_BYTES:
+                raise RequestRefused(413, f"{length} bytes, expected at most {MAX_BODY_BYTES}")
+            answer = respond(json.loads(self.rfile.read(length) or b"{}"))
+        except RequestRefused as e:
+            status, answer = e.status, {"error": e.reason, "wait": e.wait}
         except (ValueError, KeyError, TypeError, RecursionError) as e:
-            status, told = 400, {"error": f"{type(e).__name__}: {e}"}
-        data = json.dumps(told, default=_plain).encode()
+            status, answer = 400, {"error": f"{type(e).__name__}: {e}"}
+        data = json.dumps(answer, default=_plain).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
-        # Else a client may send its next request into a closed connection.
+        # Without it a client may send its next request on a closed connection.
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 
-    def _answer(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        lease = str(asked["lease"])
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        lease = str(request["lease"])
         if self.path == "/open":
-            return asdict(self.leases.open(lease, dict(asked["task"]), int(asked["seed"])))
+            return asdict(self.leases.open(lease, dict(request["task"]), int(request["seed"])))
         if self.path == "/step":
-            action = Action(str(asked["action"]["text"]), tuple(asked["action"].get("calls", ())))
-            return asdict(self.leases.step(lease, int(asked["number"]), action))
+            action = Action(str(request["action"]["text"]), tuple(request["action"].get("calls", ())))
+            return asdict(self.leases.step(lease, int(request["number"]), action))
         if self.path == "/close":
             self.leases.close(lease)
-            if self.leases.abandoned >= ABANDONED:
-                print(f"{ABANDONED} steps hang; this process ends, to be started anew", flush=True)
+            if self.leases.abandoned >= MAX_ABANDONED:
+                print(f"{MAX_ABANDONED} steps hang; the process exits and is restarted", flush=True)
                 os._exit(3)
             return {}
-        raise Refused(404, f"there is no {self.path}; there are /health, /open, /step and /close")
+        raise RequestRefused(404, f"there is no {self.path}; there are /health, /open, /step and /close")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads a line for each request."""
+        """Suppress the log line of each request."""
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers and arrays, as they are in observations."""
+    """Convert NumPy numbers and arrays of observations."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class Server(ThreadingHTTPServer):
+    """HTTP server on a Unix socket, with a thread per connection."""
+
     address_family = socket.AF_UNIX
     daemon_threads = True
     request_queue_size = 1024
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no error of ours."""
+        """Ignore clients that disconnect."""
 
 
-def serve(environment: Environment, listening: socket.socket, most: int, idle: float, key: str) -> Server:
-    """Answers on a socket that listens; `serve_forever` is the caller's."""
-    handler = type("LeaseHandler", (Handler,), {"leases": Leases(environment, most, idle), "key": key})
-    server = Server(listening.getsockname(), handler, bind_and_activate=False)
+def serve(
+    environment: Environment, listener: socket.socket, max_leases: int, idle_seconds: float, key: str
+) -> Server:
+    """Create a server on a listening socket; the caller calls `serve_forever`."""
+    leases = Leases(environment, max_leases, idle_seconds)
+    handler = type("LeaseHandler", (Handler,), {"leases": leases, "key": key})
+    server = Server(listener.getsockname(), handler, bind_and_activate=False)
     server.socket.close()
-    server.socket = listening
+    server.socket = listener
     return server
 
 
@@ -152,8 +164,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the environment prints goes to the log
     try:
-        environment = find(args.connector)(**args.params)
-    except Exception as e:  # noqa: BLE001  (told to who started us)
+        environment = load_connector(args.connector)(**args.params)
+    except Exception as e:  # noqa: BLE001  (reported to the parent process)
         print(json.dumps({"error": f"{type(e).__name__}: {e}"}), file=answers, flush=True)
         sys.exit(2)
     server = serve(
@@ -161,5 +173,5 @@ def main() -> None:
     )
     print(json.dumps({"ready": True}), file=answers, flush=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.buffer.read()  # until whoever started us is gone
+    sys.stdin.buffer.read()  # until the parent process exits
     os._exit(0)

@@ -149,7 +149,7 @@ class AgentEnvironment:
         post = self._session.post(f"{self._service.address}/{call}", json=question, allow_redirects=False)
         try:
             async with post as answer:
-                return answer.status, await read_bounded(answer, environment_client.LARGEST)
+                return answer.status, await read_bounded(answer, environment_client.MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, OSError) as e:
             raise ConnectionError(f"{type(e).__name__}: {e}") from None
 
@@ -345,7 +345,7 @@ class Services:
         """Close an opened episode without waiting."""
         if not opening.cancelled() and opening.exception() is None:
             remote = opening.result()
-            remote.given_up = True
+            remote.cancelled = True
             self._threads.submit(remote.close)
 
     async def _started(self) -> None:

@@ -1,6 +1,6 @@
-"""The tenants of a server, each with a key of its own.
+"""Keys of the tenants of a server.
 
-RUN/tenants/NAME/key    what the tenant's client sends; made at the first start, mode 0600
+RUN/tenants/NAME/key    key of the tenant's client; created at the first start, mode 0600
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from rlsys.core.errors import UserError, disk_errors
 
 FOLDER = "tenants"
 PREFIX = "tml-"
-"""Tinker's client sends no key that begins otherwise."""
+"""Prefix that Tinker's client requires."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 
 
 def check_names(names: list[str]) -> None:
-    """Raises UserError for a name that is none, or is given twice."""
+    """Check the names of tenants.
+
+    Raises:
+        UserError: a name is invalid or a duplicate.
+    """
     for name in names:
         if not _NAME.fullmatch(name):
             raise UserError(
                 f"--tenant {name[:80]!r}: expected small letters, digits, '-' and '_', at most 63"
             )
         if names.count(name) > 1:
-            raise UserError(f"--tenant {name}: given twice")
+            raise UserError(f"--tenant {name}: duplicate")
 
 
 def key_file(run_dir: Path, name: str) -> Path:
@@ -35,14 +39,18 @@ def key_file(run_dir: Path, name: str) -> Path:
 
 
 def key_of(run_dir: Path, name: str) -> str:
-    """Made when there is none yet. Raises UserError for a file that others may read, or that holds no key."""
+    """Return the key of a tenant; create it if it does not exist.
+
+    Raises:
+        UserError: other users may read the file, or it contains no key.
+    """
     path = key_file(run_dir, name)
     part = path.with_suffix(".part")
     with disk_errors(path, UserError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists():
             return _read(path)
-        part.unlink(missing_ok=True)  # of a start that was killed
+        part.unlink(missing_ok=True)  # remains after a killed start
         key = PREFIX + secrets.token_hex(32)
         with os.fdopen(
             os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
@@ -64,13 +72,13 @@ def _read(path: Path) -> str:
 
 
 class Keys:
-    """Whose key it is that a request shows."""
+    """Table of tenants by key."""
 
     def __init__(self, by_name: dict[str, str]) -> None:
         self._keys = {name: key.encode() for name, key in by_name.items()}
 
-    def tenant(self, shown: str) -> str | None:
-        """Every key is compared, each in constant time, whatever was shown."""
-        sent = shown.encode(errors="replace")
-        found = [name for name, key in self._keys.items() if hmac.compare_digest(sent, key)]
-        return found[0] if found else None
+    def tenant(self, key: str) -> str | None:
+        """Return the tenant of a key; compare all keys, each in constant time."""
+        data = key.encode(errors="replace")
+        names = [name for name, secret in self._keys.items() if hmac.compare_digest(data, secret)]
+        return names[0] if names else None

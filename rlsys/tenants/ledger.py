@@ -1,19 +1,19 @@
-"""A tenant's ledger: every request that was accepted, with its body and its result, and what is saved of its models.
+"""Ledger of a tenant: accepted requests with bodies and results, and saved weights.
 
     RUN/tenants/NAME/ledger.sqlite    the tables below
     RUN/tenants/NAME/states/          the newest state of each model, one file (resident.AdapterState)
-    RUN/tenants/NAME/saved/           what the tenant has saved by name
+    RUN/tenants/NAME/saved/           weights that the tenant has saved by name
 
-    sessions   a client's
-    models     `applied`: the last request whose effect `state` has; `updates`: optimizer steps in it
-    requests   by series (a model, or a sampling session) and number; `outcome` NULL: not done yet; `tries`: starts of
-               the server in which it stood first; `deaths`: of engines that worked on it
+    sessions   sessions of clients
+    models     `applied`: last request that `state` includes; `updates`: optimizer steps that it includes
+    requests   by series (a model, or a sampling session) and number; `outcome` NULL: not done; `tries`: starts of the
+               server at which it was first in its series; `deaths`: deaths of engines during the request
     saves      tinker://MODEL/KIND/NAME
-    samplers   sampling sessions; `path` NULL: of the base model
+    samplers   sampling sessions; `path` NULL: the base model
 
-A request is committed before its client hears of it, and its result together with the state that it led to. So after
-a kill -9 at any moment a request has either been applied, or it will be: the state says up to which one it has them.
-synchronous=FULL: what is committed survives a power cut as well.
+A request is committed before its client gets the response, and a result in one transaction with the resulting state.
+After a kill -9 at any moment every request is therefore applied exactly once: the state records the last request that
+it includes. With synchronous=FULL, commits survive a power failure.
 """
 
 from __future__ import annotations
@@ -51,34 +51,37 @@ CREATE TABLE IF NOT EXISTS saves (
 CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, path TEXT, created REAL NOT NULL) WITHOUT ROWID;
 """
 _DEATHS = "ALTER TABLE requests ADD COLUMN deaths INTEGER NOT NULL DEFAULT 0"
-"""Of a ledger that an earlier version has made."""
+"""Migration of a ledger of an earlier version."""
 FILE_NAME = "ledger.sqlite"
 
 
-MOST_BYTES = 2**31
-"""Of bodies that a tenant's ledger keeps: those that have no outcome, and passes since the last optimizer step."""
-MOST_ROWS = 4096
-"""Of a tenant: sessions, and sampling sessions."""
+MAX_BODY_BYTES = 2**31
+"""Largest size of a tenant's bodies: requests without an outcome, and passes since the last optimizer step."""
+MAX_ROWS = 4096
+"""Largest number of a tenant's sessions, and of its sampling sessions."""
 
 
-class TooMany(Exception):
-    """More than a tenant may have; it may try again."""
+class LimitExceeded(Exception):
+    """A limit of the tenant is reached; the client may retry."""
 
 
 class Conflict(UserError):
-    """Another request has this number already."""
+    """Another request has this number."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """`seq`: its place in the series. `tries`: how often the server began with it at the head of its series.
-    `deaths`: engines that died while they worked on it, before this start of the server."""
+    """A request of a client."""
 
     series: str
+    """Id of the model or the sampling session."""
     seq: int
+    """Number of the request in its series."""
     kind: str
     tries: int = 0
+    """Starts of the server at which the request was first in its series."""
     deaths: int = 0
+    """Deaths of engines during the request, before this start of the server."""
 
     @property
     def id(self) -> str:
@@ -87,6 +90,8 @@ class Request:
 
 @dataclass(frozen=True)
 class ModelRow:
+    """A row of the table models."""
+
     id: str
     applied: int
     updates: int
@@ -95,7 +100,7 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class Change:
-    """What a request has made of its model: all up to it is in `state`, the file's name."""
+    """Effect of a request on its model; the file `state` includes all requests up to it."""
 
     model: str
     updates: int
@@ -103,10 +108,15 @@ class Change:
 
 
 class Ledger:
-    """Safe to call from several threads. Raises RunError when the disk refuses."""
+    """Owns the files of a tenant. Thread-safe; methods raise RunError for errors of the disk."""
 
     def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
-        """`check`: before each change; raises FencedError where another launch owns the folder by now."""
+        """Open or create a ledger.
+
+        Args:
+            folder: folder of the tenant.
+            check: called before each change; raises FencedError if another launch owns the folder.
+        """
         self.folder, self._check = folder, check
         with disk_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,7 +145,7 @@ class Ledger:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction."""
+        """Run a transaction."""
         with self._lock, self._errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -153,25 +163,40 @@ class Ledger:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def accept(self, series: str, seq: int, kind: str, body: bytes) -> bool:
-        """Whether it is new; False when the same one is there. Raises Conflict for another one of that number,
-        TooMany for more bytes than a tenant may leave here."""
+        """Store a request.
+
+        Args:
+            series: id of the model or the sampling session.
+            seq: number of the request in its series.
+            kind: kind of the request.
+            body: body of the request.
+
+        Returns:
+            Whether the request is new; False if the same one is stored.
+
+        Raises:
+            Conflict: another request has this number.
+            LimitExceeded: the tenant's bodies would exceed MAX_BODY_BYTES.
+        """
         digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
         with self._writing() as db:
-            found = db.execute(
+            row = db.execute(
                 "SELECT digest FROM requests WHERE series = ? AND seq = ?", (series, seq)
             ).fetchone()
-            if found is None:
+            if row is None:
                 query = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM requests WHERE LENGTH(body) > 0"
-                held = int(db.execute(query).fetchone()[0])
-                if held + len(body) > MOST_BYTES:
-                    raise TooMany(f"{held} bytes of requests wait or are not stepped yet; try again later")
+                queued_bytes = int(db.execute(query).fetchone()[0])
+                if queued_bytes + len(body) > MAX_BODY_BYTES:
+                    raise LimitExceeded(
+                        f"{queued_bytes} bytes of requests wait or are not stepped yet; try again later"
+                    )
                 db.execute(
                     "INSERT INTO requests (series, seq, kind, body, digest, accepted) VALUES (?, ?, ?, ?, ?, ?)",
                     (series, seq, kind, body, digest, time.time()),
                 )
-            elif found[0] != digest:
+            elif row[0] != digest:
                 raise Conflict(f"{series}: another request has the number {seq}")
-            return found is None
+            return row is None
 
     def body(self, request: Request) -> bytes:
         rows = self._rows(
@@ -180,7 +205,7 @@ class Ledger:
         return bytes(rows[0][0])
 
     def result(self, series: str, seq: int) -> tuple[str, str | None, bytes] | None:
-        """Kind, outcome (`done`, `failed`; None: not yet) and result; None for a request that was never accepted."""
+        """Return kind, outcome (`done`, `failed`, None: pending) and result; None if the request is unknown."""
         rows = self._rows(
             "SELECT kind, outcome, result FROM requests WHERE series = ? AND seq = ?", series, seq
         )
@@ -189,13 +214,20 @@ class Ledger:
     def finish(
         self, request: Request, result: bytes, *, failed: bool = False, change: Change | None = None
     ) -> None:
-        """Its result, and what it has made of its model, at once. Bodies that no start will read again go."""
-        again = request.kind == "forward_backward" and not failed
+        """Store result and effect of a request in one transaction; clear bodies that no restart needs.
+
+        Args:
+            request: finished request.
+            result: encoded result.
+            failed: whether the request failed.
+            change: effect on the model.
+        """
+        keep_body = request.kind == "forward_backward" and not failed
         with self._writing() as db:
             db.execute(
                 "UPDATE requests SET outcome = ?, result = ?, finished = ?, body = CASE WHEN ? THEN body ELSE x'' "
                 "END WHERE series = ? AND seq = ?",
-                ("failed" if failed else "done", result, time.time(), again, request.series, request.seq),
+                ("failed" if failed else "done", result, time.time(), keep_body, request.series, request.seq),
             )
             if change is not None:
                 db.execute(
@@ -208,25 +240,25 @@ class Ledger:
                 )
 
     def add_death(self, request: Request) -> int:
-        """An engine has died while it worked on the request. Returns how many have."""
-        where = "WHERE series = ? AND seq = ?"
+        """Count a death of an engine during the request; return the number of deaths."""
+        condition = "WHERE series = ? AND seq = ?"
         with self._writing() as db:
-            db.execute(f"UPDATE requests SET deaths = deaths + 1 {where}", (request.series, request.seq))
-            query = f"SELECT deaths FROM requests {where}"
+            db.execute(f"UPDATE requests SET deaths = deaths + 1 {condition}", (request.series, request.seq))
+            query = f"SELECT deaths FROM requests {condition}"
             return int(db.execute(query, (request.series, request.seq)).fetchone()[0])
 
     def count(self, kind: str) -> int:
-        """Requests of this kind that were done."""
+        """Count the successful requests of a kind."""
         rows = self._rows("SELECT COUNT(*) FROM requests WHERE kind = ? AND outcome = 'done'", kind)
         return int(rows[0][0])
 
-    def following(self, series: str) -> int:
-        """The number behind the last one that has its outcome; 0 for a new series."""
+    def next_seq(self, series: str) -> int:
+        """Return the number after the last request with an outcome; 0 for a new series."""
         rows = self._rows("SELECT MAX(seq) FROM requests WHERE series = ? AND outcome IS NOT NULL", series)
         return 0 if rows[0][0] is None else int(rows[0][0]) + 1
 
     def unfinished(self) -> list[Request]:
-        """In the order of their series. Each counts as tried once more where it stands at the head of one."""
+        """Return requests without an outcome, by series; increment `tries` of the first one of each series."""
         with self._writing() as db:
             db.execute(
                 "UPDATE requests SET tries = tries + 1 WHERE outcome IS NULL AND seq = (SELECT MIN(seq) FROM "
@@ -238,7 +270,7 @@ class Ledger:
         return [Request(*row) for row in rows]
 
     def done_since(self, model: str, seq: int, kind: str) -> list[Request]:
-        """Requests behind `seq` that were done, whose effect was in memory only."""
+        """Return successful requests after `seq`, whose effect was in memory only."""
         rows = self._rows(
             "SELECT series, seq, kind, tries FROM requests WHERE series = ? AND seq > ? AND kind = ? AND "
             "outcome = 'done' ORDER BY seq",
@@ -246,7 +278,7 @@ class Ledger:
         )  # fmt: skip
         return [Request(*row) for row in rows]
 
-    # -- sessions, models, what is saved --------------------------------------------------------------------------
+    # -- sessions, models, saved weights --------------------------------------------------------------------------
 
     def add_session(self, session: str) -> None:
         with self._writing() as db:
@@ -256,7 +288,7 @@ class Ledger:
         return [row[0] for row in self._rows("SELECT id FROM sessions")]
 
     def add_model(self, model: str) -> None:
-        """Before its first request."""
+        """Add a model, before its first request."""
         with self._writing() as db:
             db.execute("INSERT OR IGNORE INTO models VALUES (?, ?, -1, 0, NULL)", (model, time.time()))
 
@@ -264,7 +296,7 @@ class Ledger:
         return [ModelRow(*row) for row in self._rows("SELECT id, applied, updates, state FROM models")]
 
     def add_save(self, path: str, model: str, seq: int, updates: int) -> None:
-        """In the place of one of the same path."""
+        """Add saved weights, or replace those with the same path."""
         with self._writing() as db:
             db.execute(
                 "INSERT OR REPLACE INTO saves VALUES (?, ?, ?, ?, ?)",
@@ -272,7 +304,7 @@ class Ledger:
             )
 
     def saves(self) -> dict[str, tuple[str, int, int, float]]:
-        """By path: model, number of the request, optimizer steps, time."""
+        """Return model, number of the request, optimizer steps and time of saved weights, by path."""
         rows = self._rows("SELECT path, model, seq, updates, created FROM saves ORDER BY created")
         return {row[0]: (row[1], row[2], row[3], row[4]) for row in rows}
 
@@ -286,7 +318,7 @@ class Ledger:
     # -- files ----------------------------------------------------------------------------------------------------
 
     def write_state(self, model: str, seq: int, data: bytes) -> str:
-        """A new file of the model's state, on the disk when this returns; it counts once `finish` names it."""
+        """Write a new state of a model durably; it becomes valid when `finish` records its name."""
         self._check()
         name = f"{model.replace(':', '-')}-{seq}.safetensors"
         write_file(self.folder / "states" / name, data)
@@ -296,27 +328,27 @@ class Ledger:
         return self.folder / "states" / name
 
     def sweep(self) -> None:
-        """Delete states that nothing names: those before the newest, and what a crash left half-way."""
-        named = {row.state for row in self.models()}
+        """Delete obsolete states and incomplete files."""
+        state_names = {row.state for row in self.models()}
         self._check()
         with disk_errors(self.folder):
             for path in (self.folder / "states").iterdir():
-                if path.name not in named:
+                if path.name not in state_names:
                     path.unlink()
 
-    def write_saved(self, path: str, data: bytes) -> None:
+    def write_save(self, path: str, data: bytes) -> None:
         self._check()
-        write_file(self.saved(path), data)
+        write_file(self.save_path(path), data)
 
-    def saved(self, path: str) -> Path:
-        """Where `tinker://MODEL/KIND/NAME` lies."""
+    def save_path(self, path: str) -> Path:
+        """Return the file or folder of `tinker://MODEL/KIND/NAME`."""
         model, kind, name = path.removeprefix("tinker://").split("/")
         folder = self.folder / "saved" / model.replace(":", "-") / kind
         return folder / (f"{name}.safetensors" if kind == "weights" else name)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """The whole file or none, on the disk when this returns."""
+    """Write a file atomically and durably."""
     part = path.with_name(path.name + ".part")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The losses of Tinker's protocol, token by token. Pure: tensors in, token losses out.
+"""Losses of Tinker's protocol, per token. Pure functions of tensors.
 
     cross_entropy         -w log p
     importance_sampling   -r A
@@ -6,10 +6,10 @@
     cispo                 -stop_gradient(clip(r, low, high)) A log p
     dro                   -(A log p - beta / 2 (log p - log q)^2)
 
-p: the model now; q: what sampled, its `logprobs`; r = p / q; A: `advantages`; w: `weights`. As the protocol's
-documentation has them (tinker-docs, Loss functions): sums over tokens, without any mean. The protocol has no mask:
-positions of weight or advantage 0 have no loss; in dro those of advantage 0 have the square, but where the log-prob
-is 0 as well, which stands for the prompt. Log-ratios are clamped to +-20, as all of rlsys' are.
+p: the current model; q: the sampling model, with `logprobs`; r = p / q; A: `advantages`; w: `weights`. The formulas
+are those of the protocol's documentation (tinker-docs, Loss functions): sums over tokens, no means. The protocol has
+no mask: a position with weight or advantage 0 has no loss. In dro a position with advantage 0 has the squared term,
+unless its log-prob is 0 too, which marks the prompt. Log-ratios are clamped to +-20, as everywhere in rlsys.
 """
 
 from __future__ import annotations
@@ -29,41 +29,44 @@ TokenLoss = Callable[[Tensor, Mapping[str, Tensor], Params], Tensor]
 
 @dataclass(frozen=True)
 class LossKind:
-    """`inputs`: what it needs of each position beside `target_tokens`; `params`: its numbers with their defaults, NaN
-    where it has none."""
+    """A loss with its inputs and parameters."""
 
     inputs: tuple[str, ...]
+    """Inputs of each position, in addition to `target_tokens`."""
     params: Params
-    of_tokens: TokenLoss
+    """Parameters with their defaults; NaN: required."""
+    token_loss: TokenLoss
     at_advantage_0: bool = False
-    """Whether a position of advantage 0 has a loss, too. One whose `logprobs` is 0 as well is the prompt's."""
+    """Whether positions with advantage 0 have a loss, unless `logprobs` is 0 too, which marks the prompt."""
 
 
-def _ratio(logp: Tensor, of: Mapping[str, Tensor]) -> Tensor:
-    return (logp - of["logprobs"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def _ratio(logp: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return (logp - inputs["logprobs"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _cross_entropy(logp: Tensor, of: Mapping[str, Tensor], _: Params) -> Tensor:
-    return -logp * of["weights"]
+def _cross_entropy(logp: Tensor, inputs: Mapping[str, Tensor], _: Params) -> Tensor:
+    return -logp * inputs["weights"]
 
 
-def _importance_sampling(logp: Tensor, of: Mapping[str, Tensor], _: Params) -> Tensor:
-    return -_ratio(logp, of) * of["advantages"]
+def _importance_sampling(logp: Tensor, inputs: Mapping[str, Tensor], _: Params) -> Tensor:
+    return -_ratio(logp, inputs) * inputs["advantages"]
 
 
-def _ppo(logp: Tensor, of: Mapping[str, Tensor], params: Params) -> Tensor:
+def _ppo(logp: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
     low, high = params["clip_low_threshold"], params["clip_high_threshold"]
-    return clipped_surrogate(_ratio(logp, of), of["advantages"], low, high)
+    return clipped_surrogate(_ratio(logp, inputs), inputs["advantages"], low, high)
 
 
-def _cispo(logp: Tensor, of: Mapping[str, Tensor], params: Params) -> Tensor:
-    kept = _ratio(logp, of).clamp(params["clip_low_threshold"], params["clip_high_threshold"]).detach()
-    return -kept * of["advantages"] * logp
+def _cispo(logp: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    clipped_ratio = (
+        _ratio(logp, inputs).clamp(params["clip_low_threshold"], params["clip_high_threshold"]).detach()
+    )
+    return -clipped_ratio * inputs["advantages"] * logp
 
 
-def _dro(logp: Tensor, of: Mapping[str, Tensor], params: Params) -> Tensor:
-    gap = (logp - of["logprobs"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return -(logp * of["advantages"] - 0.5 * params["beta"] * gap.square())
+def _dro(logp: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    gap = (logp - inputs["logprobs"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return -(logp * inputs["advantages"] - 0.5 * params["beta"] * gap.square())
 
 
 _SAMPLED = ("logprobs", "advantages")
@@ -78,10 +81,17 @@ LOSSES = {
 }
 
 
-def token_losses(kind: LossKind, logp: Tensor, of: Mapping[str, Tensor], params: Params) -> Tensor:
-    """`[T]`, exactly 0 where nothing is trained: weight or advantage 0; of dro, advantage and log-prob 0."""
-    losses = kind.of_tokens(logp, of, {**kind.params, **params})
-    trained = of[kind.inputs[-1]] != 0
+def token_losses(kind: LossKind, logp: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+    """Compute token losses `[T]`; exactly 0 at positions without a loss.
+
+    Args:
+        kind: loss.
+        logp: log-probs `[T]` of the current model.
+        inputs: inputs `[T]` of the loss, by name.
+        params: parameters; the loss's defaults apply to the others.
+    """
+    losses = kind.token_loss(logp, inputs, {**kind.params, **params})
+    trained = inputs[kind.inputs[-1]] != 0
     if kind.at_advantage_0:
-        trained = trained | (of["logprobs"] != 0)
+        trained = trained | (inputs["logprobs"] != 0)
     return torch.where(trained, losses, torch.zeros_like(losses))

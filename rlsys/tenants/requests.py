@@ -1,6 +1,6 @@
-"""Bodies of requests in JSON, as tinker 0.38.0 sends them. Unknown fields are refused: they would ask for something.
+"""JSON bodies of requests of tinker 0.38.0. Unknown fields are refused, since the server would ignore them.
 
-Of sessions and events only what is used is read.
+Bodies of sessions and events may have other fields.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=BaseModel)
 
 Seq = Annotated[int, Field(ge=0, lt=2**62)]
 Rate = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-"""More, and the weights leave float32 within a few steps."""
+"""Larger values take the weights out of float32's range within a few steps."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -63,13 +63,13 @@ class CreateModel(Strict):
 
 
 class AdamParams(Strict):
-    """AdamW's, with the protocol's defaults. `grad_clip_norm` 0: no clipping."""
+    """Parameters of AdamW, with the protocol's defaults. `grad_clip_norm` 0: no clipping."""
 
     learning_rate: Rate = 1e-4
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Annotated[float, Field(ge=1e-30, le=1, allow_inf_nan=False)] = 1e-12
-    """In float32, where less than 1e-38 is 0."""
+    """Values below 1e-38 are 0 in float32."""
     weight_decay: Rate = 0.0
     grad_clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
@@ -110,7 +110,7 @@ class SaveForSampler(Strict):
 
 
 class LoadWeights(Strict):
-    """Onto a model (`model_id`, `seq_id`), or as the first request of a new one (`session_id`, `model_seq_id`)."""
+    """Load into a model (`model_id`, `seq_id`), or into a new one (`session_id`, `model_seq_id`)."""
 
     path: str
     optimizer: bool
@@ -141,7 +141,7 @@ class Prompt(Strict):
 
 
 class SamplingParams(Strict):
-    """Ranges are those of every request to an engine (check_sample)."""
+    """Sampling parameters; check_sample validates their ranges."""
 
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     seed: StrictInt | None = None
@@ -176,26 +176,34 @@ class Retrieve(Loose):
     request_id: str
 
 
-class OfModel(Loose):
+class ModelRequest(Loose):
     model_id: str
 
 
-class OfSession(Loose):
+class SessionRequest(Loose):
     session_id: str
 
 
 def checked_name(value: str) -> str:
-    """Raises ValueError for what is no plain name of a folder."""
+    """Return a valid name of saved weights.
+
+    Raises:
+        ValueError: the name is invalid.
+    """
     if not _NAME.fullmatch(value):
         raise ValueError("expected letters, digits, '_', '-' and '.', at most 100, not '.' first")
     return value
 
 
 def read(kind: type[T], body: bytes) -> T:
-    """Raises UserError that names the first field which is wrong."""
+    """Parse a body.
+
+    Raises:
+        UserError: names the first invalid field.
+    """
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
         first = e.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise UserError(f"{place[:100]}: {first['msg'][:200]}") from None
+        location = ".".join(str(part) for part in first["loc"]) or "the body"
+        raise UserError(f"{location[:100]}: {first['msg'][:200]}") from None

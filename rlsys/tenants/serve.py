@@ -1,6 +1,6 @@
-"""The server's process: `... -m rlsys.tenants.serve --config RUN/config.yaml --engine URL --port N --tenant NAME`.
+"""Process of the server: `... -m rlsys.tenants.serve --config RUN/config.yaml --engine URL --port N --tenant NAME`.
 
-`rlsys tenants` starts it beside its engine, and again when it dies. The trainer has a thread of its own.
+`rlsys tenants` starts it with its engine, and restarts it after a crash. The trainer runs in a separate thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlsys.engine_requests import RESERVED_TOKENS
 from rlsys.http_server.server import serving
 from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
-from rlsys.tenants.front import Front, Served
+from rlsys.tenants.front import Front, ServerInfo
 from rlsys.tenants.keys import FOLDER, Keys, key_of
 from rlsys.tenants.learner import Learner
 from rlsys.tenants.ledger import Ledger
@@ -39,35 +39,37 @@ async def serve(config: Config, engine_url: str, host: str, port: int, tenants: 
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "trainer") as trainer:
         learner = await loop.run_in_executor(trainer, Learner, config)
-        served = described(config, learner)
+        info = describe_server(config, learner)
         done = sum(ledger.count("optim_step") for ledger in ledgers.values())
-        figures = Figures(MetricsWriter(config.run.dir, resume_step=done), done)
+        metrics = TenantMetrics(MetricsWriter(config.run.dir, resume_step=done), done)
         async with make_session() as session:
             limits = Limits(config.answer_seconds, config.work_seconds)
             identity = engine_identity(owner, engine_url)
             engine = Engine(engine_url, session, identity, limits, 2 * config.start_seconds)
             await engine.begin()
-            work = Work(learner, served.vocab_size, served.context)
-            places = config.max_running_requests
-            service = Service(ledgers, work, trainer, engine, places, figures.step, figures.works)
-            async with serving(Front(service, keys, served).app(), host, port) as url:
+            work = Work(learner, info.vocab_size, info.context)
+            slots = config.max_running_requests
+            service = Service(ledgers, work, trainer, engine, slots, metrics.step, metrics.on_recovery)
+            async with serving(Front(service, keys, info).app(), host, port) as url:
                 log.info("listening on %s for %s", url, ", ".join(tenants))
-                figures.begin()
+                metrics.begin()
                 await service.run()
 
 
-def described(config: Config, learner: Learner) -> Served:
+def describe_server(config: Config, learner: Learner) -> ServerInfo:
     hf, lora = learner.trainer.hf, config.trainer.lora
     assert lora is not None
     room = min(hf.context_length, config.fixed_pool_tokens or hf.context_length) - RESERVED_TOKENS
     targets = ", ".join(lora.targets or matrices(hf))
     path = config.model.path
-    return Served(path.name, str(path), hf.vocab_size, hf.context_length, room, lora.rank, targets)
+    return ServerInfo(path.name, str(path), hf.vocab_size, hf.context_length, room, lora.rank, targets)
 
 
-class Figures:
-    """metrics.jsonl: a line for each optimizer step of any tenant, and one where the engine works again after a
-    death: the supervisor then forgives its restarts."""
+class TenantMetrics:
+    """Writer of metrics.jsonl: a line for each optimizer step, and one when the engine samples again after a death.
+
+    The latter resets the supervisor's count of restarts.
+    """
 
     def __init__(self, writer: MetricsWriter, done: int) -> None:
         self._writer, self._step = writer, done
@@ -75,12 +77,12 @@ class Figures:
     def begin(self) -> None:
         self._writer.write("run", self._step, event="resume" if self._step else "start")
 
-    def works(self) -> None:
+    def on_recovery(self) -> None:
         self._writer.write("work", self._step, event="sampled")
 
-    def step(self, figures: dict[str, float]) -> None:
+    def step(self, metrics: dict[str, float]) -> None:
         self._step += 1
-        self._writer.write("step", self._step, **figures)
+        self._writer.write("step", self._step, **metrics)
 
 
 def main() -> None:

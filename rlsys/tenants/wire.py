@@ -1,7 +1,7 @@
-"""Protocol Buffers' wire format, as much of it as the protocol needs. Pure.
+"""Wire format of Protocol Buffers, as far as Tinker's protocol needs it. Pure functions.
 
-A message is a run of fields: a key (number << 3 | type), then a value: a varint (0), 8 bytes (1), a length and bytes
-(2) or 4 bytes (5). See protobuf.dev/programming-guides/encoding.
+A message is a sequence of fields: a key (number << 3 | type), then a value: a varint (0), 8 bytes (1), a length and
+bytes (2) or 4 bytes (5). See protobuf.dev/programming-guides/encoding.
 """
 
 from __future__ import annotations
@@ -10,24 +10,31 @@ import struct
 from collections.abc import Iterator
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_LONGEST_VARINT = 10
-MOST_FIELDS = 4096
-"""Of one message: decoding takes time for each, and a request has up to 32 MiB."""
+_MAX_VARINT_BYTES = 10
+MAX_FIELDS = 4096
+"""Largest number of fields of a message; it bounds the decoding time of a request of up to 32 MiB."""
 
 Value = int | bytes
-"""Varints and fixed ones as integers of their bits; all else as bytes."""
+"""Varints and fixed-size values as integers of their bits; other values as bytes."""
 
 
 class BadMessage(ValueError):
-    """Bytes that are no message."""
+    """Malformed bytes."""
 
 
-def fields(data: memoryview | bytes, most: int = MOST_FIELDS) -> Iterator[tuple[int, Value]]:
-    """(number, value) of each field, in their order. Raises BadMessage, also for more than `most` fields."""
-    view, at, seen = memoryview(data), 0, 0
+def fields(data: memoryview | bytes, max_fields: int = MAX_FIELDS) -> Iterator[tuple[int, Value]]:
+    """Decode the fields of a message, in order.
+
+    Yields:
+        Number and value.
+
+    Raises:
+        BadMessage: malformed bytes, or more than `max_fields` fields.
+    """
+    view, at, count = memoryview(data), 0, 0
     while at < len(view):
-        if (seen := seen + 1) > most:
-            raise BadMessage(f"a message of more than {most} fields")
+        if (count := count + 1) > max_fields:
+            raise BadMessage(f"a message of more than {max_fields} fields")
         key, at = _varint(view, at)
         number, kind = key >> 3, key & 7
         if kind == _VARINT:
@@ -47,12 +54,16 @@ def fields(data: memoryview | bytes, most: int = MOST_FIELDS) -> Iterator[tuple[
         at += size
 
 
-def packed(data: bytes, most: int) -> list[int]:
-    """Numbers one after the other. Raises BadMessage, also for more than `most`."""
+def packed(data: bytes, max_count: int) -> list[int]:
+    """Decode packed varints.
+
+    Raises:
+        BadMessage: malformed bytes, or more than `max_count` numbers.
+    """
     view, at, numbers = memoryview(data), 0, list[int]()
     while at < len(view):
-        if len(numbers) == most:
-            raise BadMessage(f"more than {most} numbers")
+        if len(numbers) == max_count:
+            raise BadMessage(f"more than {max_count} numbers")
         number, at = _varint(view, at)
         numbers.append(number)
     return numbers
@@ -60,18 +71,18 @@ def packed(data: bytes, most: int) -> list[int]:
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
     value = 0
-    for place in range(_LONGEST_VARINT):
-        if at + place >= len(view):
-            raise BadMessage("it ends within a number")
-        byte = view[at + place]
-        value |= (byte & 0x7F) << (7 * place)
+    for index in range(_MAX_VARINT_BYTES):
+        if at + index >= len(view):
+            raise BadMessage("the message ends within a number")
+        byte = view[at + index]
+        value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
-            return value, at + place + 1
+            return value, at + index + 1
     raise BadMessage("a number has more than 10 bytes")
 
 
 def signed(value: Value) -> int:
-    """An int32 or int64, which is sent as the varint of its 64 bits."""
+    """Decode an int32 or int64, which is encoded as the varint of its 64 bits."""
     number = integer(value)
     return number - 2**64 if number >= 2**63 else number
 
@@ -96,8 +107,8 @@ def text(value: Value) -> str:
 
 
 def double(value: Value) -> float:
-    found: float = struct.unpack("<d", struct.pack("<Q", integer(value)))[0]
-    return found
+    result: float = struct.unpack("<d", struct.pack("<Q", integer(value)))[0]
+    return result
 
 
 def put_number(number: int, value: int) -> bytes:

@@ -1,6 +1,6 @@
-"""What a training request does: decoded, checked, done by the learner, and kept. In the trainer's thread.
+"""Executor of training requests: decodes, checks and runs them, and stores their effect. In the trainer's thread.
 
-Requests of a model come in their order, each once. A client gets a result, or one line of what is wrong.
+Requests of a model arrive in order, each once. A client gets a result, or an error of one line.
 """
 
 from __future__ import annotations
@@ -9,58 +9,60 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlsys.core.errors import UserError
-from rlsys.tenants.learner import Learner, NotFinite, Passed, check_data, loss_of
+from rlsys.tenants.learner import Learner, NotFinite, PassResult, check_data, loss_of
 from rlsys.tenants.ledger import Change, Ledger, Request, as_json
-from rlsys.tenants.messages import NotServed, read_request, train_result
+from rlsys.tenants.messages import UnsupportedRequest, read_request, train_result
 from rlsys.tenants.requests import CreateModel, LoadWeights, OptimStep, SaveForSampler, SaveWeights, read
 from rlsys.tenants.wire import BadMessage
 from rlsys.trainer.resident import AdapterState
 
-MOST_TRIES = 3
-"""Starts of the server in which a request may stand first in its model: what kills it must not do so for ever."""
+MAX_TRIES = 3
+"""Starts of the server at which a request may be first in its model; then it is refused as the cause of crashes."""
 
 
 _FIRST = ("create_model", "load_weights")
-"""Requests that make a model."""
+"""Requests that initialize a model."""
 
 
 @dataclass
 class Model:
-    """One of a tenant's. `following`: the number of the request that is next. `state`: the file of what `applied` and
-    all requests before it have made of it; None before the first. `whole`: what was begun since is in memory, too;
-    `loss`: of that."""
+    """A model of a tenant."""
 
     id: str
     ledger: Ledger
-    following: int = 0
+    next_seq: int = 0
     applied: int = -1
+    """Last request that `state` includes."""
     updates: int = 0
     state: str | None = None
-    whole: bool = False
+    """File of the state; None before the first request."""
+    has_gradients: bool = False
+    """Whether the gradients since `applied` are in memory."""
     loss: float = 0.0
+    """Loss of these gradients."""
     queued: bool = False
-    waiting: dict[int, Request] = field(default_factory=dict)
+    pending: dict[int, Request] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`figures`: of an optimizer step, for the metrics."""
+    """Outcome of a request; `metrics` are those of an optimizer step."""
 
     result: bytes
     failed: bool = False
     change: Change | None = None
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def refusal(request: Request) -> Outcome | None:
-    """Of a request that may have ended engines or the server: it must not do so at every start."""
+    """Refuse a request that may have killed engines or the server before; None: it may run."""
     if request.deaths:
-        why = f"{request.deaths} engines died while they worked on it, and the server was started again"
-    elif request.tries > MOST_TRIES:
-        why = f"the server has ended {MOST_TRIES} times while this request was next"
+        reason = f"{request.deaths} engines died while they worked on it, and the server was started again"
+    elif request.tries > MAX_TRIES:
+        reason = f"the server has ended {MAX_TRIES} times while this request was next"
     else:
         return None
-    return Outcome(failure(f"request {request.id[:200]}: refused: {why}", "server"), True)
+    return Outcome(failure(f"request {request.id[:200]}: refused: {reason}", "server"), True)
 
 
 def failure(message: str, category: str = "user") -> bytes:
@@ -68,9 +70,16 @@ def failure(message: str, category: str = "user") -> bytes:
 
 
 class Work:
-    """Owns which requests go to the learner. `vocab_size`, `context`: bounds of what it may be given."""
+    """Executor of training requests."""
 
     def __init__(self, learner: Learner, vocab_size: int, context: int) -> None:
+        """Create the executor.
+
+        Args:
+            learner: owner of the trainer.
+            vocab_size: size of the vocabulary.
+            context: context length of the model.
+        """
         self._learner = learner
         self._vocab_size, self._context = vocab_size, context
         self._kinds: dict[str, Callable[[Model, Request, bytes], Outcome]] = {
@@ -84,118 +93,124 @@ class Work:
         }
 
     def do(self, model: Model, request: Request) -> Outcome:
-        """Raises RunError for what is not the request's fault; nothing of it is then kept."""
-        if (refused := refusal(request)) is not None:
-            return refused
+        """Run a request.
+
+        Raises:
+            RunError: a failure that the request has not caused; its effect is not stored.
+        """
+        if (refusal_outcome := refusal(request)) is not None:
+            return refusal_outcome
         try:
             if model.state is not None:
-                self._bring_in(model)
-            elif request.kind not in _FIRST:  # what is in the trainer now is somebody else's
-                raise UserError(f"model {model.id}: was never made; its first request failed")
+                self._activate(model)
+            elif request.kind not in _FIRST:  # the trainer has another model's weights
+                raise UserError(f"model {model.id}: does not exist; its first request failed")
             return self._kinds[request.kind](model, request, model.ledger.body(request))
-        except (UserError, NotServed, BadMessage) as e:
+        except (UserError, UnsupportedRequest, BadMessage) as e:
             return Outcome(failure(str(e)), True)
         except NotFinite as e:
             model.loss = 0.0
             assert model.state is not None
             return Outcome(failure(str(e)), True, Change(model.id, model.updates, model.state))
 
-    def _bring_in(self, model: Model) -> None:
-        """With what had gone backward before the server was killed: gradients are in memory only."""
+    def _activate(self, model: Model) -> None:
+        """Activate a model; after a restart of the server, recompute its gradients, which were in memory only."""
         assert model.state is not None
         self._learner.enter(model.id, model.ledger.state_file(model.state))
-        if not model.whole:
+        if not model.has_gradients:
             for request in model.ledger.done_since(model.id, model.applied, "forward_backward"):
                 model.loss += self._pass(model.ledger.body(request), backward=True).loss
-            model.whole = True
+            model.has_gradients = True
 
-    def _kept(self, model: Model, request: Request, state: AdapterState) -> Change:
+    def _write_state(self, model: Model, request: Request, state: AdapterState) -> Change:
         name = model.ledger.write_state(model.id, request.seq, state.to_bytes())
         return Change(model.id, state.updates, name)
 
     # -- kinds ----------------------------------------------------------------------------------------------------
 
     def _create(self, model: Model, request: Request, body: bytes) -> Outcome:
-        asked = read(CreateModel, body)
-        seed = asked.lora_config.seed if asked.lora_config is not None else None
+        message = read(CreateModel, body)
+        seed = message.lora_config.seed if message.lora_config is not None else None
         state = self._learner.first(self._learner.trainer.config.run.seed if seed is None else seed)
         self._learner.replace(model.id, state)
-        model.whole = True
+        model.has_gradients = True
         result = as_json({"model_id": model.id, "type": "create_model"})
-        return Outcome(result, change=self._kept(model, request, state))
+        return Outcome(result, change=self._write_state(model, request, state))
 
     def _forward(self, model: Model, request: Request, body: bytes) -> Outcome:
-        return Outcome(_told(self._pass(body, backward=False)))
+        return Outcome(_encode_result(self._pass(body, backward=False)))
 
     def _forward_backward(self, model: Model, request: Request, body: bytes) -> Outcome:
         done = self._pass(body, backward=True)
         model.loss += done.loss
-        return Outcome(_told(done))
+        return Outcome(_encode_result(done))
 
-    def _pass(self, body: bytes, *, backward: bool) -> Passed:
-        asked = read_request(body)
-        kind = loss_of(asked.loss, asked.params)
-        data = asked.data()
+    def _pass(self, body: bytes, *, backward: bool) -> PassResult:
+        message = read_request(body)
+        kind = loss_of(message.loss, message.params)
+        data = message.data()
         check_data(data, kind, self._vocab_size, self._context)
-        return self._learner.run(data, kind, asked.params, backward)
+        return self._learner.run(data, kind, message.params, backward)
 
     def _step(self, model: Model, request: Request, body: bytes) -> Outcome:
         params = read(OptimStep, body).adam_params
         done = self._learner.step(params)
-        figures = {"loss": model.loss, "grad_norm": done.grad_norm, "lr": params.learning_rate}
+        metrics = {"loss": model.loss, "grad_norm": done.grad_norm, "lr": params.learning_rate}
         model.loss = 0.0
-        metrics = {"grad_norm:mean": done.grad_norm, "updates:max": float(done.state.updates)}
-        result = as_json({"metrics": metrics, "type": "optim_step"})
-        return Outcome(result, change=self._kept(model, request, done.state), figures=figures)
+        reply = {"grad_norm:mean": done.grad_norm, "updates:max": float(done.state.updates)}
+        result = as_json({"metrics": reply, "type": "optim_step"})
+        return Outcome(result, change=self._write_state(model, request, done.state), metrics=metrics)
 
     def _save(self, model: Model, request: Request, body: bytes) -> Outcome:
-        asked = read(SaveWeights, body)
-        path = f"tinker://{model.id}/weights/{asked.path}"
-        self._check_free(model, request, path, asked.overwrite)
+        message = read(SaveWeights, body)
+        path = f"tinker://{model.id}/weights/{message.path}"
+        self._check_free(model, request, path, message.overwrite)
         self._learner.trainer.check_base()
-        model.ledger.write_saved(path, self._learner.state().to_bytes())
+        model.ledger.write_save(path, self._learner.state().to_bytes())
         model.ledger.add_save(path, model.id, request.seq, model.updates)
         return Outcome(as_json({"path": path, "type": "save_weights"}))
 
     def _save_for_sampler(self, model: Model, request: Request, body: bytes) -> Outcome:
-        """Without a name it is for a sampling session, which is made with it."""
-        asked = read(SaveForSampler, body)
-        path = f"tinker://{model.id}/sampler_weights/{asked.path or f'at-{request.seq}'}"
+        """Save weights for sampling; without a name, create the sampling session that uses them."""
+        message = read(SaveForSampler, body)
+        path = f"tinker://{model.id}/sampler_weights/{message.path or f'at-{request.seq}'}"
         self._check_free(model, request, path, False)
-        folder = model.ledger.saved(path)
+        folder = model.ledger.save_path(path)
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._learner.export(folder)
         model.ledger.add_save(path, model.id, request.seq, model.updates)
-        told: dict[str, str] = {"type": "save_weights_for_sampler"}
-        if asked.path is not None:
-            return Outcome(as_json({**told, "path": path}))
-        if asked.sampling_session_seq_id is None:
+        reply: dict[str, str] = {"type": "save_weights_for_sampler"}
+        if message.path is not None:
+            return Outcome(as_json({**reply, "path": path}))
+        if message.sampling_session_seq_id is None:
             raise UserError("save_weights_for_sampler: expected path or sampling_session_seq_id")
-        sampler = sampler_id(model.id.partition(":")[0], asked.sampling_session_seq_id)
+        sampler = sampler_id(model.id.partition(":")[0], message.sampling_session_seq_id)
         if model.ledger.samplers().get(sampler, path) != path:
-            raise UserError(f"sampling_session_seq_id = {asked.sampling_session_seq_id} is taken")
+            raise UserError(f"sampling_session_seq_id = {message.sampling_session_seq_id} is taken")
         model.ledger.add_sampler(sampler, path)
-        return Outcome(as_json({**told, "sampling_session_id": sampler}))
+        return Outcome(as_json({**reply, "sampling_session_id": sampler}))
 
     def _load(self, model: Model, request: Request, body: bytes) -> Outcome:
-        asked = read(LoadWeights, body)
-        if "/weights/" not in asked.path or asked.path not in model.ledger.saves():
-            raise UserError(f"load_weights: {asked.path[:200]}: no such weights")
-        state = AdapterState.read(model.ledger.saved(asked.path).read_bytes(), optimizer=asked.optimizer)
+        message = read(LoadWeights, body)
+        if "/weights/" not in message.path or message.path not in model.ledger.saves():
+            raise UserError(f"load_weights: {message.path[:200]}: no such weights")
+        state = AdapterState.read(
+            model.ledger.save_path(message.path).read_bytes(), optimizer=message.optimizer
+        )
         self._learner.replace(model.id, state)
-        model.whole = True
-        result = as_json({"path": asked.path, "model_id": model.id, "type": "load_weights"})
-        return Outcome(result, change=self._kept(model, request, state))
+        model.has_gradients = True
+        result = as_json({"path": message.path, "model_id": model.id, "type": "load_weights"})
+        return Outcome(result, change=self._write_state(model, request, state))
 
     @staticmethod
     def _check_free(model: Model, request: Request, path: str, overwrite: bool) -> None:
-        """A name that this very request has taken, before the server was killed, is its own."""
-        found = model.ledger.saves().get(path)
-        if found is not None and found[:2] != (model.id, request.seq) and not overwrite:
-            raise UserError(f"{path}: is there already; use another name, or overwrite=True")
+        """Check that a path is unused, or was used by this request before a crash of the server."""
+        save = model.ledger.saves().get(path)
+        if save is not None and save[:2] != (model.id, request.seq) and not overwrite:
+            raise UserError(f"{path}: exists; use another name, or overwrite=True")
 
 
-def _told(done: Passed) -> bytes:
+def _encode_result(done: PassResult) -> bytes:
     return train_result(done.logprobs, {"loss:sum": done.loss, "tokens:sum": float(done.tokens)})
 
 
@@ -204,5 +219,5 @@ def sampler_id(session: str, number: int) -> str:
 
 
 def model_id(session: str, number: int) -> str:
-    """As the client makes it, where it loads weights into a new model."""
+    """Return the id of a model, as the client builds it for a new model with loaded weights."""
     return f"{session}:train:{number}"

@@ -5,7 +5,7 @@ import json
 import os
 from urllib.parse import urlsplit
 
-from rlsys.environments.contract import Opening, Step, says
+from rlsys.environments.contract import Opening, Step, as_messages
 
 HALF = "\ud83d"
 """Half an emoji."""
@@ -102,7 +102,7 @@ class Try:
             image = {"type": "image_url", "image_url": {"url": "x"}}
             return Step([{"role": "user", "content": [image]}], 0.0)
         if bad == "environment rewards with none":
-            return Step(says("again"), None)
+            return Step(as_messages("again"), None)
         right = f"<answer>{self.task['answer']}</answer>" in action.text
         parts = [{"type": "text", "text": "ag"}, {"type": "text", "text": "ain"}]
         return Step([{"role": "user", "content": parts}], right / self.turns, right or self.turns == 2)

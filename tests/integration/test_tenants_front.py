@@ -22,7 +22,7 @@ from rlsys.tenants.keys import FOLDER, Keys, key_of
 from rlsys.tenants.learner import Learner
 from rlsys.tenants.ledger import Ledger
 from rlsys.tenants.sampler import Engine
-from rlsys.tenants.serve import described
+from rlsys.tenants.serve import describe_server
 from rlsys.tenants.service import Service
 from rlsys.tenants.wire import put_bytes, put_number
 from rlsys.tenants.work import Work
@@ -85,7 +85,7 @@ async def rig(learner: Learner) -> AsyncIterator[Rig]:
     """A server over what the ledgers hold. When the block ends it is gone, whatever it was doing."""
     run = learner.trainer.config.run.dir
     ledgers = {name: Ledger(run / FOLDER / name) for name in TENANTS}
-    served = described(learner.trainer.config, learner)
+    served = describe_server(learner.trainer.config, learner)
     with ThreadPoolExecutor(1) as thread:
         async with make_session() as session:
             engine = Engine("http://127.0.0.1:9", session, ANONYMOUS, UNPLANNED, 0.0)
@@ -169,7 +169,7 @@ def test_a_model_that_was_never_made_trains_nobodys_adapters(learner: Learner) -
                 await at.result("forward_backward", passes(other, 1, [3, 5, 7])),
                 await at.result("optim_step", step(other, 2)),
             ):
-                assert "was never made" in asked["error"]
+                assert "does not exist; its first request failed" in asked["error"]
             learner.enter(model, Path())
             assert learner.state().updates == 0 and not learner.state().gradients
 
@@ -188,7 +188,7 @@ def test_what_is_sent_again_is_done_once(learner: Learner) -> None:
             assert done["metrics"]["updates:max"] == 1
             assert (await at.post("optim_step", {**step(model, 2), "adam_params": {}}))[0] == 422
             again = await at.result("optim_step", step(model, 3))
-            assert "nothing has gone backward" in again["error"] and again["category"] == "user"
+            assert "expected a forward_backward since" in again["error"] and again["category"] == "user"
 
     asyncio.run(scenario())
 

@@ -186,7 +186,7 @@ def test_security_a07_a_tenants_server_that_was_replaced_accepts_nothing(tmp_pat
         "accept": lambda: ledger.accept("m", 1, "optim_step", b"x"),
         "finish": lambda: ledger.finish(request, b"result"),
         "state": lambda: ledger.write_state("m", 1, b"state"),
-        "save": lambda: ledger.write_saved("tinker://m/weights/a", b"state"),
+        "save": lambda: ledger.write_save("tinker://m/weights/a", b"state"),
         "sweep": ledger.sweep,
         "session": lambda: ledger.add_session("s"),
     }
@@ -530,6 +530,6 @@ async def test_security_a21_a_sample_of_the_base_model_does_not_wait_for_adapter
                 assert None in asked
             finally:
                 free.set()
-                await _until(lambda: not bob.waiting)
+                await _until(lambda: not bob.pending)
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)

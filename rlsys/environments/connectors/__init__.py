@@ -1,1 +1,1 @@
-"""Between environments of other people and `Environment`: one file a package, which imports it when it is made."""
+"""Adapters of third-party environments to `Environment`: one file per package, which imports the package lazily."""

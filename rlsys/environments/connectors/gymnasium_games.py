@@ -1,8 +1,8 @@
-"""Gymnasium: an environment by its id, whose actions the model writes as numbers.
+"""Gymnasium: an environment by its id; the model writes actions as numbers or names.
 
-A discrete action is the last whole number of a turn, or the last one of `actions` that stands in it; a box takes as
-many numbers as it has places. A turn without an action changes nothing and costs `penalty`: the model reads which
-actions there are.
+A discrete action is the last integer of a turn, or the last name of `actions` in it. An action of a box is the last
+numbers of a turn, one per element. A turn without an action does not step the environment; its reward is `penalty`,
+and the model reads the possible actions.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.environments.contract import Action, Opening, Step, says
+from rlsys.environments.contract import Action, Opening, Step, as_messages
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-class Games:
-    """The environment `id`, made anew for each episode. The task may have `options` for its reset."""
+class GymnasiumEnvironment:
+    """Environment `id`, created for each episode. `options` of the task are passed to its reset."""
 
     def __init__(
         self,
@@ -29,53 +29,63 @@ class Games:
         penalty: float = 0.0,
         modules: Sequence[str] = (),
     ) -> None:
-        """`actions`: names of the discrete actions, in their order. `question`: said before the first observation.
-        `modules`: imported first, to register environments."""
+        """Create one environment to check the arguments.
+
+        Args:
+            id: id of the environment.
+            kwargs: arguments of `gymnasium.make`.
+            actions: names of the discrete actions, in order.
+            question: text before the first observation.
+            penalty: reward of a turn without an action.
+            modules: modules to import first, which register environments.
+        """
         for module in modules:
             importlib.import_module(module)
         self._gymnasium: Any = importlib.import_module("gymnasium")
         self._id, self._kwargs = id, dict(kwargs or {})
         self._names, self._question, self._penalty = list(actions or ()), question, penalty
-        self._gymnasium.make(id, **self._kwargs).close()  # a mistake in its name is told now
+        self._gymnasium.make(id, **self._kwargs).close()  # reports a wrong id at the start
 
-    def open(self, task: Mapping[str, Any], seed: int) -> Game:
-        made = self._gymnasium.make(self._id, **self._kwargs)
-        return Game(made, seed, task.get("options"), self._names, self._question, self._penalty)
+    def open(self, task: Mapping[str, Any], seed: int) -> GymnasiumEpisode:
+        environment = self._gymnasium.make(self._id, **self._kwargs)
+        return GymnasiumEpisode(
+            environment, seed, task.get("options"), self._names, self._question, self._penalty
+        )
 
 
-class Game:
+class GymnasiumEpisode:
     def __init__(
         self,
-        made: Any,
+        environment: Any,
         seed: int,
         options: Mapping[str, Any] | None,
         names: Sequence[str],
         question: str,
         penalty: float,
     ) -> None:
-        self._made, self._names, self._penalty = made, names, penalty
-        observation, _ = made.reset(seed=seed, options=None if options is None else dict(options))
-        made.action_space.seed(seed)
-        text = f"{question}\n{_shown(observation)}" if question else _shown(observation)
-        self.opening = Opening(says(text))
+        self._environment, self._names, self._penalty = environment, names, penalty
+        observation, _ = environment.reset(seed=seed, options=None if options is None else dict(options))
+        environment.action_space.seed(seed)
+        text = f"{question}\n{_observation_text(observation)}" if question else _observation_text(observation)
+        self.opening = Opening(as_messages(text))
 
     def step(self, action: Action) -> Step:
-        chosen = self._chosen(action.text)
-        if chosen is None:
-            return Step(says(f"no action; {self._choices()}"), self._penalty)
-        observation, reward, terminated, truncated, _ = self._made.step(chosen)
-        return Step(says(_shown(observation)), float(reward), bool(terminated or truncated))
+        parsed_action = self._parse_action(action.text)
+        if parsed_action is None:
+            return Step(as_messages(f"no action; {self._choices()}"), self._penalty)
+        observation, reward, terminated, truncated, _ = self._environment.step(parsed_action)
+        return Step(as_messages(_observation_text(observation)), float(reward), bool(terminated or truncated))
 
-    def _chosen(self, text: str) -> Any:
-        """None: the text has none that the space takes."""
-        space = self._made.action_space
+    def _parse_action(self, text: str) -> Any:
+        """Return the action in a text; None if there is none, or it is outside the action space."""
+        space = self._environment.action_space
         if self._names:
-            places = [(text.rfind(name), i) for i, name in enumerate(self._names)]
-            last, index = max(places)
+            positions = [(text.rfind(name), i) for i, name in enumerate(self._names)]
+            last, index = max(positions)
             return index + int(getattr(space, "start", 0)) if last >= 0 else None
         numbers = _NUMBER.findall(text)
         if hasattr(space, "n"):
-            found: Any = next((int(n) for n in reversed(numbers) if "." not in n), None)
+            value: Any = next((int(n) for n in reversed(numbers) if "." not in n), None)
         else:
             size = 1
             for length in space.shape:
@@ -83,22 +93,22 @@ class Game:
             if len(numbers) < size:
                 return None
             numpy: Any = importlib.import_module("numpy")
-            found = numpy.array([float(n) for n in numbers[-size:]], dtype=space.dtype).reshape(space.shape)
-        return found if found is not None and space.contains(found) else None
+            value = numpy.array([float(n) for n in numbers[-size:]], dtype=space.dtype).reshape(space.shape)
+        return value if value is not None and space.contains(value) else None
 
     def _choices(self) -> str:
         return (
             f"choose one of {', '.join(self._names)}"
             if self._names
-            else f"expected {self._made.action_space}"
+            else f"expected {self._environment.action_space}"
         )
 
     def close(self) -> None:
-        self._made.close()
+        self._environment.close()
 
 
-def _shown(observation: Any) -> str:
+def _observation_text(observation: Any) -> str:
     return str(observation.tolist() if hasattr(observation, "tolist") else observation)
 
 
-make = Games
+make = GymnasiumEnvironment

@@ -1,8 +1,8 @@
-"""MCP: the tools of a server. The model calls them, and its turn without a call is its answer.
+"""MCP: tools of a server. The model calls them; a turn without a call is its answer.
 
-A server is a `command`, started for each episode, or a `url` (streamable HTTP), with a session for each. What an
-answer is worth, the run's `data.reward` says. `reward_tool` names a tool that is hidden from the model and asked at
-the end, with the answer as `answer` and the task as `task`: its text is a number.
+A server is a `command`, started for each episode, or a `url` (streamable HTTP), with a session for each. The run's
+`data.reward` scores the answer. `reward_tool` names a tool that is hidden from the model and called at the end, with
+the answer as `answer` and the task as `task`; its text is the reward.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.environments.connectors.waiting import LoopThread
+from rlsys.environments.connectors.loop_thread import LoopThread
 from rlsys.environments.contract import Action, Message, Opening, Step
 
 
-class Servers:
+class MCPEnvironment:
     def __init__(
         self,
         command: Sequence[str] | None = None,
@@ -26,7 +26,18 @@ class Servers:
         reward_tool: str | None = None,
         system: str = "",
     ) -> None:
-        """`system`: said before the question."""
+        """Check the arguments; servers start with their episodes.
+
+        Args:
+            command: program of a server, with its arguments.
+            url: address of a server.
+            env: environment variables of `command`.
+            reward_tool: name of the tool that returns the reward.
+            system: system message.
+
+        Raises:
+            ValueError: not exactly one of command and url.
+        """
         if (command is None) == (url is None):
             raise ValueError("command, url: expected one of them")
         self._mcp: Any = importlib.import_module("mcp")
@@ -34,7 +45,7 @@ class Servers:
         self._reward_tool, self._system = reward_tool, system
         self._loop = LoopThread()
 
-    def open(self, task: Mapping[str, Any], seed: int) -> Session:
+    def open(self, task: Mapping[str, Any], seed: int) -> MCPEpisode:
         if self._command is None:
             target: Any = self._url
         else:
@@ -44,36 +55,36 @@ class Servers:
                     command=self._command[0], args=list(self._command[1:]), env=env
                 )
             )
-        return Session(self._loop, self._mcp.Client(target), task, self._reward_tool, self._system)
+        return MCPEpisode(self._loop, self._mcp.Client(target), task, self._reward_tool, self._system)
 
 
-class Session:
-    """Its client is entered and left by one task of the loop, as the package asks for."""
+class MCPEpisode:
+    """A session with a server. One task of the event loop enters and exits the client, as the package requires."""
 
     def __init__(
         self, loop: LoopThread, client: Any, task: Mapping[str, Any], reward_tool: str | None, system: str
     ) -> None:
         self._loop, self._client, self._task, self._reward_tool = loop, client, task, reward_tool
-        self._ending: asyncio.Event | None = None
-        self._held: asyncio.Task[None] | None = None
+        self._closing: asyncio.Event | None = None
+        self._client_task: asyncio.Task[None] | None = None
         tools = loop.run(self._begin())
-        shown = [_schema(tool) for tool in tools if tool.name != reward_tool]
+        schemas = [_schema(tool) for tool in tools if tool.name != reward_tool]
         first: list[Message] = [{"role": "system", "content": system}] if system else []
-        asked = [{"role": "user", "content": str(task.get("question", ""))}]
-        self.opening = Opening([*first, *asked], shown)
+        messages = [{"role": "user", "content": str(task.get("question", ""))}]
+        self.opening = Opening([*first, *messages], schemas)
 
     async def _begin(self) -> list[Any]:
-        self._ending, entered = asyncio.Event(), asyncio.get_running_loop().create_future()
-        self._held = asyncio.create_task(self._hold(entered))
+        self._closing, entered = asyncio.Event(), asyncio.get_running_loop().create_future()
+        self._client_task = asyncio.create_task(self._run_client(entered))
         await entered
         return list((await self._client.list_tools()).tools)
 
-    async def _hold(self, entered: asyncio.Future[None]) -> None:
-        assert self._ending is not None
+    async def _run_client(self, entered: asyncio.Future[None]) -> None:
+        assert self._closing is not None
         try:
             async with self._client:
                 entered.set_result(None)
-                await self._ending.wait()
+                await self._closing.wait()
         except Exception as e:
             if entered.done():
                 raise
@@ -83,8 +94,8 @@ class Session:
         if not action.calls:
             reward = 0.0
             if self._reward_tool is not None:
-                asked = {"answer": action.text, "task": json.dumps(dict(self._task), default=str)}
-                reward = float(self._loop.run(self._call(self._reward_tool, asked)))
+                arguments = {"answer": action.text, "task": json.dumps(dict(self._task), default=str)}
+                reward = float(self._loop.run(self._call(self._reward_tool, arguments)))
             return Step(reward=reward, done=True)
         answers = [self._answer(call) for call in action.calls]
         return Step(
@@ -100,7 +111,7 @@ class Session:
         )
 
     def _answer(self, call: Mapping[str, Any]) -> str:
-        """What the model did wrong is an answer, too: a line that begins with `error`."""
+        """Call a tool and return its text; a mistake of the model gives a line that starts with `error`."""
         try:
             arguments = json.loads(call["arguments"] or "{}")
         except ValueError:
@@ -110,21 +121,21 @@ class Session:
         return str(self._loop.run(self._call(call["name"], arguments)))
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        found = await self._client.call_tool(name, arguments)
-        text = "\n".join(str(part.text) for part in found.content if hasattr(part, "text"))
-        return f"error: {text}" if found.is_error else text
+        result = await self._client.call_tool(name, arguments)
+        text = "\n".join(str(part.text) for part in result.content if hasattr(part, "text"))
+        return f"error: {text}" if result.is_error else text
 
     def close(self) -> None:
         async def end() -> None:
-            assert self._ending is not None and self._held is not None
-            self._ending.set()
-            await asyncio.wait([self._held], timeout=10)
+            assert self._closing is not None and self._client_task is not None
+            self._closing.set()
+            await asyncio.wait([self._client_task], timeout=10)
 
         self._loop.run(end())
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """As chats offer it."""
+    """Convert a tool to the schema of chat templates."""
     schema = tool.input_schema
     return {
         "type": "function",
@@ -132,4 +143,4 @@ def _schema(tool: Any) -> dict[str, Any]:
     }
 
 
-make = Servers
+make = MCPEnvironment

@@ -1,8 +1,8 @@
-"""OpenEnv: an environment behind its own server (a container, a Space), spoken to with the package's generic client.
+"""OpenEnv: an environment on its own server (a container, a Space), used with the package's generic client.
 
-`field` is the key of an action that holds the model's text; without it a turn is JSON, or a turn's last <action> is.
-`show` is the key of the observation that the model reads; without it, all of it as JSON. A server that plays one
-session at a time needs as many servers as there are leases.
+`field` is the key of an action for the model's text; without it the turn, or its last <action>, is the action as
+JSON. `show` is the key of the observation that the model reads; without it, the model reads the whole observation as
+JSON. If a server supports one session at a time, as many servers as leases are needed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.environments.contract import Action, Opening, Step, says
+from rlsys.environments.contract import Action, Opening, Step, as_messages
 
 
-class Servers:
+class OpenEnvEnvironment:
     def __init__(
         self,
         url: str | Sequence[str],
@@ -26,20 +26,28 @@ class Servers:
         penalty: float = 0.0,
         seeded: bool = True,
     ) -> None:
-        """`url`: of one server, or of several that take turns. `seeded`: reset takes a seed. `penalty`: of a turn
-        that is no action."""
+        """Import the package; sessions start with their episodes.
+
+        Args:
+            url: address of a server, or of several, used in rotation.
+            field: key of an action for the model's text.
+            show: key of an observation for the model.
+            question: text before the first observation.
+            penalty: reward of a turn that is no action.
+            seeded: whether the reset takes a seed.
+        """
         self._core: Any = importlib.import_module("openenv.core.generic_client")
         self._urls = itertools.cycle([url] if isinstance(url, str) else list(url))
         self._field, self._show, self._question = field, show, question
         self._penalty, self._seeded = penalty, seeded
 
-    def open(self, task: Mapping[str, Any], seed: int) -> Session:
+    def open(self, task: Mapping[str, Any], seed: int) -> OpenEnvEpisode:
         client = self._core.GenericEnvClient(base_url=next(self._urls)).sync()
         reset = dict(task.get("reset", {})) | ({"seed": seed} if self._seeded else {})
-        return Session(client, reset, self._field, self._show, self._question, self._penalty)
+        return OpenEnvEpisode(client, reset, self._field, self._show, self._question, self._penalty)
 
 
-class Session:
+class OpenEnvEpisode:
     def __init__(
         self,
         client: Any,
@@ -51,27 +59,30 @@ class Session:
     ) -> None:
         self._client, self._field, self._show, self._penalty = client, field, show, penalty
         client.connect()
-        shown = self._shown(client.reset(**reset).observation)
-        self.opening = Opening(says(f"{question}\n{shown}" if question else shown))
+        observation_text = self._observation_text(client.reset(**reset).observation)
+        self.opening = Opening(
+            as_messages(f"{question}\n{observation_text}" if question else observation_text)
+        )
 
     def step(self, action: Action) -> Step:
-        made = self._action(action.text)
-        if made is None:
-            return Step(says("error: no action; expected a JSON object"), self._penalty)
-        result = self._client.step(made)
-        return Step(says(self._shown(result.observation)), float(result.reward or 0.0), bool(result.done))
+        parsed_action = self._action(action.text)
+        if parsed_action is None:
+            return Step(as_messages("error: no action; expected a JSON object"), self._penalty)
+        result = self._client.step(parsed_action)
+        messages = as_messages(self._observation_text(result.observation))
+        return Step(messages, float(result.reward or 0.0), bool(result.done))
 
     def _action(self, text: str) -> dict[str, Any] | None:
         if self._field is not None:
             return {self._field: text}
-        _, opened, rest = text.rpartition("<action>")
+        _, opened, tail = text.rpartition("<action>")
         try:
-            found = json.loads(rest.partition("</action>")[0] if opened else text)
+            action = json.loads(tail.partition("</action>")[0] if opened else text)
         except ValueError:
             return None
-        return found if isinstance(found, dict) else None
+        return action if isinstance(action, dict) else None
 
-    def _shown(self, observation: Mapping[str, Any]) -> str:
+    def _observation_text(self, observation: Mapping[str, Any]) -> str:
         if self._show is not None:
             return str(observation.get(self._show, ""))
         return json.dumps(observation, sort_keys=True, default=str)
@@ -80,4 +91,4 @@ class Session:
         self._client.close()
 
 
-make = Servers
+make = OpenEnvEnvironment

@@ -1,7 +1,7 @@
-"""reasoning-gym: one question of a data set, and its own verifier's score of the answer.
+"""reasoning-gym: one question of a dataset; the dataset's verifier scores the answer.
 
-The task's `item`, or else the seed, chooses the question. With `turns` above 1 the model may answer again after a
-wrong answer.
+`item` of the task selects the question; default: the seed. With `turns` above 1 the model may retry after a wrong
+answer.
 """
 
 from __future__ import annotations
@@ -11,44 +11,55 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlsys.environments.contract import Action, Opening, Step, says
+from rlsys.environments.contract import Action, Opening, Step, as_messages
 
 
-class Puzzles:
+class ReasoningGymEnvironment:
     def __init__(
         self,
         dataset: str,
         params: Mapping[str, Any] | None = None,
         answer: str = r"<answer>(.*?)</answer>",
         turns: int = 1,
-        again: str = "Wrong. Try again.",
+        retry_message: str = "Wrong. Try again.",
     ) -> None:
-        """`answer`: where the answer stands in a turn; a turn without it is the answer as a whole."""
+        """Create the dataset.
+
+        Args:
+            dataset: name of the dataset.
+            params: arguments of the dataset.
+            answer: regular expression whose group is the answer; a turn without a match is the answer.
+            turns: largest number of turns.
+            retry_message: message after a wrong answer.
+        """
         package: Any = importlib.import_module("reasoning_gym")
-        self._made = package.create_dataset(dataset, **dict(params or {}))
-        self._answer, self._turns, self._again = re.compile(answer, re.DOTALL), turns, again
+        self._dataset = package.create_dataset(dataset, **dict(params or {}))
+        self._answer, self._turns, self._retry_message = re.compile(answer, re.DOTALL), turns, retry_message
 
-    def open(self, task: Mapping[str, Any], seed: int) -> Puzzle:
-        entry = self._made[int(task.get("item", seed)) % len(self._made)]
-        return Puzzle(self._made, entry, self._answer, self._turns, self._again)
+    def open(self, task: Mapping[str, Any], seed: int) -> ReasoningGymEpisode:
+        entry = self._dataset[int(task.get("item", seed)) % len(self._dataset)]
+        return ReasoningGymEpisode(self._dataset, entry, self._answer, self._turns, self._retry_message)
 
 
-class Puzzle:
-    def __init__(self, made: Any, entry: Any, answer: re.Pattern[str], turns: int, again: str) -> None:
-        self._made, self._entry, self._answer = made, entry, answer
-        self._left, self._again = turns, again
-        self.opening = Opening(says(entry["question"]))
+class ReasoningGymEpisode:
+    def __init__(
+        self, dataset: Any, entry: Any, answer: re.Pattern[str], turns: int, retry_message: str
+    ) -> None:
+        self._dataset, self._entry, self._answer = dataset, entry, answer
+        self._turns_left, self._retry_message = turns, retry_message
+        self.opening = Opening(as_messages(entry["question"]))
 
     def step(self, action: Action) -> Step:
-        found = self._answer.findall(action.text)
-        answer = (found[-1] if found else action.text).strip()
-        score = float(self._made.score_answer(answer=answer, entry=self._entry))
-        self._left -= 1
-        done = score >= 1 or self._left <= 0
-        return Step(says(self._again), score if done else 0.0, done, score >= 1 if done else None)
+        matches = self._answer.findall(action.text)
+        answer = (matches[-1] if matches else action.text).strip()
+        score = float(self._dataset.score_answer(answer=answer, entry=self._entry))
+        self._turns_left -= 1
+        done = score >= 1 or self._turns_left <= 0
+        messages = as_messages(self._retry_message)
+        return Step(messages, score if done else 0.0, done, score >= 1 if done else None)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the episode has no resources."""
 
 
-make = Puzzles
+make = ReasoningGymEnvironment

@@ -1,6 +1,6 @@
-"""A toy for recipes whose turns have rewards: after a wrong answer the model may try again, for half the reward.
+"""Toy environment for recipes with turn rewards: after a wrong answer the model may retry, for half the reward.
 
-It opens without a word, so the prompt is that of the data's row, and the row's `answer` is the right one.
+The opening is empty, so the prompt is that of the data's row. `answer` of the row is the expected answer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlsys.environments.contract import Action, Opening, Step, says
+from rlsys.environments.contract import Action, Opening, Step, as_messages
 
 
 class SecondTry:
@@ -25,7 +25,7 @@ class Try:
     def step(self, action: Action) -> Step:
         self._turns += 1
         right = action.text.endswith(self._answer)
-        return Step(says("again"), right / self._turns, right or self._turns == 2)
+        return Step(as_messages("again"), right / self._turns, right or self._turns == 2)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the episode has no resources."""

@@ -1,8 +1,8 @@
 """verifiers (0.1): an environment of one or several turns, with its tools and its rubric.
 
-Its own rollout runs in a thread's event loop, and its client is this file: what it asks is what the model reads,
-and a turn of the model is the client's answer. So its stop conditions, tools and rewards are the package's. A
-task's `example`, or else the seed, chooses a row of its data set.
+The rollout of the package runs in the event loop of a thread, with a client of this file: a request of the rollout
+becomes the messages for the model, and the model's turn becomes the response. Stop conditions, tools and rewards are
+therefore those of the package. `example` of the task selects a row of the dataset; default: the seed.
 """
 
 from __future__ import annotations
@@ -15,84 +15,89 @@ import queue
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.environments.connectors.waiting import LoopThread
+from rlsys.environments.connectors.loop_thread import LoopThread
 from rlsys.environments.contract import Action, Message, Opening, Step
 
-_Asked = tuple[list[Message], list[dict[str, Any]]]
+_ModelRequest = tuple[list[Message], list[dict[str, Any]]]
 
 
-class Chats:
+class VerifiersEnvironment:
     def __init__(self, load: str, args: Mapping[str, Any] | None = None) -> None:
-        """`load`: `package.module:load_environment`, `path/to/file.py:load_environment`, or an environment's name."""
+        """Load the environment.
+
+        Args:
+            load: `package.module:load_environment`, `path/to/file.py:load_environment`, or an environment's name.
+            args: arguments of the function, or of the environment.
+        """
         package: Any = importlib.import_module("verifiers")
         self._package, self._client = package, _client_class(package)
         if ":" in load:
-            from rlsys.environments.serve import find
+            from rlsys.environments.serve import load_connector
 
-            self._made = find(load)(**dict(args or {}))
+            self._environment = load_connector(load)(**dict(args or {}))
         else:
-            self._made = package.load_environment(load, **dict(args or {}))
-        self._rows = self._made.get_dataset()
+            self._environment = package.load_environment(load, **dict(args or {}))
+        self._rows = self._environment.get_dataset()
         self._loop = LoopThread()
 
-    def open(self, task: Mapping[str, Any], seed: int) -> Chat:
+    def open(self, task: Mapping[str, Any], seed: int) -> VerifiersEpisode:
         row = dict(self._rows[int(task.get("example", seed)) % len(self._rows)])
         client = self._client()
-        work = self._made.run_rollout(row, client, "policy", {})
-        return Chat(client, self._loop.begin(work))
+        work = self._environment.run_rollout(row, client, "policy", {})
+        return VerifiersEpisode(client, self._loop.begin(work))
 
 
-class Chat:
-    def __init__(self, client: Any, ended: concurrent.futures.Future[Any]) -> None:
-        self._client, self._ended = client, ended
-        ended.add_done_callback(lambda _: client.asked.put(None))
-        asked = self._next()
-        if asked is None:
-            raise RuntimeError(f"it ended before the model's first turn: {self._reward()}")
-        self._read, tools = asked
-        self.opening = Opening(self._read, tools)
+class VerifiersEpisode:
+    def __init__(self, client: Any, rollout: concurrent.futures.Future[Any]) -> None:
+        self._client, self._rollout = client, rollout
+        rollout.add_done_callback(lambda _: client.requests.put(None))
+        request = self._next()
+        if request is None:
+            raise RuntimeError(f"the rollout ended before the model's first turn: {self._reward()}")
+        self._prompt, tools = request
+        self.opening = Opening(self._prompt, tools)
 
-    def _next(self) -> _Asked | None:
-        """What the environment asks the model next; None: it has ended."""
-        found: _Asked | None = self._client.asked.get()
-        return found
+    def _next(self) -> _ModelRequest | None:
+        """Wait for the next request to the model; None: the rollout has ended."""
+        request: _ModelRequest | None = self._client.requests.get()
+        return request
 
     def step(self, action: Action) -> Step:
-        before = len(self._read)
+        prefix_length = len(self._prompt)
         self._client.answer(action)
-        asked = self._next()
-        if asked is None:
+        request = self._next()
+        if request is None:
             reward, right = self._reward()
             return Step(reward=reward, done=True, right=right)
-        self._read, _ = asked
-        return Step(self._read[before + 1 :])
+        self._prompt, _ = request
+        return Step(self._prompt[prefix_length + 1 :])
 
     def _reward(self) -> tuple[float, bool]:
-        output = self._ended.result()
+        output = self._rollout.result()
         if output.get("error"):
             raise RuntimeError(str(output["error"]))
         return float(output["reward"]), float(output["reward"]) >= 1
 
     def close(self) -> None:
-        self._ended.cancel()
+        self._rollout.cancel()
 
 
 def _client_class(package: Any) -> Any:
-    """A client of the package that asks whoever takes from `asked`."""
+    """Define a client of the package that puts its requests into the queue `requests`."""
     clients: Any = importlib.import_module("verifiers.clients")
     types: Any = importlib.import_module("verifiers.types")
 
-    class Asking(clients.Client):
+    class QueueClient(clients.Client):
         def __init__(self) -> None:
             super().__init__(None)
-            self.asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-            self._waiting: asyncio.Future[Action] | None = None
+            self.requests: queue.SimpleQueue[_ModelRequest | None] = queue.SimpleQueue()
+            self._response: asyncio.Future[Action] | None = None
             self._turns = 0
 
         def answer(self, action: Action) -> None:
-            waiting = self._waiting
-            assert waiting is not None
-            waiting.get_loop().call_soon_threadsafe(waiting.set_result, action)
+            response = self._response
+            assert response is not None
+            response.get_loop().call_soon_threadsafe(response.set_result, action)
 
         def setup_client(self, config: Any) -> None:
             return None
@@ -107,12 +112,12 @@ def _client_class(package: Any) -> Any:
         async def get_native_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
         ) -> Any:
-            self._waiting = asyncio.get_running_loop().create_future()
-            self.asked.put((prompt, list(tools or ())))
-            return await self._waiting
+            self._response = asyncio.get_running_loop().create_future()
+            self.requests.put((prompt, list(tools or ())))
+            return await self._response
 
         async def raise_from_native_response(self, response: Any) -> None:
-            """It is ours."""
+            """Do nothing: `get_native_response` never returns an error."""
 
         async def from_native_response(self, action: Any) -> Any:
             self._turns += 1
@@ -128,33 +133,33 @@ def _client_class(package: Any) -> Any:
             return types.Response(id=f"turn-{self._turns}", created=0, model="policy", message=message)
 
         async def close(self) -> None:
-            """Nothing is held."""
+            """Do nothing: the client has no resources."""
 
-    return Asking
+    return QueueClient
 
 
 def _message(message: Any) -> Message:
-    """A plain chat message of the package's own."""
-    found: Message = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
-    content = found.get("content")
+    """Convert a message of the package to a plain chat message."""
+    plain: Message = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+    content = plain.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        found = {**found, "content": "".join(part.get("text", "") for part in content)}
-    calls = found.get("tool_calls")
+        plain = {**plain, "content": "".join(part.get("text", "") for part in content)}
+    calls = plain.get("tool_calls")
     if calls:
-        made = [c if isinstance(c, dict) else json.loads(c) for c in calls]
-        found = {
-            **found,
+        tool_calls = [c if isinstance(c, dict) else json.loads(c) for c in calls]
+        plain = {
+            **plain,
             "tool_calls": [
                 {
                     "id": c["id"],
                     "type": "function",
                     "function": {"name": c["name"], "arguments": c["arguments"]},
                 }
-                for c in made
+                for c in tool_calls
                 if "name" in c
             ],
         }
-    return found
+    return plain
 
 
-make = Chats
+make = VerifiersEnvironment

@@ -9,7 +9,7 @@ from rlsys.environments.client import RemoteEpisode
 def solve(task):
     client = OpenAI()
     messages = [{"role": "user", "content": task["question"]}]
-    with RemoteEpisode.of_agent(task) as episode:
+    with RemoteEpisode.for_agent(task) as episode:
         while True:
             said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
             step = episode.step(said.content)

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from rlsys.environments.contract import Opening, Step, says
+from rlsys.environments.contract import Opening, Step, as_messages
 
 
 class Sums:
@@ -22,7 +22,7 @@ class Sums:
 class Sum:
     def __init__(self, made, terms, task):
         self.made, self.terms, self.task, self.at = made, list(terms), task, 0
-        self.opening = Opening(says(self.terms[0]))
+        self.opening = Opening(as_messages(self.terms[0]))
 
     def step(self, action):
         if self.made.log:
@@ -41,7 +41,7 @@ class Sum:
         right = action.text.strip() == str(sum(self.terms[: self.at]))
         done = self.at == len(self.terms)
         said = f"{os.getpid()}" if self.task.get("fickle") else "" if done else self.terms[self.at]
-        return Step(says(said), float(right), done)
+        return Step(as_messages(said), float(right), done)
 
     def close(self):
         pass
@@ -64,7 +64,7 @@ class SlowTry:
         time.sleep(0.1)
         self.turns += 1
         right = self.answer in action.text
-        return Step(says("again"), right / self.turns, right or self.turns == 2)
+        return Step(as_messages("again"), right / self.turns, right or self.turns == 2)
 
     def close(self):
         pass

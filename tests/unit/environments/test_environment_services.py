@@ -19,8 +19,8 @@ from rlsys.agents.endpoint import Endpoint, Session
 from rlsys.core.errors import UserError
 from rlsys.core.sockets import UnixConnection, make_folder, remove_folder
 from rlsys.environments.client import DEATHS, EnvironmentFailed, RemoteEpisode
-from rlsys.environments.contract import Action, Refused
-from rlsys.environments.leases import ABANDONED, Leases
+from rlsys.environments.contract import Action, RequestRefused
+from rlsys.environments.leases import MAX_ABANDONED, Leases
 from rlsys.generators.environment_services import Service, ServiceParams, Services
 from tests.helpers.proxy import Proxy
 
@@ -66,20 +66,20 @@ def test_a_question_that_is_asked_again_has_the_same_answer_and_plays_nothing_tw
     assert held.open("a", TASK, 0) == held.open("a", TASK, 0)
     first = held.step("a", 0, Action("3"))
     assert held.step("a", 0, Action("3")) is first
-    with pytest.raises(Refused, match="turn 0 of lease a, where turn 1 is due") as refused:
+    with pytest.raises(RequestRefused, match="turn 0 of lease a, where turn 1 is due") as refused:
         held.step("a", 0, Action("4"))
     assert refused.value.status == 409
     assert held.step("a", 1, Action("7")).reward == 1.0
     held.close("a")
     held.close("a")
-    with pytest.raises(Refused, match="no lease a"):
+    with pytest.raises(RequestRefused, match="no lease a"):
         held.step("a", 2, Action("12"))
 
 
 def test_leases_are_bounded_and_what_nobody_steps_is_closed() -> None:
     held = leases(most=1)
     held.open("a", TASK, 0)
-    with pytest.raises(Refused, match="all 1 leases are taken") as refused:
+    with pytest.raises(RequestRefused, match="all 1 leases are in use") as refused:
         held.open("b", TASK, 0)
     assert refused.value.status == 503
     idle = leases(most=1, idle=0.0)
@@ -90,7 +90,7 @@ def test_leases_are_bounded_and_what_nobody_steps_is_closed() -> None:
 
 def test_one_that_raises_says_so_and_holds_no_lease() -> None:
     held = leases(most=1)
-    with pytest.raises(Refused, match="open raised ValueError: no such task"):
+    with pytest.raises(RequestRefused, match="open raised ValueError: no such task"):
         held.open("a", {"raises": True}, 0)
     assert len(held) == 0
 
@@ -160,7 +160,7 @@ async def test_what_kills_it_each_time_fails_alone_and_the_others_play_on() -> N
 async def test_one_that_says_something_else_after_a_restart_is_not_believed(tmp_path: Path) -> None:
     async with running() as services:
         task = {**TASK, "kill_once": str(tmp_path / "killed"), "fickle": True}
-        with pytest.raises(EnvironmentFailed, match="something else after a restart than before"):
+        with pytest.raises(EnvironmentFailed, match="responses after a restart differ"):
             await played(services, task)
 
 
@@ -302,13 +302,13 @@ async def test_an_agent_finds_the_environment_of_its_run(monkeypatch: pytest.Mon
             monkeypatch.setenv(name, value)
 
         def agent() -> tuple[str, float]:
-            with RemoteEpisode.of_agent(TASK) as episode:
+            with RemoteEpisode.for_agent(TASK) as episode:
                 return episode.messages[0]["content"], episode.step("3")["reward"]
 
         assert await asyncio.to_thread(agent) == ("3", 1.0)
     monkeypatch.delenv("RLSYS_ENVIRONMENT_URL")
     with pytest.raises(EnvironmentFailed, match="RLSYS_ENVIRONMENT_URL is not set"):
-        RemoteEpisode.of_agent(TASK)
+        RemoteEpisode.for_agent(TASK)
 
 
 # -- what one agent can do to the others (A12) -----------------------------------------------------------------
@@ -337,7 +337,7 @@ async def test_security_a12_an_agent_that_opens_many_episodes_takes_no_lease_of_
     async with running(leases=2) as services, agents(services, 2) as (greedy, honest):
         held = [await asyncio.to_thread(episode_of, greedy) for _ in range(5)]
         assert await asyncio.to_thread(steps_of, honest) == [1.0, 1.0, 1.0]
-        held[-1]._told.clear()
+        held[-1]._history.clear()
         assert (await asyncio.to_thread(held[-1].step, "3"))["reward"] == 1.0, "the newest one is open"
 
 
@@ -346,7 +346,7 @@ async def test_security_a12_an_agent_whose_steps_hang_does_not_end_the_service_o
     """Before: nine steps that hang, each closed, and the process ended itself."""
     async with running() as services, agents(services, 2) as (bad, honest):
         refused = 0
-        for _ in range(ABANDONED + 1):
+        for _ in range(MAX_ABANDONED + 1):
             try:
                 episode = await asyncio.to_thread(episode_of, bad, {**TASK, "hangs": True}, 0.3)
                 for said in ("3", "7", "12"):
@@ -356,7 +356,7 @@ async def test_security_a12_an_agent_whose_steps_hang_does_not_end_the_service_o
             else:
                 raise AssertionError("its step does not hang")
             await asyncio.to_thread(episode.close)
-        assert refused == ABANDONED
+        assert refused == MAX_ABANDONED
         assert await asyncio.to_thread(steps_of, honest) == [1.0, 1.0, 1.0]
         assert services.restarts == 0
 
@@ -368,6 +368,6 @@ async def test_security_a12_an_agent_cannot_step_the_episode_of_another_one() ->
         stranger = await asyncio.to_thread(episode_of, other)
         stranger._lease = episode._lease
         status, said = await asyncio.to_thread(
-            stranger._ask, "/step", {"lease": episode._lease, "number": 0, "action": {"text": "3"}}, 1e9
+            stranger._send, "/step", {"lease": episode._lease, "number": 0, "action": {"text": "3"}}, 1e9
         )
         assert (status, said["error"]) == (404, f"there is no lease {episode._lease}")

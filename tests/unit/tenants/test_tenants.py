@@ -19,7 +19,14 @@ from rlsys.tenants.keys import Keys, check_names, key_file, key_of
 from rlsys.tenants.learner import check_data, loss_of
 from rlsys.tenants.ledger import Change, Conflict, Ledger, Request
 from rlsys.tenants.losses import LOSSES, token_losses
-from rlsys.tenants.messages import Datum, NotServed, Sampled, read_request, sample_result, train_result
+from rlsys.tenants.messages import (
+    Datum,
+    SampledSequence,
+    UnsupportedRequest,
+    read_request,
+    sample_result,
+    train_result,
+)
 from rlsys.tenants.requests import CreateModel, Sample, SaveWeights, read
 from rlsys.tenants.sampler import body_of, check_sample
 from rlsys.tenants.wire import (
@@ -70,19 +77,19 @@ def test_a_training_request_is_read() -> None:
 
 def test_what_is_not_served_is_said() -> None:
     sparse = put_bytes(2, b"") + put_number(3, 2)
-    with pytest.raises(NotServed, match="target_tokens is sparse"):
+    with pytest.raises(UnsupportedRequest, match="target_tokens is sparse"):
         read_request(a_request(target_tokens=sparse)).data()
     image = put_bytes(3, put_bytes(1, put_bytes(2, b"")))
-    with pytest.raises(NotServed, match="an image or a sound"):
+    with pytest.raises(UnsupportedRequest, match="an image or a sound"):
         read_request(image).data()
     text = put_bytes(7, put_bytes(1, "kind") + put_bytes(2, put_bytes(2, "x")))
-    with pytest.raises(NotServed, match="kind is a text"):
+    with pytest.raises(UnsupportedRequest, match="kind is a text"):
         read_request(text)
 
 
 @given(st.binary(max_size=200))
 def test_bytes_of_strangers_are_refused_and_nothing_else(data: bytes) -> None:
-    with contextlib.suppress(BadMessage, NotServed):
+    with contextlib.suppress(BadMessage, UnsupportedRequest):
         read_request(data).data()
 
 
@@ -91,7 +98,7 @@ def test_a_damaged_request_is_refused_or_read(place: int, byte: int) -> None:
     damaged = bytearray(a_request())
     damaged[place] = byte
     for data in (bytes(damaged), a_request()[:place]):
-        with contextlib.suppress(BadMessage, NotServed):
+        with contextlib.suppress(BadMessage, UnsupportedRequest):
             read_request(data).data()
 
 
@@ -108,7 +115,11 @@ def test_results_are_what_the_client_reads() -> None:
     metric = dict(fields(blob(result[3])))
     assert (metric[1], double(metric[2])) == (b"loss:sum", 6.0)
     sampled = list(
-        fields(sample_result([Sampled([5, 2], [-0.5, -1], True), Sampled([5], [-1], False)], [math.nan, -1]))
+        fields(
+            sample_result(
+                [SampledSequence([5, 2], [-0.5, -1], True), SampledSequence([5], [-1], False)], [math.nan, -1]
+            )
+        )
     )
     first, second = (dict(fields(blob(value))) for number, value in sampled if number == 1)
     assert (first.get(1, 0), second[1]) == (0, 1), "stopped; too long"
@@ -249,7 +260,7 @@ def test_each_tenant_has_a_key_that_stays(tmp_path: Path) -> None:
 
 
 def test_names_of_tenants_are_folders() -> None:
-    for names, told in ((["../x"], "expected small letters"), (["a", "a"], "given twice")):
+    for names, told in ((["../x"], "expected small letters"), (["a", "a"], "duplicate")):
         with pytest.raises(UserError, match=told):
             check_names(names)
 
@@ -290,7 +301,7 @@ def test_what_a_kill_leaves_says_what_is_to_be_done(tmp_path: Path) -> None:
     again = Ledger(tmp_path)
     again.sweep()
     (row,) = again.models()
-    assert (row.applied, row.updates, again.following("m")) == (2, 1, 4)
+    assert (row.applied, row.updates, again.next_seq("m")) == (2, 1, 4)
     assert again.state_file(row.state or "").read_bytes() == b"state 2"
     assert [p.name for p in (tmp_path / "states").iterdir()] == [row.state]
     assert [r.seq for r in again.done_since("m", row.applied, "forward_backward")] == [3], (

@@ -173,7 +173,7 @@ async def test_an_engine_that_samples_again_is_said_to_work(tmp_path: Path) -> N
     """Its restarts are then forgiven: before, a server that only samples had launch.max_restarts in all."""
     fake, worked = DyingEngine(), list[bool]()
     async with serving(tmp_path, fake) as (service, bob):
-        service._works = lambda: worked.append(True)
+        service._on_recovery = lambda: worked.append(True)
         await service.new_sampler(bob, "s:sample:0", None)
         for number, ids in enumerate(([1], [DEADLY], [2], [3])):
             await service.submit(bob, "s:sample:0", number, "sample", sample_body(ids))

@@ -9,10 +9,10 @@ import pytest
 
 from rlsys.core.errors import UserError
 from rlsys.tenants import ledger as ledgers
-from rlsys.tenants.ledger import Change, Ledger, TooMany
+from rlsys.tenants.ledger import Change, Ledger, LimitExceeded
 from rlsys.tenants.messages import read_request
-from rlsys.tenants.places import SamplePlaces
 from rlsys.tenants.requests import Sample, read
+from rlsys.tenants.sample_slots import SampleSlots
 from rlsys.tenants.wire import BadMessage, packed, put_bytes
 
 
@@ -64,10 +64,10 @@ def test_security_a06_bodies_that_nobody_reads_again_leave_the_disk(tmp_path: Pa
 
 
 def test_security_a06_bodies_that_wait_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledgers, "MOST_BYTES", 100)
+    monkeypatch.setattr(ledgers, "MAX_BODY_BYTES", 100)
     ledger = Ledger(tmp_path)
     assert ledger.accept("m", 0, "forward", b"x" * 60)
-    with pytest.raises(TooMany, match="60 bytes of requests wait"):
+    with pytest.raises(LimitExceeded, match="60 bytes of requests wait"):
         ledger.accept("m", 1, "forward", b"x" * 60)
     ledger.finish(ledger.unfinished()[0], b"")
     assert ledger.accept("m", 1, "forward", b"x" * 60)
@@ -77,7 +77,7 @@ class Line:
     """Who has places, by name, in the order in which they got them."""
 
     def __init__(self, samples: int, adapters: int) -> None:
-        self.places = SamplePlaces(samples, adapters)
+        self.places = SampleSlots(samples, adapters)
         self.inside: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,4 +1,4 @@
-"""Places in the engine: so many samples at once, of so many adapters, and tenants in turn."""
+"""Fair semaphore of the engine: bounds concurrent samples and adapters; tenants take turns."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class _Request:
-    """`samples`: places that it takes. `turn`: done when it has them."""
+    """`samples`: number of slots. `turn`: done when the request has its slots."""
 
     adapter: str | None
     samples: int
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class SamplePlaces:
-    """Belongs to one event loop.
+class SampleSlots:
+    """Slots for samples; used in one event loop.
 
-    Each tenant has two queues, for requests with an adapter and without one, and the queues take turns. A request
-    that does not fit yet holds up those behind it, so that no large one waits for ever; one whose adapter is one too
-    many holds up other requests with adapters only.
+    Each tenant has two queues, for requests with and without an adapter; all queues take turns. A request without
+    enough free slots blocks later requests, so that large requests do not starve. A request that would exceed the
+    number of adapters blocks other requests with adapters only.
     """
 
     def __init__(self, samples: int, adapters: int) -> None:
         self._samples, self._adapters = samples, adapters
         self._free = samples
         self._active: Counter[str] = Counter()
-        """Requests in the engine, by adapter."""
+        """Number of requests in the engine, by adapter."""
         self._queues: dict[tuple[str, bool], deque[_Request]] = {}
-        """The one whose turn is next stands first."""
+        """Queues in the order of their turns."""
 
     @asynccontextmanager
     async def take(self, tenant: str, adapter: str | None, samples: int) -> AsyncIterator[None]:
-        """For as long as this lasts, once they are free. More samples than places take all of them."""
+        """Reserve slots while the context is active; wait until they are free.
+
+        Args:
+            tenant: name of the tenant.
+            adapter: name of the adapter; None: the base model.
+            samples: number of samples; reserves at most all slots.
+        """
         request = _Request(adapter, min(samples, self._samples))
         self._queues.setdefault((tenant, adapter is not None), deque()).append(request)
         self._admit()
@@ -48,8 +54,8 @@ class SamplePlaces:
                 self._free += request.samples
                 if adapter is not None:
                     self._active[adapter] -= 1
-                    self._active += Counter()  # without zeros
-            self._admit()  # also when it gave up waiting: those behind it may fit
+                    self._active += Counter()  # removes zeros
+            self._admit()  # also after a cancelled wait: later requests may fit
 
     def _admit(self) -> None:
         full, progress = False, True
@@ -68,7 +74,7 @@ class SamplePlaces:
                 if request.samples > self._free:
                     return
                 queue.popleft()
-                self._queues[key] = self._queues.pop(key)  # its next turn comes last
+                self._queues[key] = self._queues.pop(key)  # moves the queue to the end
                 self._free -= request.samples
                 if request.adapter is not None:
                     self._active[request.adapter] += 1

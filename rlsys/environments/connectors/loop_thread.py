@@ -1,4 +1,4 @@
-"""For packages that are async, or that ask the model themselves: their loop runs in a thread of its own."""
+"""Event loop in a separate thread, for packages that are asynchronous or call the model themselves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LoopThread:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """What it returns. Called from any other thread."""
+        """Run a coroutine and return its result; called from any other thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        """Start it."""
+        """Start a coroutine; called from any other thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
