@@ -21,7 +21,7 @@ def is_valid_text(text: str) -> bool:
 
 def valid_text(text: str) -> str:
     """Return the text with U+FFFD for each lone surrogate; two surrogates of one character are joined."""
-    return text if is_valid_text(text) else _joined(text, "replace")
+    return text if is_valid_text(text) else _join_surrogates(text, "replace")
 
 
 def joined_text(text: str) -> str:
@@ -31,12 +31,12 @@ def joined_text(text: str) -> str:
         ValueError: it has a lone surrogate.
     """
     try:
-        return text if is_valid_text(text) else _joined(text, "strict")
+        return text if is_valid_text(text) else _join_surrogates(text, "strict")
     except UnicodeDecodeError:
         raise ValueError(f"half of a character (a lone UTF-16 surrogate): {text!a:.80}") from None
 
 
-def _joined(text: str, errors: str) -> str:
+def _join_surrogates(text: str, errors: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", errors)
 
 

@@ -98,9 +98,9 @@ def _check_forms(files: Sequence[Path]) -> None:
     forms: dict[str, Path] = {}
     for file in files:
         plain = str(file).removesuffix(file.suffix if file.suffix in _COMPRESSED else "")
-        if (other := forms.setdefault(plain, file)) != file:
+        if (first_form := forms.setdefault(plain, file)) != file:
             raise PathError(
-                f"{other} and {file}: forms of one file, whose rows would count twice; remove one"
+                f"{first_form} and {file}: forms of one file, whose rows would count twice; remove one"
             )
 
 

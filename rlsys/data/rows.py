@@ -207,10 +207,10 @@ def json_row(row: Entry, location: str) -> Entry:
             out: Entry = {}
             for key, item in value.items():
                 name = key if isinstance(key, str) else json.dumps(key, default=str)
-                where = f"{path}.{name}" if path else name
+                item_path = f"{path}.{name}" if path else name
                 if name in out:
-                    raise RowError(f"{location}: {where:.80} is the name of two keys in JSON; rename one")
-                out[name] = convert(item, where)
+                    raise RowError(f"{location}: {item_path:.80} is the name of two keys in JSON; rename one")
+                out[name] = convert(item, item_path)
             return out
         if isinstance(value, list | tuple):
             return [convert(item, f"{path}[{i}]") for i, item in enumerate(value)]

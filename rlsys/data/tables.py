@@ -402,8 +402,8 @@ def _common_type(name: str, a: Any, b: Any) -> Any:
     if both(kinds.is_struct):
         types = {field.name: field.type for field in a}
         for field in b:
-            known = types.get(field.name, pyarrow.null())
-            types[field.name] = _common_type(f"{name}.{field.name}", known, field.type)
+            first_type = types.get(field.name, pyarrow.null())
+            types[field.name] = _common_type(f"{name}.{field.name}", first_type, field.type)
         return pyarrow.struct(list(types.items()))
     raise _DifferentTypes(name, a, b)
 

@@ -148,7 +148,7 @@ def check_response(sample: Sample, limits: Limits, max_response_tokens: int) -> 
 
 @dataclass
 class _Received:
-    """What a sample has from engines.
+    """Tokens that engines sent for a sample.
 
     Attributes:
         tokens: number of tokens of all sequences.
@@ -194,8 +194,8 @@ class ReceivedTokens:
         if (entry := self._entries.get(sequence.sample_id)) is not None:
             end = len(sequence.response_ids)
             entry.tokens += tokens
-            before = entry.digests.get(sequence.sequence, (0, 0))
-            entry.digests[sequence.sequence] = _extend(before, sequence, end - tokens, end)
+            digests = entry.digests.get(sequence.sequence, (0, 0))
+            entry.digests[sequence.sequence] = _extend(digests, sequence, end - tokens, end)
 
     def reconcile(self, sample: Sample) -> None:
         """Count tokens that a generator added or removed as inherited or discarded: no engine sent or lost them."""
