@@ -45,7 +45,7 @@ FIELDS = ("prompt", "planners", "group_reward")
 PROMPTS = range(2**63)
 """Indices of prompts that the ledger can store."""
 
-log = logging.getLogger("rlsys.rollout")
+log = logging.getLogger("rlsys.rollout.exceptions")
 
 
 class Planning:
