@@ -24,6 +24,7 @@ from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Overlong
 from rlsys.config import Config
 from rlsys.config.algo import AlgoSection
+from rlsys.config.plugins import one_line_errors
 from rlsys.config.rollout import TREES
 from rlsys.core.errors import UserError
 
@@ -39,7 +40,9 @@ def check(config: Config) -> None:
     needs_of = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[objective.anchor]}
     for field, field_plugins in plugins.items():
         for i, plugin in enumerate(field_plugins):
-            needs_of[f"algo.{field}[{i}] ({type(plugin).__name__})"] = plugin.needs()
+            name = f"algo.{field}[{i}] ({type(plugin).__name__})"
+            with one_line_errors(f"{name}: needs"):
+                needs_of[name] = plugin.needs()
     for field, needs in needs_of.items():
         for need in sorted(needs):
             if reason := _why_not(need, config):
@@ -259,7 +262,8 @@ def _check_reference(plugins: Mapping[str, Sequence[Any]]) -> None:
 def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
     """Check that groups have the sizes that their planners and their estimator require."""
     (advantage,), planners, size = plugins["advantage"], plugins["planners"], config.rollout.group_size
-    start, largest = start_size(planners, size), largest_size(planners, size)
+    with one_line_errors("algo.planners: size or limit"):
+        start, largest = start_size(planners, size), largest_size(planners, size)
     size_text = f"rollout.group_size = {size}"
     if largest > MAX_GROUP:
         raise UserError(

@@ -41,14 +41,14 @@ def expect_function(
 
 
 @contextmanager
-def one_line_errors(field: str) -> Iterator[None]:
-    """Convert any error of a plug-in into a one-line UserError with `field` and the source location, in a context."""
+def one_line_errors(field: str, kind: type[RlsysError] = UserError) -> Iterator[None]:
+    """Convert any error of a plug-in into a one-line error with `field` and the source location, in a context."""
     try:
         yield
     except RlsysError:
         raise
     except Exception as e:  # user code: any error is reported in one line
-        raise UserError(f"{field}: {type(e).__name__}: {' '.join(str(e).split())}{source_location(e)}") from e
+        raise kind(f"{field}: {type(e).__name__}: {' '.join(str(e).split())}{source_location(e)}") from e
 
 
 def parse_params(field: str, model: type[Params], params: Mapping[str, Any]) -> Params:

@@ -83,6 +83,10 @@ class Routing:
     group_worth: int = 2
 
 
+_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Fields under which models of several parts have the language part's."""
+
+
 @dataclass(frozen=True)
 class HFConfig:
     """The fields of config.json that decide shapes and numbers. Sizes in elements.
@@ -155,6 +159,12 @@ class HFConfig:
         if not isinstance(architectures, list) or not isinstance(architectures[0], str):
             raise UserError(f"{source}: architectures = {architectures!r:.80}: expected a list with one name")
         family = family_of(architectures[0])
+        for name in () if family.part_of_more else _PARTS:
+            if raw.get(name) is not None:  # engines would read it, and transformers raises for it
+                raise UserError(
+                    f"{source}: {name} = {raw[name]!r:.80}: {family.architecture} has no such part; "
+                    "expected null or no field"
+                )
         fields = _normalise_fields(language_part(raw, source) if family.part_of_more else raw, family, source)
         part = raw["text_config"] if family.part_of_more else raw
         raw = {**family.defaults, **fields, **_null_sizes(part, fields)}

@@ -233,11 +233,25 @@ def _read(stream: BinaryIO) -> bytes | None:
 
 
 def _write(stream: BinaryIO, result: dict[str, Any]) -> None:
-    """Write a result. Numbers of numpy and similar types are converted.
+    """Write a result. Numbers of numpy and similar types are converted, and keys to texts.
 
     Raises:
         TypeError: a value is not a number.
+        ValueError: two keys of a dictionary are the same text.
     """
-    data = json.dumps(result, default=float).encode()
+    data = json.dumps(_with_text_keys(result), default=float).encode()
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        items = {str(key): _with_text_keys(item) for key, item in value.items()}
+        if len(items) < len(value):
+            raise ValueError(f"two keys that are the same text, of {', '.join(items)[:200]}")
+        return items
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(item) for item in value]
+    if isinstance(value, bytes | bytearray | memoryview):  # float() reads their digits
+        raise TypeError(f"{type(value).__name__}, expected a number")
+    return value

@@ -21,9 +21,23 @@ def is_valid_text(text: str) -> bool:
 
 def valid_text(text: str) -> str:
     """Return the text with U+FFFD for each lone surrogate; two surrogates of one character are joined."""
-    if is_valid_text(text):
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text if is_valid_text(text) else _join_surrogates(text, "replace")
+
+
+def joined_text(text: str) -> str:
+    """Return the text with two surrogates of one character joined.
+
+    Raises:
+        ValueError: it has a lone surrogate.
+    """
+    try:
+        return text if is_valid_text(text) else _join_surrogates(text, "strict")
+    except UnicodeDecodeError:
+        raise ValueError(f"half of a character (a lone UTF-16 surrogate): {text!a:.80}") from None
+
+
+def _join_surrogates(text: str, errors: str) -> str:
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", errors)
 
 
 def valid_json(value: Any) -> Any:

@@ -384,6 +384,22 @@ class Sample:
         return out
 
 
+def _write_once(name: str) -> property:
+    """Return a property in place of a slot of Sample: code of a user cannot give a sample another identity."""
+    slot = Sample.__dict__[name]
+
+    def set_once(sample: Sample, value: object) -> None:
+        if hasattr(sample, name):
+            raise AttributeError(f"sample.{name} identifies the sample in the ledger and cannot be changed")
+        slot.__set__(sample, value)
+
+    return property(slot.__get__, set_once)
+
+
+for _name in ("sample_id", "group_id", "index", "seed", "sequence"):
+    setattr(Sample, _name, _write_once(_name))
+
+
 class Response(str):
     """Text of a response for a reward function: with special tokens, without the stop id.
 

@@ -22,6 +22,8 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from rlsys.core.texts import joined_text
+
 SECONDS = 2.0
 """CPU time of the thread, for one chat; real templates take milliseconds."""
 MAX_LENGTH = 2**24
@@ -75,7 +77,10 @@ class ChatTemplate:
             size += len(piece)
             if size > MAX_LENGTH:
                 raise jinja2.TemplateRuntimeError(f"it writes more than {MAX_LENGTH:,} characters")
-        return "".join(pieces)
+        try:
+            return joined_text("".join(pieces))
+        except ValueError as e:
+            raise jinja2.TemplateRuntimeError(f"it writes {e}") from None
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -41,7 +41,8 @@ def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[
     """List the files of `paths`, each folder's and each glob's by name.
 
     Raises:
-        UserError: a folder or a glob has no such files, or a folder has files of several splits.
+        UserError: a folder or a glob has no such files, a folder has files of several splits, or a file is beside its
+            compressed form.
     """
     files_of_paths: list[Path] = []
     for path in paths:
@@ -58,7 +59,11 @@ def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[
             files_of_paths += files
         else:
             files_of_paths.append(path)
-    return list(dict.fromkeys(files_of_paths)) if len(files_of_paths) > len(paths) else files_of_paths
+    if files_of_paths == list(paths):
+        return files_of_paths
+    files = list(dict.fromkeys(files_of_paths))
+    _check_forms(files)
+    return files
 
 
 def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
@@ -86,6 +91,17 @@ def _check_links(files: Sequence[Path]) -> None:
     for file in files:
         if file.is_symlink() and not file.exists():
             raise PathError(f"{file}: a link to {file.readlink()}, which does not exist")
+
+
+def _check_forms(files: Sequence[Path]) -> None:
+    """Raise UserError for a file beside its compressed form: its rows would count twice."""
+    forms: dict[str, Path] = {}
+    for file in files:
+        plain = str(file).removesuffix(file.suffix if file.suffix in _COMPRESSED else "")
+        if (first_form := forms.setdefault(plain, file)) != file:
+            raise PathError(
+                f"{first_form} and {file}: forms of one file, whose rows would count twice; remove one"
+            )
 
 
 def _rows(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:

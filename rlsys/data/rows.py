@@ -193,6 +193,37 @@ def check_texts(value: Any, location: str) -> None:
             pending += item
 
 
+def json_row(row: Entry, location: str) -> Entry:
+    """Return a row as it is sent to another program: its keys as texts, numpy's values as Python's.
+
+    Values of other types, such as dates, are sent as texts.
+
+    Raises:
+        RowError: JSON would lose a value or a key; the message names it.
+    """
+
+    def convert(value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            out: Entry = {}
+            for key, item in value.items():
+                name = key if isinstance(key, str) else json.dumps(key, default=str)
+                item_path = f"{path}.{name}" if path else name
+                if name in out:
+                    raise RowError(f"{location}: {item_path:.80} is the name of two keys in JSON; rename one")
+                out[name] = convert(item, item_path)
+            return out
+        if isinstance(value, list | tuple):
+            return [convert(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, bytes | bytearray | memoryview):
+            raise RowError(
+                f"{location}: {path:.80} is bytes, which JSON cannot hold; expected a text, as base64"
+            )
+        return convert(value.tolist(), path) if hasattr(value, "tolist") else value
+
+    converted: Entry = convert(row, "")
+    return converted
+
+
 def _is_media(value: Any) -> bool:
     """Whether it is an image, a sound or a film, as `datasets` stores or decodes it, or begins with one."""
     first = value[0] if isinstance(value, list) and value else value

@@ -337,6 +337,7 @@ def read_parquet(paths: Sequence[Path]) -> Arrow:
     import pyarrow.parquet
 
     tables = []
+    columns: dict[str, tuple[Any, Path]] = {}
     for path in row_files(paths, "parquet"):
         if _head(path, len(_PARQUET)) != _PARQUET:
             raise UserError(f"{path}: not a Parquet file; data.source = jsonl reads JSON lines")
@@ -344,13 +345,85 @@ def read_parquet(paths: Sequence[Path]) -> Arrow:
             tables.append(pyarrow.parquet.read_table(path, partitioning=None))
         except (pyarrow.ArrowException, OSError) as e:
             raise UserError(f"{path}: cannot read: {' '.join(str(e).split())}") from None
+        for field in tables[-1].schema:
+            common, origin = columns.get(field.name, (pyarrow.null(), path))
+            try:
+                merged = _common_type(field.name, common, field.type)
+            except _DifferentTypes as e:
+                name, first, second = e.args
+                raise UserError(
+                    f"{path}: column {name} is {shorten(str(second), 200)}; "
+                    f"in {origin} it is {shorten(str(first), 200)}"
+                ) from None
+            columns[field.name] = merged, path if common == pyarrow.null() else origin
     try:
-        table = pyarrow.concat_tables(tables, promote_options="default")
+        table = pyarrow.concat_tables([_cast(t, columns) for t in tables], promote_options="default")
     except pyarrow.ArrowException as e:
         raise PathError(f"path: files with different columns: {' '.join(str(e).split())}") from None
     if not len(table):
         raise UserError(f"{', '.join(map(str, paths))}: no prompts in it")
     return Arrow(table, ", ".join(map(str, paths)))
+
+
+class _DifferentTypes(Exception):
+    """Types of a column, or of a part of it, whose values are not of one kind: its name, and both types."""
+
+
+def _common_type(name: str, a: Any, b: Any) -> Any:
+    """Return a type that holds the values of both as they are.
+
+    Raises:
+        _DifferentTypes: there is none.
+    """
+    import pyarrow
+    import pyarrow.types as kinds
+
+    if a == b or kinds.is_null(b):
+        return a
+    if kinds.is_null(a):
+        return b
+    a, b = _stored_type(a), _stored_type(b)
+    if a == b:
+        return a
+
+    def both(*tests: Any) -> bool:
+        return all(any(test(t) for test in tests) for t in (a, b))
+
+    if both(kinds.is_string, kinds.is_large_string, kinds.is_string_view):
+        return pyarrow.large_string()
+    if both(kinds.is_binary, kinds.is_large_binary, kinds.is_binary_view):
+        return pyarrow.large_binary()
+    if both(kinds.is_floating):
+        return pyarrow.float64()
+    if both(kinds.is_integer) and (both(kinds.is_unsigned_integer) or pyarrow.uint64() not in (a, b)):
+        return pyarrow.uint64() if both(kinds.is_unsigned_integer) else pyarrow.int64()
+    if both(kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list):
+        return pyarrow.large_list(_common_type(name, a.value_type, b.value_type))
+    if both(kinds.is_struct):
+        types = {field.name: field.type for field in a}
+        for field in b:
+            first_type = types.get(field.name, pyarrow.null())
+            types[field.name] = _common_type(f"{name}.{field.name}", first_type, field.type)
+        return pyarrow.struct(list(types.items()))
+    raise _DifferentTypes(name, a, b)
+
+
+def _stored_type(kind: Any) -> Any:
+    """Return the type of the values of categories, and of an extension such as JSON."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return kind.storage_type
+    return kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind
+
+
+def _cast(table: Any, columns: dict[str, tuple[Any, Path]]) -> Any:
+    """Cast columns whose types differ from the common ones."""
+    for number, field in enumerate(table.schema):
+        kind, _ = columns[field.name]
+        if field.type != kind:
+            table = table.set_column(number, field.name, table.column(number).cast(kind))
+    return table
 
 
 def read_rows(paths: Sequence[Path]) -> Table:

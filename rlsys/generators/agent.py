@@ -31,6 +31,8 @@ from rlsys.core.errors import UserError
 from rlsys.core.spans import TurnReward
 from rlsys.core.types import Prompt, Sample
 from rlsys.data import Tokenizer
+from rlsys.data.rows import json_row
+from rlsys.generators.censoring import prompt_name
 from rlsys.generators.conversation import Conversation
 from rlsys.generators.environment_services import ServiceParams, Services
 from rlsys.generators.parser_client import ToolFailed, TurnReader
@@ -132,7 +134,7 @@ class AgentGenerator:
                 "rollout.generator = 'agent': an agent makes its prompt itself, so no planner may change it; remove "
                 "lens from algo.planners"
             )
-        task = {**prompt.entry, "question": prompt.question}
+        task = json_row(prompt.entry, prompt_name(prompt)) | {"question": prompt.question}
         cause = ""
         for _ in range(STARTS):
             conversation = Conversation(

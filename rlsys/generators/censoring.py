@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,7 +215,12 @@ def train_prompt(source: PromptSource, index: int) -> Prompt:
     with boundary(f"prompt {index}") as item:
         return source.train(index)
     assert item.censored is not None
-    return Prompt(index, "", [], {}, refusal=item.censored.reason, refusal_cause=item.censored.cause)
+    return refused_prompt(Prompt(index, "", [], {}), item.censored)
+
+
+def refused_prompt(prompt: Prompt, censored: Censored) -> Prompt:
+    """Return the prompt without ids: no engine gets it."""
+    return replace(prompt, ids=[], refusal=censored.reason, refusal_cause=censored.cause)
 
 
 @dataclass

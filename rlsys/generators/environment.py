@@ -24,8 +24,10 @@ from rlsys.core.spans import TurnReward
 from rlsys.core.texts import valid_json
 from rlsys.core.types import LARGEST_REWARD, Prompt, Sample, Status, is_reward
 from rlsys.data import Tokenizer
+from rlsys.data.rows import json_row
 from rlsys.data.tokenizer import TextTooLong
 from rlsys.engine_requests import short
+from rlsys.generators.censoring import prompt_name
 from rlsys.generators.environment_services import EnvironmentFailed, LeasedEpisode, ServiceParams, Services
 from rlsys.generators.parser_client import TAIL_IDS, ToolFailed, TurnReader
 from rlsys.generators.replay import BudgetExhausted, SavedTurns
@@ -114,11 +116,10 @@ class EnvironmentGenerator:
             )
         seed = prompt.entry.get("seed", prompt.index)
         if not isinstance(seed, int):
-            raise RowError(
-                f"{prompt.location or f'prompt {prompt.index}'}: seed = {seed!r:.80}, expected a whole number"
-            )
+            raise RowError(f"{prompt_name(prompt)}: seed = {seed!r:.80}, expected a whole number")
+        task = json_row(prompt.entry, prompt_name(prompt)) | {"question": prompt.question}
         try:
-            async with self._services.episode({**prompt.entry, "question": prompt.question}, seed) as episode:
+            async with self._services.episode(task, seed) as episode:
                 try:
                     await self._play(episode, sample, prompt)
                 finally:

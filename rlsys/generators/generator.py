@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import zlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config import Config
@@ -142,3 +144,99 @@ def check_response(sample: Sample, limits: Limits, max_response_tokens: int) -> 
         raise GeneratorError(
             f"rollout.generator: turn_rewards = {sample.turn_rewards!r:.200}: expected finite numbers"
         )
+
+
+@dataclass
+class _Received:
+    """Tokens that engines sent for a sample.
+
+    Attributes:
+        tokens: number of tokens of all sequences.
+        digests: sequence -> checksums of the sampled ids and of their log-probs.
+        prompt_ids: its prompt at the beginning.
+        altered: whether a generator has changed the number of tokens.
+    """
+
+    tokens: int
+    digests: dict[int, tuple[int, int]]
+    prompt_ids: list[int]
+    altered: bool
+
+
+class ReceivedTokens:
+    """Owns what the router added to running samples, to compare it with what a generator leaves."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Received] = {}
+
+    def begin(self, sample: Sample) -> None:
+        """Take the sample as it is now; does nothing if it has begun."""
+        if sample.sample_id not in self._entries:
+            digests = {q.sequence: _digests(q) for q in sample.sequences}
+            altered = (
+                bool(sample.inherited_tokens) and sample.fork is None
+            )  # by `reconcile`, before a restart
+            prompt_ids = list(sample.prompt_ids)
+            self._entries[sample.sample_id] = _Received(_count(sample), digests, prompt_ids, altered)
+
+    def end(self, sample: Sample) -> None:
+        """Reconcile the sample, and forget it."""
+        self.reconcile(sample)
+        self._entries.pop(sample.sample_id, None)
+
+    def rebase(self, sample: Sample) -> None:
+        """Take the tokens of a sample that was forked or truncated as they are now."""
+        if (entry := self._entries.get(sample.sample_id)) is not None:
+            entry.digests = {q.sequence: _digests(q) for q in sample.sequences}
+
+    def add(self, sequence: Sample, tokens: int) -> None:
+        """Add the last tokens of a sequence, which an engine sent."""
+        if (entry := self._entries.get(sequence.sample_id)) is not None:
+            end = len(sequence.response_ids)
+            entry.tokens += tokens
+            digests = entry.digests.get(sequence.sequence, (0, 0))
+            entry.digests[sequence.sequence] = _extend(digests, sequence, end - tokens, end)
+
+    def reconcile(self, sample: Sample) -> None:
+        """Count tokens that a generator added or removed as inherited or discarded: no engine sent or lost them."""
+        entry = self._entries.get(sample.sample_id)
+        if entry is not None and (added := _count(sample) - entry.tokens):
+            sample.inherited_tokens += max(0, added)
+            sample.discarded += max(0, -added)
+            entry.altered = True
+
+    def check(self, sample: Sample) -> None:
+        """Check a finished sample.
+
+        Raises:
+            GeneratorError: its tokens or its prompt are not those that the engines had.
+        """
+        self.reconcile(sample)
+        entry = self._entries[sample.sample_id]
+        if entry.altered or any(
+            _digests(q) != entry.digests.get(q.sequence, (0, 0)) for q in sample.sequences
+        ):
+            raise GeneratorError(
+                "rollout.generator changed sampled tokens or log-probs of the sample; "
+                "expected those of generate_turn, and others by sample.observe only"
+            )
+        if not sample.own_prompt and sample.prompt_ids != entry.prompt_ids:
+            raise GeneratorError(
+                "rollout.generator changed sample.prompt_ids; expected its prompt, or own_prompt = True"
+            )
+
+
+def _count(sample: Sample) -> int:
+    return sum(q.received_tokens for q in sample.sequences)
+
+
+def _digests(sequence: Sample) -> tuple[int, int]:
+    digests = 0, 0
+    for turn in sequence.turns():
+        digests = _extend(digests, sequence, turn.start, turn.end)
+    return digests
+
+
+def _extend(digests: tuple[int, int], sequence: Sample, start: int, end: int) -> tuple[int, int]:
+    ids, mu = digests
+    return zlib.crc32(sequence.response_ids[start:end], ids), zlib.crc32(sequence.mu[start:end], mu)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlsys.algo.planners import Prefix
+from rlsys.core.arrays import token_ids
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.forks import fork
 from rlsys.core.owner import Owner
@@ -162,7 +163,8 @@ class RolloutBuffer:
         group_prompt = next(
             (s.prompt_ids for s in group.samples if not s.own_prompt), group.samples[0].prompt_ids
         )
-        samples = self._new_samples(group, group_prompt if prompt_ids is None else list(prompt_ids), seeds)
+        own_prompt = group_prompt if prompt_ids is None else token_ids(prompt_ids).tolist()
+        samples = self._new_samples(group, own_prompt, seeds)
         if prompt_ids is not None:
             for sample in samples:
                 sample.trained_prompt = group_prompt

@@ -5,12 +5,19 @@
 
 Planning decides; the runner executes. Its state is that of its plug-ins: the buffer commits it together with the
 decisions, so that a restart neither loses nor repeats a decision.
+
+An exception of a plug-in about one group costs that group: index, template, needs_*, receive_*, decide, on_decided,
+forget, on_rewards, a group reward. One about all groups ends the run with a RunError that names the plug-in and the
+method: waiting, released, close_round, restart, counts, state_dict, load_state_dict.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+import operator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +26,11 @@ from rlsys.algo.planners import AddSamples, Decision, Planner, decide, largest_s
 from rlsys.algo.prompts import PromptChooser, Template
 from rlsys.algo.registry import make_all
 from rlsys.config import Config
-from rlsys.core.errors import UserError
+from rlsys.config.plugins import one_line_errors
+from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Prompt, Sample, SampleGroup
 from rlsys.data import PromptSource, Tokenizer
-from rlsys.generators.censoring import prompt_name, train_prompt
+from rlsys.generators.censoring import boundary, prompt_name, refused_prompt, train_prompt
 from rlsys.planning.exploring import Explorer
 from rlsys.planning.group_scoring import GroupScorer
 from rlsys.planning.guidance import Guidance
@@ -34,6 +42,10 @@ PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
 """Prompt ids -> disagreement of policy and reference on each, and which tokens are protected."""
 FIELDS = ("prompt", "planners", "group_reward")
 """Fields of the config section `algo`: the plug-ins that act here."""
+PROMPTS = range(2**63)
+"""Indices of prompts that the ledger can store."""
+
+log = logging.getLogger("rlsys.rollout.exceptions")
 
 
 class Planning:
@@ -62,6 +74,11 @@ class Planning:
         if self._reward is not None and config.algo.group_reward is not None:
             name = config.algo.group_reward.name
             self._scorer = GroupScorer(name, self._reward, config.rollout.reward_timeout)
+        self._names = [
+            f"algo.prompt = {config.algo.prompt.name!r}",
+            *(f"algo.planners[{i}] = {spec.name!r}" for i, spec in enumerate(config.algo.planners)),
+            *([f"algo.group_reward = {spec.name!r}"] if (spec := config.algo.group_reward) else []),
+        ]
         self._source, self._tokenizer, self._judge = source, tokenizer, judge
         self._by_source = config.algo.teacher is not None and bool(config.algo.teacher.by_source)
         self._prompt_scores, self._repairs, self._explorer = prompt_scores, repairs, explorer
@@ -81,8 +98,14 @@ class Planning:
         return [str(self._source.train(g.prompt_index).entry.get("data_source", "")) for g in groups]
 
     def prompt(self, group_id: int) -> Prompt:
-        """Return the prompt of a new group."""
-        return self._apply_template(group_id, train_prompt(self._source, self._chooser.index(group_id)))
+        """Return the prompt of a new group; a refused one if the chooser raises."""
+        with boundary(f"{self._names[0]}, group {group_id}") as item:
+            index = operator.index(self._chooser.index(group_id))
+            if index not in PROMPTS:
+                raise ValueError(f"index returned {index}, expected 0 to 2^63 - 1")
+        if item.censored is not None:
+            return refused_prompt(Prompt(group_id, "", [], {}), item.censored)
+        return self._apply_template(group_id, train_prompt(self._source, index))
 
     def restored_prompt(self, group: SampleGroup) -> Prompt:
         """Return the prompt of a group from before a restart.
@@ -101,8 +124,15 @@ class Planning:
         return prompt
 
     def _apply_template(self, group_id: int, prompt: Prompt) -> Prompt:
-        """Return the prompt in the wording of the group's template."""
-        template = self._chooser.template(group_id)
+        """Return the prompt in the wording of the group's template; a refused one if the chooser raises."""
+        with boundary(f"{self._names[0]}, group {group_id}, {prompt_name(prompt)}") as item:
+            return self._reworded(self._chooser.template(group_id), prompt)
+        assert item.censored is not None
+        return refused_prompt(prompt, item.censored)
+
+    def _reworded(self, template: object, prompt: Prompt) -> Prompt:
+        if not isinstance(template, Template):
+            raise TypeError(f"template returned {template!r:.80}, expected a Template")
         if template == Template() or prompt.refusal:
             return prompt
         if not prompt.question:
@@ -151,8 +181,9 @@ class Planning:
             counts |= self.teacher.counts
         if (judge := self._judge) is not None:
             counts |= {"judge_hung": judge.timeouts, "judge_failed": judge.failures}
-        for planner in self._planners:
-            counts |= planner.counts
+        for planner, name in self._named_planners():
+            with _all_groups(name, "counts"):
+                counts |= planner.counts
         return counts
 
     @property
@@ -221,21 +252,28 @@ class Planning:
 
     def waiting(self) -> set[int]:
         """Return the ids of groups that wait for others, to be decided with them."""
-        return {i for p in self._planners for i in p.waiting()}
+        return {i for p, name in self._named_planners() for i in _ids(name, "waiting", p.waiting)}
 
     def released(self) -> list[int]:
         """Return the ids of groups that waited, and can be decided now."""
-        return sorted({i for p in self._planners for i in p.released()})
+        return sorted({i for p, name in self._named_planners() for i in _ids(name, "released", p.released)})
+
+    def released_error(self, group_id: int) -> RunError:
+        """Return the error of a planner that releases a group which does not wait."""
+        names = (n for p, n in self._named_planners() if group_id in _ids(n, "released", p.released))
+        return RunError(f"{next(names)}: released: group {group_id} does not wait")
 
     def close_round(self) -> None:
         """Decide the waiting groups without further ones, because nothing else runs or may start."""
-        for planner in self._planners:
-            planner.close_round()
+        for planner, name in self._named_planners():
+            with _all_groups(name, "close_round"):
+                planner.close_round()
 
     def restart(self) -> None:
         """Reset the planners: all undecided groups will be added again."""
-        for planner in self._planners:
-            planner.restart()
+        for planner, name in self._named_planners():
+            with _all_groups(name, "restart"):
+                planner.restart()
 
     def close(self, group: SampleGroup, *, rewarded: bool, accepted: bool = False) -> None:
         """Report a final decision, or a drop without rewards. `accepted`: the group goes to the trainer."""
@@ -256,14 +294,41 @@ class Planning:
 
     def state(self) -> str:
         """Return the state as JSON; empty if no plug-in has a state."""
-        states = {str(i): state for i, p in enumerate(self._plugins()) if (state := p.state_dict())}
-        return json.dumps(states) if states else ""
+        states = []
+        for number, (plugin, name) in enumerate(self._named_plugins()):
+            with _all_groups(name, "state_dict"):
+                if state := plugin.state_dict():
+                    states.append(f'"{number}": {json.dumps(state)}')
+        return f"{{{', '.join(states)}}}" if states else ""
 
     def restore(self, state: str) -> None:
         """Restore `state()` of an earlier process."""
-        plugins = self._plugins()
-        for index, plugin_state in (json.loads(state) if state else {}).items():
-            plugins[int(index)].load_state_dict(plugin_state)
+        plugins = self._named_plugins()
+        for number, plugin_state in (json.loads(state) if state else {}).items():
+            plugin, name = plugins[int(number)]
+            with _all_groups(name, "load_state_dict"):
+                plugin.load_state_dict(plugin_state)
 
-    def _plugins(self) -> list[Any]:
-        return [self._chooser, *self._planners, *([self._reward] if self._reward else [])]
+    def _named_plugins(self) -> list[tuple[Any, str]]:
+        """Return the plug-ins with their names in messages."""
+        plugins = [self._chooser, *self._planners, *([self._reward] if self._reward else [])]
+        return list(zip(plugins, self._names, strict=True))
+
+    def _named_planners(self) -> list[tuple[Planner, str]]:
+        return list(zip(self._planners, self._names[1:], strict=False))
+
+
+@contextmanager
+def _all_groups(plugin: str, method: str) -> Iterator[None]:
+    """Convert any error of a plug-in into a RunError: it concerns all groups, and cannot cost one of them."""
+    with one_line_errors(f"{plugin}: {method}", RunError):
+        try:
+            yield
+        except Exception:
+            log.exception("%s: %s", plugin, method)
+            raise
+
+
+def _ids(plugin: str, method: str, groups: Callable[[], Iterable[int]]) -> list[int]:
+    with _all_groups(plugin, method):
+        return [operator.index(i) for i in groups()]

@@ -24,6 +24,7 @@ import msgspec
 from rlsys.config import Config
 from rlsys.core.errors import UserError
 from rlsys.core.types import Prompt, Response
+from rlsys.data.rows import json_row
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.http_server.clients import TooLong, direct_session, read_bounded
 from rlsys.rewards.workers import RewardError
@@ -121,13 +122,18 @@ class ServiceReward:
 
 
 def question(prompt: Prompt, response: str) -> dict[str, Any]:
-    """Build the request body; the same response to the same prompt has the same `id`."""
-    problem = prompt.entry.get("prompt", prompt.entry.get("messages", prompt.question))
+    """Build the request body; the same response to the same prompt has the same `id`.
+
+    Raises:
+        RowError: JSON would lose a part of the row.
+    """
+    entry = json_row(prompt.entry, prompt.location or f"prompt {prompt.index}")
+    problem = entry.get("prompt", entry.get("messages", prompt.question))
     body = {
         "prompt": problem,
         "response": str(response),
-        "label": prompt.entry.get("label", prompt.entry.get("answer")),
-        "entry": prompt.entry,
+        "label": entry.get("label", entry.get("answer")),
+        "entry": entry,
     }
     if isinstance(response, Response):
         body |= {

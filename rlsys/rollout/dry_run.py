@@ -18,7 +18,7 @@ from rlsys.config import Config
 from rlsys.config.data import EvalSet
 from rlsys.config.plugins import one_line_errors
 from rlsys.config.sidecar_servers import teacher_config
-from rlsys.core.errors import UserError
+from rlsys.core.errors import RunError, UserError
 from rlsys.core.model_folder import vocabulary_files
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Prompt, Sample, SampleGroup, Segment, Status
@@ -305,7 +305,10 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
     for (group_id, prompt), rewards in zip(prompts.items(), ((1.0, 0.0), (1.0,), (0.0,)), strict=True):
         await _conclude(planning, prompt, answer, rewards, group_id)
     with one_line_errors("algo: the state of prompt, planners or group_reward"):
-        Planning(config, source, tokenizer, judge, prompt_scores).restore(planning.state())
+        try:
+            Planning(config, source, tokenizer, judge, prompt_scores).restore(planning.state())
+        except RunError as e:
+            raise UserError(str(e)) from None
     return [*prompts.values()][len(notes) :]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -359,12 +359,13 @@ class SampleRunner:
 
     async def _explore(self, group: SampleGroup) -> None:
         """Add as many samples to the group as its prompt deserves."""
-        extra_samples = 0
+        samples: list[Sample] = []
         with boundary(self._group_name(group)) as item:
-            extra_samples = await self._planning.explore(self._prompts[group.group_id], group)
+            if extra_samples := await self._planning.explore(self._prompts[group.group_id], group):
+                samples = self._grow(group, AddSamples(extra_samples))
         self._refuse(group, item.censored)
-        if extra_samples:
-            self._grow(group, AddSamples(extra_samples))
+        if samples:
+            self._start_added(group, samples)
         else:
             self._save_planning()
             self._commits.flush_soon()
@@ -431,20 +432,29 @@ class SampleRunner:
         self._decide_released()
 
     def _decide_released(self) -> None:
+        last = None
         while released := self._planning.released():
-            self._decide_one(self._buffer.groups[released[0]])
+            group_id = released[0]
+            if group_id not in self._prompts or group_id == last:
+                raise self._planning.released_error(group_id)
+            last = group_id
+            self._decide_one(self._buffer.groups[group_id])
 
     def _decide_one(self, group: SampleGroup) -> None:
+        samples: list[Sample] = []
         with boundary(self._group_name(group)) as item:
             decision = self._planning.decide(group)
+            if isinstance(decision, AddSamples):
+                samples = self._grow(group, decision)
         if item.censored is None:
-            self._apply(group, decision)
+            self._apply(group, decision, samples)
         else:
             self._settle(group, GroupState.CENSORED, self._count_failure(group, item.censored))
 
-    def _apply(self, group: SampleGroup, decision: Decision) -> None:
+    def _apply(self, group: SampleGroup, decision: Decision, samples: Sequence[Sample]) -> None:
+        """Apply a decision. `samples`: what AddSamples has added."""
         if isinstance(decision, AddSamples):
-            self._grow(group, decision)
+            self._start_added(group, samples)
         elif isinstance(decision, Hold):
             self._fill()  # closes the round if no other group can finish
         else:
@@ -465,11 +475,14 @@ class SampleRunner:
         self._fill()  # a filtered or censored group frees capacity
         self.wake.set()
 
-    def _grow(self, group: SampleGroup, growth: AddSamples) -> None:
-        """Add samples to the group, ahead of all waiting ones: its siblings are done and grow old."""
+    def _grow(self, group: SampleGroup, growth: AddSamples) -> list[Sample]:
+        """Add samples to the group. Returns them."""
         indices = range(len(group.samples), len(group.samples) + growth.samples)
         seeds = self._seeds(group.group_id, indices)
-        samples = self._buffer.grow(group, seeds, growth.prompt_ids, growth.prefixes)
+        return self._buffer.grow(group, seeds, growth.prompt_ids, growth.prefixes)
+
+    def _start_added(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
+        """Start added samples ahead of all waiting ones: their siblings are done and grow old."""
         self._save_planning()
         self._commits.flush_soon()
         self._pending.extendleft((group, s) for s in reversed(samples))

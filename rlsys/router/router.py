@@ -109,6 +109,8 @@ class Router:
             self._dispatcher, bounds, interruption, push_timeout_s, single_router=single_router, tps=tps
         )
         self._peer_transfer = PeerWeightTransfer(self._dispatcher, self._push, enabled=peers)
+        self.check_sample: Callable[[Sample], None] = lambda sample: None
+        """Called before a sample goes to engines; raises for one that is not in the ledger."""
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         """Called with a sample of the ledger and the number of its new tokens."""
         self.on_failure: Callable[[Sample], None] = lambda sample: None
@@ -231,6 +233,8 @@ class Router:
 
     async def _run_to_completion(self, sample: Sample, turn: Turn, *, explorers: bool) -> None:
         evaluation = sample.sample_id == EVALUATION
+        if not evaluation:
+            self.check_sample(sample)
 
         def priority() -> tuple[int, ...]:
             return () if evaluation else self.priority(sample)

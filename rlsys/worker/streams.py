@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rlsys.config import Config
-from rlsys.core.errors import RunError
+from rlsys.core.errors import GeneratorError, RunError
 from rlsys.core.types import Prompt, Sample, SampleGroup, Status
 from rlsys.generators.agent import AgentGenerator
 from rlsys.generators.censoring import prompt_name
 from rlsys.generators.environment import EnvironmentGenerator
-from rlsys.generators.generator import Generator, check_response, respond
+from rlsys.generators.generator import Generator, ReceivedTokens, check_response, respond
 from rlsys.generators.trees import TreeGenerator
 from rlsys.generators.turns import top_logprob_turns
 from rlsys.router.router import Router
@@ -84,6 +84,7 @@ class Streams:
         self._flush_tokens = flush_tokens
         self._running: dict[int, Sample] = {}
         self._branches: dict[int, Sample] = {}  # branches of growing trees; some also run on their own
+        self._received = ReceivedTokens()
         self._unsaved_tokens = 0  # upper bound: tokens since running samples were saved
         self.counts: Mapping[str, int] = (
             generator.counts
@@ -95,6 +96,7 @@ class Streams:
             generator.attach(self, top_logprob_turns(config, router))
         if isinstance(generator, AgentGenerator):
             generator.persist = self._persist
+        router.check_sample = self._check_sample
         router.on_tokens = self._on_tokens
         router.on_failure = self._save_soon
         router.priority = lambda sample: resume_key(self._order, sample, self._group_of(sample))
@@ -119,11 +121,15 @@ class Streams:
         """Save the tokens of these samples while the context is active, whether they run on their own or not."""
         branches = {s.sample_id: s for s in samples}
         self._branches |= branches
+        for sample in branches.values():
+            self._received.begin(sample)
         try:
             yield
         finally:
-            for sample_id in branches:
+            for sample_id, sample in branches.items():
                 del self._branches[sample_id]
+                if sample_id not in self._running:
+                    self._received.end(sample)
 
     def _live(self) -> list[Sample]:
         """Return all samples that may get tokens now."""
@@ -131,8 +137,27 @@ class Streams:
 
     def keep(self, samples: Iterable[Sample]) -> None:
         """Save samples that were forked or truncated, before they get other tokens."""
-        self._store.save(samples)
+        samples = list(samples)
+        for sample in samples:
+            self._received.rebase(sample)
+        self._save(samples)
         self._store.flush_soon()
+
+    def _save(self, samples: Iterable[Sample]) -> None:
+        samples = list(samples)
+        for sample in samples:
+            self._received.reconcile(sample)
+        self._store.save(samples)
+
+    def _check_sample(self, sequence: Sample) -> None:
+        """Check that tokens of this sequence will be saved.
+
+        Raises:
+            GeneratorError: it belongs to no running sample; it is a copy, for example.
+        """
+        sample = self._running.get(sequence.sample_id) or self._branches.get(sequence.sample_id)
+        if sample is None or not any(q is sequence for q in sample.sequences[sequence.sequence :][:1]):
+            raise GeneratorError("rollout.generator called generate_turn with another sample than its own")
 
     async def generate(self, sample: Sample, prompt: Prompt) -> None:
         """Generate until the sample is terminal and saved. An interrupt parks it inside this call.
@@ -140,6 +165,7 @@ class Streams:
         Cancel it after an interrupt only.
         """
         self._running[sample.sample_id] = sample
+        self._received.begin(sample)
         try:
             name = f"{prompt_name(prompt)}, sample {sample.sample_id}"
             censored = await respond(self._run_to_completion, sample, prompt, name)
@@ -148,16 +174,20 @@ class Streams:
                 sample.censor(censored.cause, censored.reason)
         finally:
             del self._running[sample.sample_id]
-        self._store.save([sample])
+            if sample.sample_id not in self._branches:
+                self._received.end(sample)
+        self._save([sample])
         self._store.flush_soon()
 
     async def _run_to_completion(self, sample: Sample, prompt: Prompt) -> None:
         await self._generator(sample, prompt)
         check_response(sample, self._router.limits, self._config.rollout.max_response_tokens)
+        if sample.status is not Status.CENSORED:
+            self._received.check(sample)
 
     async def _persist(self, sample: Sample) -> None:
         """Save the sample durably."""
-        self._store.save([sample])
+        self._save([sample])
         await self._store.wait_for_commit()
 
     async def score(self, sample: Sample, prompt: Prompt) -> Verdict:
@@ -228,17 +258,18 @@ class Streams:
 
     async def save_running(self) -> None:
         """Save all running samples with their current tokens."""
-        self._store.save(s for s in self._live() if s.all_tokens)
+        self._save(s for s in self._live() if s.all_tokens)
         self._unsaved_tokens = 0
 
     def save_unsaved(self) -> None:
         """Save the running samples that have unsaved tokens."""
-        self._store.save(s for s in self._live() if self._store.unsaved(s))
+        self._save(s for s in self._live() if self._store.unsaved(s))
         self._unsaved_tokens = 0
 
     def _on_tokens(self, sample: Sample, tokens: int) -> None:
         """Save all running samples whenever rollout.flush_tokens tokens are unsaved."""
         if tokens:
+            self._received.add(sample, tokens)
             self._spans.on_tokens(sample)
         self._unsaved_tokens += tokens
         if self._unsaved_tokens >= self._flush_tokens:
@@ -251,5 +282,5 @@ class Streams:
         The number of failures must survive this process, or the sample would be retried forever.
         """
         # The whole sample, not only this sequence.
-        self._store.save([self._running.get(sample.sample_id) or self._branches[sample.sample_id]])
+        self._save([self._running.get(sample.sample_id) or self._branches[sample.sample_id]])
         self._store.flush_soon()

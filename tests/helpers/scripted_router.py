@@ -53,6 +53,7 @@ class ScriptedRouter:
         self.most_in_flight = 0
         self.lost = 0
         self.received = self.resumes = 0
+        self.check_sample: Callable[[Sample], None] = lambda sample: None
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
 
@@ -86,6 +87,7 @@ class ScriptedRouter:
     async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:
         if self.refuse(sample):
             raise RefusedPrompt("the prompt has 900 tokens, the context 512")
+        self.check_sample(sample)
         while not sample.status.terminal:
             await self._gate.wait()
             resumed = bool(sample.response_ids) and not sample.observed_last

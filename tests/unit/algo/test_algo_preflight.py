@@ -306,3 +306,35 @@ def test_without_a_ratio_corrections_are_allowed_at_mu() -> None:
 )
 def test_explain_names_the_passes_of_further_epochs(overrides: list[str], told: str) -> None:
     assert told in describe_passes(load_config(CONFIGS / "quickstart.yaml", overrides))
+
+
+FAILING = """
+from typing import Any
+
+from rlsys.algo.planners import Planner
+
+class Failing(Planner):
+    where: str
+
+    def size(self, group_size: int) -> Any:
+        return {"size": self._fail, "no size": lambda: None}.get(self.where, lambda: group_size)()
+
+    def limit(self, size: int) -> int:
+        return self._fail() if self.where == "limit" else size
+
+    def needs(self) -> frozenset[str]:
+        return self._fail() if self.where == "needs" else frozenset()
+
+    def _fail(self) -> Any:
+        return {}["missing"]
+"""
+
+
+@pytest.mark.parametrize("where", ["size", "no size", "limit", "needs"])
+def test_a_planner_that_raises_before_the_start_is_one_line(where: str, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    planner = f"algo.planners=[{{name: {tmp_path}/failing.py:Failing, where: {where}}}]"
+    config = load_config(CONFIGS / "quickstart.yaml", [planner])
+    error = "TypeError: " if where == "no size" else r"KeyError: 'missing' \(.*failing.py:"
+    with pytest.raises(UserError, match=rf"^algo\.planners.*: {error}"):
+        check(config)

@@ -411,11 +411,28 @@ def test_newer_spellings_of_the_config_are_read() -> None:
             {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "mlp_only_layers": 5},
             "mlp_only_layers = 5: expected a list of layers",
         ),
+        (
+            {"text_config": {}},
+            "text_config = {}: Qwen3MoeForCausalLM has no such part; expected null or no field",
+        ),
+        (
+            {"text_config": {"vocab_size": 7}},
+            "text_config = {'vocab_size': 7}: Qwen3MoeForCausalLM has no such part",
+        ),
+        ({"text_config": "qwen"}, "text_config = 'qwen': Qwen3MoeForCausalLM has no such part"),
+        (
+            {"llm_config": {"hidden_size": 8}},
+            "llm_config = {'hidden_size': 8}: Qwen3MoeForCausalLM has no such part",
+        ),
     ],
 )
 def test_configs_that_would_compute_something_else_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         HFConfig.of({**raw_config(), **changes}, "config.json")
+
+
+def test_a_part_that_is_null_is_no_part() -> None:
+    assert HFConfig.of({**raw_config(), "text_config": None}, "") == HFConfig.of(raw_config(), "")
 
 
 def test_a_missing_config_field_is_named() -> None:

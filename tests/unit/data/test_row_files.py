@@ -6,7 +6,7 @@ import bz2
 import gzip
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,89 @@ def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
         (tmp_path / f"{split}-00000-of-00001.jsonl").write_bytes(LINES)
     found = lines_of(tmp_path)
     assert isinstance(found, str) and "splits test, train" in found
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("a.jsonl", "a.jsonl.gz"), ("a.jsonl.gz", "a.jsonl.zst"), ("b/a.json", "b/a.json.gzip")],
+)
+@pytest.mark.parametrize("path", [".", "**", "[ab]*", "**/a.*"])
+def test_a_file_beside_its_compressed_form_is_refused(
+    first: str, second: str, path: str, tmp_path: Path
+) -> None:
+    """Else its rows would count twice."""
+    for name in (first, second, "c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(gzip.compress(LINES) if name.endswith(("gz", "gzip")) else LINES)
+    found = lines_of(tmp_path / path)
+    assert isinstance(found, str) and "\n" not in found, found
+    assert f"{tmp_path / first} and {tmp_path / second}: " in found
+
+
+INT, TEXT, BIG = pa.int64(), pa.string(), pa.large_string()
+MESSAGE = {"role": "user", "content": "1+1="}
+EMPTY = pa.array([[]], pa.list_(pa.null()))
+EQUAL_COLUMNS: dict[str, list[Any]] = {
+    "texts": [pa.array(["a"], TEXT), pa.array(["b"], BIG), pa.array(["c"], pa.string_view())],
+    "a category": [pa.array(["a"]).dictionary_encode(), pa.array(["b"], TEXT), pa.array(["c"]).dictionary_encode()],
+    "integers": [pa.array([1], pa.int32()), pa.array([2], INT), pa.array([3], pa.uint8())],
+    "floats": [pa.array([0.5], pa.float32()), pa.array([0.25], pa.float64())],
+    "no value in one": [pa.nulls(1), pa.array(["b"], BIG), pa.array(["c"], TEXT)],
+    "no value in the last": [pa.array([[1]]), pa.nulls(1)],
+    "lists of texts": [pa.array([["a"]], pa.list_(TEXT)), pa.array([["b"]], pa.large_list(BIG))],
+    "an empty list": [EMPTY, pa.array([[MESSAGE]]), EMPTY],
+    "messages": [
+        pa.array([[MESSAGE]]),
+        pa.array([[MESSAGE]], pa.large_list(pa.struct([("role", BIG), ("content", BIG)]))),
+    ],
+    "no value within": [
+        pa.array([{"role": None, "n": 1}], pa.struct([("role", pa.null()), ("n", INT)])),
+        pa.array([{"role": "a", "n": 2}], pa.struct([("role", BIG), ("n", pa.int32())])),
+    ],
+    "the same keys in another order": [pa.array([{"a": 1, "b": 2}]), pa.array([{"b": 4, "a": 3}])],
+    "JSON": [pa.array(['{"a": 1}'], pa.json_()), pa.array(['{"a": 2}'], TEXT)],
+}  # fmt: skip
+
+
+def write_shards(folder: Path, columns: Sequence[Any]) -> list[Path]:
+    files = [folder / f"{i}.parquet" for i in range(len(columns))]
+    for file, column in zip(files, columns, strict=True):
+        pyarrow.parquet.write_table(pa.table({"prompt": ["1+1="], "x": column}), file)
+    return files
+
+
+@pytest.mark.parametrize("columns", EQUAL_COLUMNS.values(), ids=EQUAL_COLUMNS)
+def test_shards_with_equal_values_are_one_table(columns: list[Any], tmp_path: Path) -> None:
+    write_shards(tmp_path, columns)
+    try:
+        table = read_parquet([tmp_path])
+    except UserError as refusal:
+        raise AssertionError(str(refusal)) from None
+    expected = [value for column in columns for value in column.to_pylist()]
+    assert [table.row(i)["x"] for i in range(len(table))] == expected
+    assert [x for (x,) in table.columns(["x"])] == expected
+
+
+DIFFERENT_COLUMNS: dict[str, tuple[Any, Any, str, str, str]] = {
+    "text and number": (pa.array(["1"], BIG), pa.array([1]), "x", "large_string", "int64"),
+    "integer and float": (pa.array([1]), pa.array([1.0]), "x", "int64", "double"),
+    "text and list": (pa.array(["a"]), pa.array([["a"]]), "x", "string", "list<"),
+    "items": (pa.array([["a"]]), pa.array([[1]]), "x", "string", "int64"),
+    "within": (pa.array([[{"a": {"b": 1}}]]), pa.array([[{"a": {"b": "1"}}]]), "x.a.b", "int64", "string"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT_COLUMNS.values(), ids=DIFFERENT_COLUMNS)
+def test_shards_with_different_columns_are_refused_by_name(
+    case: tuple[Any, Any, str, str, str], tmp_path: Path
+) -> None:
+    first, second, name, type_of_first, type_of_second = case
+    files = write_shards(tmp_path, [pa.nulls(1), first, first, second])
+    with pytest.raises(UserError) as found:
+        read_parquet([tmp_path])
+    line = str(found.value)
+    assert "\n" not in line and line.startswith(f"{files[3]}: column {name} is {type_of_second}"), line
+    assert f"in {files[1]} it is {type_of_first}" in line
 
 
 def config_of(path: Path, **data: Any) -> Config:

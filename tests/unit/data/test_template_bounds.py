@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.core.errors import RowError
+from rlsys.data import Tokenizer
+
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
 GROWS = (
     "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set n.s = CHANGE %}{% endfor %}"
@@ -67,3 +70,31 @@ def test_a_template_without_bounds_is_refused() -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {name: said for name, said, _ in found} == dict.fromkeys(TEMPLATES, "refused"), done.stderr[-2000:]
     assert max(seconds for _, _, seconds in found) < 20
+
+
+HALF = "\ud83d"
+HALVES = {
+    "a literal": r"{{ '\ud83d' }}",
+    "raw text": HALF,
+    "a number as a character": "{{ '%c' % 55357 }}",
+    "after the message": "{{ messages[0].content }}" + HALF,
+    "a half in front of a letter": HALF + "a",
+}
+
+
+@pytest.mark.parametrize("template", HALVES.values(), ids=HALVES)
+def test_a_template_that_writes_half_of_a_character_is_refused_in_one_line(template: str) -> None:
+    tokenizer = Tokenizer(MODEL)
+    tokenizer._template_text = template
+    with pytest.raises(RowError) as found:
+        tokenizer.apply_chat([{"role": "user", "content": "1"}])
+    line = str(found.value)
+    assert line.startswith(f"{MODEL}: the chat template") and "half of a character" in line, line
+    line.encode()
+    assert tokenizer.turn_end_id == tokenizer.eos_id
+
+
+def test_two_halves_of_one_character_are_the_character() -> None:
+    tokenizer = Tokenizer(MODEL)
+    tokenizer._template_text = r"{{ '\ud83d' }}{{ '\ude00' }}"
+    assert tokenizer.apply_chat([{"role": "user", "content": "1"}]) == "\N{GRINNING FACE}"

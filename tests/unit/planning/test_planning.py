@@ -20,7 +20,7 @@ from rlsys.planning.planning import Planning
 from rlsys.rewards.judges import Judge, JudgeWithTimeout
 from rlsys.router.router import PoisonRequest
 from tests.helpers.planning_cases import BUDGET, Lengths, config_of, group_of
-from tests.helpers.rollout_rig import Numbers, ids, make_config, rig, settle
+from tests.helpers.rollout_rig import Numbers, Rig, ids, length_reward, make_config, rig, settle
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -440,7 +440,8 @@ async def test_a_restart_neither_repeats_nor_forgets_that_a_hint_was_given(tmp_p
 FAILING = """
 from typing import Any
 
-from rlsys.algo.planners import Accept, Decision, Planner
+from rlsys.algo.planners import Accept, AddSamples, Decision, Hold, Planner, Prefix
+from rlsys.algo.prompts import PromptChooser
 from rlsys.core.types import SampleGroup
 
 
@@ -460,16 +461,72 @@ class Failing(Planner):
 
     def decide(self, group: SampleGroup) -> Decision:
         self._check("decide", group.group_id)
-        if self.where == "no decision" and group.group_id % self.every == 0:
-            decision: Any = None
+        if self.where in DECISIONS and group.group_id % self.every == 0:
+            decision: Any = DECISIONS[self.where]
             return decision
         return Accept()
+
+    def limit(self, size: int) -> int:
+        return size + 2
 
     def on_decided(self, group: SampleGroup, *, accepted: bool) -> None:
         self._check("on_decided", group.group_id)
 
     def forget(self, group_id: int) -> None:
         self._check("forget", group_id)
+
+    def waiting(self) -> frozenset[int]:
+        self._check("waiting", 0)
+        return self._unknown("waiting of no group")
+
+    def released(self) -> frozenset[int]:
+        self._check("released", 0)
+        return self._unknown("released of no group")
+
+    def _unknown(self, where: str) -> Any:
+        return None if where == self.where else {10**6} if self.where == f"{where} that exists" else frozenset()
+
+    def close_round(self) -> None:
+        self._check("close_round", 0)
+
+    def restart(self) -> None:
+        self._check("restart", 0)
+
+    @property
+    def counts(self) -> dict[str, float]:
+        self._check("counts", 0)
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        self._check("state_dict", 0)
+        return {"a": {1}} if self.where == "state_dict of no JSON" else {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._check("load_state_dict", 0)
+
+
+DECISIONS = {
+    "no decision": None, "no more samples": AddSamples(0), "too many samples": AddSamples(3),
+    "ids that are none": AddSamples(1, prompt_ids=("a",)),
+    "a prefix of no sample": AddSamples(1, prefixes=(Prefix(9, 0, ()),)),
+}
+
+
+class Choosing(PromptChooser):
+    # Raise, or return no index, for every group whose id is a multiple of three.
+
+    where: str
+
+    def index(self, group_id: int) -> int:
+        if self.where == "index" and group_id % 3 == 0:
+            {}["missing"]
+        return {"no index": None, "an index below 0": -1, "too large an index": 2**70}.get(self.where, group_id) if (
+            group_id % 3 == 0) else group_id
+
+    def template(self, group_id: int) -> Any:
+        if self.where == "template" and group_id % 3 == 0:
+            {}["missing"]
+        return None if self.where == "no template" and group_id % 3 == 0 else super().template(group_id)
 """
 
 
@@ -481,7 +538,16 @@ def failing(tmp_path: Path, where: str, every: int, **rollout: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize("where", ["needs_probes", "decide", "no decision", "on_decided"])
+DECISIONS = [
+    "no decision",
+    "no more samples",
+    "too many samples",
+    "ids that are none",
+    "a prefix of no sample",
+]
+
+
+@pytest.mark.parametrize("where", ["needs_probes", "decide", "on_decided", *DECISIONS])
 async def test_a_planner_that_raises_for_one_group_costs_that_group(
     tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -492,8 +558,102 @@ async def test_a_planner_that_raises_for_one_group_costs_that_group(
         assert (taken.metrics["censored"], taken.metrics["censored_samples_exception"]) == (1, 2)
         await r.push()
         assert ids((await r.take(2)).groups) == [4, 5]
-    error = "TypeError: decide returned None" if where == "no decision" else "KeyError: 'missing'"
+    errors = {"no decision": "TypeError: decide returned None", "too many samples": "AddSamples.samples = 3"}
+    error = errors.get(where, "Error: " if where in DECISIONS else "KeyError: 'missing'")
     assert error in caplog.text and "group 0" in caplog.text and "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "where", ["index", "no index", "an index below 0", "too large an index", "template", "no template"]
+)
+async def test_a_prompt_chooser_that_raises_for_one_group_costs_that_group(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    prompt = {"name": f"{tmp_path / 'failing.py'}:Choosing", "where": where}
+    config = make_config(tmp_path, algo={"prompt": prompt}, rollout={"max_failed_share": 1.0})
+    async with rig(config) as r:
+        await r.start()
+        (taken,) = await asyncio.gather(r.take(1), return_exceptions=True)
+        assert not isinstance(taken, BaseException), taken
+        assert ids(taken.groups) == [1, 2]
+        assert (taken.metrics["censored"], taken.metrics["censored_samples_exception"]) == (1, 2)
+    assert "algo.prompt" in caplog.text and "group 0" in caplog.text and "Traceback" in caplog.text
+
+
+HOOKS = {
+    "waiting": "waiting: KeyError: 'missing'",
+    "waiting of no group": "waiting: TypeError: ",
+    "released": "released: KeyError: 'missing'",
+    "released of no group": "released: TypeError: ",
+    "released of no group that exists": "released: group 1000000 does not wait",
+    "close_round": "close_round: KeyError: 'missing'",
+    "restart": "restart: KeyError: 'missing'",
+    "counts": "counts: KeyError: 'missing'",
+    "state_dict": "state_dict: KeyError: 'missing'",
+    "state_dict of no JSON": "state_dict: TypeError: ",
+    "load_state_dict": "load_state_dict: KeyError: 'missing'",
+}
+
+
+@pytest.mark.parametrize("where", HOOKS)
+async def test_a_planner_whose_state_cannot_be_read_ends_the_run_in_one_line(
+    tmp_path: Path, where: str
+) -> None:
+    """What concerns all groups cannot cost one of them."""
+    (found,) = await asyncio.gather(two_processes(failing(tmp_path, where, 1)), return_exceptions=True)
+    assert isinstance(found, RunError), repr(found)
+    name = f"algo.planners[0] = '{tmp_path / 'failing.py'}:Failing': "
+    assert str(found).startswith(name + HOOKS[where]) and "\n" not in str(found), found
+    assert "failing.py:" in str(found) or "missing" not in HOOKS[where], found
+
+
+async def two_processes(config: Config) -> None:
+    """Take a step, close a round without groups, and restore the state in another process."""
+    made = Rig(config, lambda s: 3, length_reward)
+    try:
+        await made.start()
+        await made.take(1)
+        made.manager._runner._planning.close_round()
+        state = made.manager._runner._planning.state()
+        Planning(config, Numbers(), Lengths()).restore(state)  # type: ignore[arg-type]
+    finally:
+        await asyncio.gather(made.manager.close(), return_exceptions=True)
+        made.buffer.close()
+
+
+async def test_a_planner_that_releases_a_group_for_ever_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    config = config_of(tmp_path, planners=[f"{tmp_path / 'held.py'}:Held"])
+    async with rig(config) as r:
+        await r.start()
+        with pytest.raises(RunError, match=r"held.py:Held': released: group 0 does not wait"):
+            await r.take(1)
+
+
+HELD = """
+from rlsys.algo.planners import Accept, Decision, Hold, Planner
+from rlsys.core.types import SampleGroup
+
+class Held(Planner):
+    _held: set[int] = set()
+    _open: set[int] = set()
+
+    def decide(self, group: SampleGroup) -> Decision:
+        if group.group_id in self._open:
+            return Accept()
+        self._held.add(group.group_id)
+        return Hold()
+
+    def waiting(self) -> frozenset[int]:
+        return frozenset(self._held - self._open)
+
+    def released(self) -> frozenset[int]:
+        return frozenset(self._open)
+
+    def close_round(self) -> None:
+        self._open |= self._held
+"""
 
 
 async def test_a_planner_that_raises_for_a_group_without_a_decision_costs_nothing_more(

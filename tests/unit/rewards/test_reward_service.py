@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from rlsys.config import Config
-from rlsys.core.errors import UserError
+from rlsys.core.errors import RowError, UserError
 from rlsys.core.types import Prompt
 from rlsys.data import Tokenizer
 from rlsys.rewards import Rewards, find_reward, service
@@ -93,6 +94,40 @@ async def test_another_response_has_another_id_and_a_row_may_hold_anything() -> 
     assert service.question(ROW, "a")["id"] != service.question(ROW, "b")["id"]
     odd = Prompt(0, "", [], {"messages": [{"role": "user", "content": "x"}], "at": Path("/x")})
     assert service.question(odd, "a")["prompt"] == odd.entry["messages"]
+
+
+LOST = {
+    "bytes": ({"a": {"b": [b"x"]}}, "rows.parquet, row 3: a.b[0] is bytes"),
+    "a number and its text": ({"a": {1: "x", "1": "y"}}, "rows.parquet, row 3: a.1 is the name of two keys"),
+    "nothing and its text": ({None: 1, "null": 2}, "rows.parquet, row 3: null is the name of two keys"),
+    "a pair and its text": (
+        {"a": [{(1, 2): 1, "[1, 2]": 2}]},
+        "rows.parquet, row 3: a[0].[1, 2] is the name of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOST.values(), ids=LOST)
+def test_a_row_that_json_cannot_hold_is_refused_by_name(case: tuple[dict[Any, Any], str]) -> None:
+    entry, message = case
+    row = Prompt(3, "", [], {"prompt": "3+4=", **entry}, location="rows.parquet, row 3")
+    (found,) = outcomes(lambda: service.question(row, "a"))
+    assert isinstance(found, RowError) and str(found).startswith(message) and "\n" not in str(found), found
+
+
+def test_a_row_of_numpy_is_sent_as_it_is() -> None:
+    entry: dict[Any, Any] = {"n": np.int64(3), "x": np.arange(2000), 5: {"b": 1, 2: "c"}}
+    row = Prompt(3, "", [], entry)
+    expected = {"n": 3, "x": list(range(2000)), "5": {"b": 1, "2": "c"}}
+    (found,) = outcomes(lambda: service.question(row, "a")["entry"])
+    assert found == expected
+
+
+def outcomes(call: Callable[[], Any]) -> list[Any]:
+    try:
+        return [call()]
+    except (TypeError, UserError) as e:
+        return [e]
 
 
 @pytest.mark.parametrize("status", sorted(service.RETRY_STATUSES))

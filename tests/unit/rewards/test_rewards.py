@@ -190,9 +190,29 @@ def hostile(config: Config) -> object:
             os.kill(os.getpid(), signal.SIGKILL)
         if deed == "raise":
             raise ZeroDivisionError("no such thing")
-        return {"nan": math.nan, "words": "full marks", "parts": {"a": 1}}[deed]
+        return {"nan": math.nan, "words": "full marks", "parts": {"a": 1}, **UNUSUAL}[deed]
 
     return score
+
+
+UNUSUAL: dict[str, object] = {
+    "two keys": {1: 0.5, "1": 0.25}, "two keys beside a score": {"score": 1, 2.5: 0.5, "2.5": 1},
+    "bytes": b"1", "bytes as a part": {"a": bytearray(b"1")}, "bytes of a turn": {"score": 1, "turn_rewards": [b"1"]},
+    "other keys": {True: 0.5, None: 0.25},
+}  # fmt: skip
+
+
+async def test_a_plain_reward_gives_what_an_async_one_gives(model: Path) -> None:
+    """Its process neither drops one of two equal keys nor makes a number of bytes."""
+    rewards = Rewards(config_of(model, "hostile"))
+    scorer = Scorer(rewards.open, lambda ids: "", timeout=60)
+    prompts = [Prompt(i, "", [], {"deed": deed}) for i, deed in enumerate(UNUSUAL)]
+    *refused, named = [await scorer.score(p, sample_of()) for p in prompts]
+    await rewards.close()
+    reasons = [str(v.reason) for v in refused]
+    assert all("two keys that are the same text" in reason for reason in reasons[:2]), reasons
+    assert all("bytes" in reason or "bytearray" in reason for reason in reasons[2:]), reasons
+    assert named.parts == {"True": 0.5, "None": 0.25}
 
 
 @pytest.mark.parametrize(
