@@ -97,7 +97,7 @@ class Engine:
         raise EngineGone(f"the engine did not answer this request in {_TRIES} attempts")
 
     def _read(self, answers: list[Any], asked: Sample) -> tuple[list[Sampled], list[float] | None]:
-        with self._wire.understanding("/generate"):
+        with self._wire.translate_errors("/generate"):
             found = [_sampled(answer) for answer in answers]
             if not asked.prompt_logprobs:
                 return found, None
@@ -138,7 +138,7 @@ class Engine:
 
     async def _names(self) -> list[str]:
         """Of its adapters: models that have a parent."""
-        with self._wire.understanding("/v1/models"):
+        with self._wire.translate_errors("/v1/models"):
             models = json.loads(await self._wire.get("/v1/models"))["data"]
             return [str(model["id"]) for model in models if model.get("parent")]
 

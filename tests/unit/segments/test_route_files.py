@@ -21,7 +21,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.owner import claim
 from rlsys.core.spans import RouteLocation, RouteSpan, VersionSpan
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status
-from rlsys.engine.chunks import Made, Meta
+from rlsys.engine.chunks import Meta, WeightSpan
 from rlsys.engine.chunks import read_routes as from_answer
 from rlsys.engine.hooks.route_writer import RouteWriter, route_writer
 from rlsys.ledger.buffer import RolloutBuffer
@@ -51,7 +51,7 @@ def opened(folder: Path) -> RolloutBuffer:
 
 def meta(said: bytes, *spans: tuple[int, int]) -> Meta:
     """What an engine says at the end of a request. `spans`: of weight versions 1, 2, ..."""
-    versions = [Made(str(i), a, b) for i, (a, b) in enumerate(spans, 1)]
+    versions = [WeightSpan(str(i), a, b) for i, (a, b) in enumerate(spans, 1)]
     return Meta(routed_experts=base64.b64encode(said).decode(), weight_versions=versions)
 
 
