@@ -18,7 +18,7 @@ from rlsys.core.types import Segment
 from rlsys.engine.chunks import check_log_probs, decode_chunk, read_chunk, read_routes
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.sse import events
-from rlsys.engine.weight_calls import load_by, load_from_disk
+from rlsys.engine.weight_calls import load_from_disk, run_loader
 from rlsys.engine.wire import (
     BAD_ANSWER,
     DEFAULT_LIMITS,
@@ -248,7 +248,7 @@ class EngineClient(Wire):
         await self._pass_weights(TAKE)
 
     async def _pass_weights(self, loader: str) -> None:
-        call = load_by(loader, self.tp)
+        call = run_loader(loader, self.tp)
         await self.post(call.path, call.body, self.limits.work)
 
     async def info(self) -> dict[str, Any]:
