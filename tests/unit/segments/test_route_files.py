@@ -333,7 +333,7 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
 def test_weights_that_changed_outside_of_a_request_are_its_engines_fault(started: int) -> None:
     """4 tokens after a prompt of 2; before, experts of other positions would have been taken for theirs."""
     said = chosen(5).tobytes()
-    with pytest.raises(ValueError, match="new weights from position"):
+    with pytest.raises(ValueError, match="weights changed at position"):
         from_answer(meta(said, (0, 1), (started, 4)), 2, 4, 0)
     assert from_answer(meta(said, (0, 4), (4, 4)), 2, 4, 0) is None, "nothing was predicted by the new ones"
 
