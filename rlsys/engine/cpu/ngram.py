@@ -1,8 +1,8 @@
 """SGLang's NGRAM speculation on a host without CUDA: its operators in plain torch.
 
 A draft is a tree of n tokens that followed the request's last n-gram before; its root, node 0, is the last real
-token. The model verifies all nodes in one pass, in which a node attends to its ancestors only. The tree is then walked
-from the root as long as tokens are accepted. Registered only for an engine with --speculative-algorithm.
+token. The model verifies all nodes in one pass, in which a node attends to its ancestors only. The tree is then
+walked from the root as long as tokens are accepted. Registered only for an engine with --speculative-algorithm.
 
 Shapes: b requests, n nodes of each, T tokens, V vocabulary.
 """
