@@ -219,6 +219,7 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the training loop from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args()

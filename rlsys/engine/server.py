@@ -4,7 +4,7 @@ For a model folder without tokenizer.json the engine uses the same conversion as
 (tokenizer_files.py).
 
 Before the start, sockets.py restricts access to the engine to its HTTP server. The fence (fence.py) refuses weights
-of an outdated push. The relay (rlsys/weights_relay) receives weights in chunks and forwards them to another host.
+of an outdated push. The relay (rlsys/weights_relay) receives weights in pieces and forwards them to another host.
 
 A small engine spends most of its start importing 7,000 modules, one after another on one core. Two measures shorten
 this by a fifth without an effect on serving:

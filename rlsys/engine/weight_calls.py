@@ -50,7 +50,7 @@ def load_from_senders(group: str, buckets: Buckets) -> Call:
 
 
 RelayChain = Sequence[tuple[str, str]]
-"""Hosts of a chain, in order: URL, and the token that authorizes sending chunks to the host."""
+"""Hosts of a chain, in order: URL, and the token that authorizes sending pieces to the host."""
 
 
 def open_relay(token: str, chain: RelayChain, seconds: float) -> Call:
@@ -59,22 +59,22 @@ def open_relay(token: str, chain: RelayChain, seconds: float) -> Call:
 
 
 def declare_to_relay(first: int, files: Sequence[list[Any]]) -> Call:
-    """Declare sizes and digests of files (rlsys.weights_relay.pieces.FileSpec). `first`: number of the first one."""
+    """Declare sizes and digests of files (rlsys.weights_relay.pieces.FileSpec). `first`: index of the first file."""
     return Call("/relay/declare", {"first": first, "files": list(files)})
 
 
 def renew_relay(token: str) -> Call:
-    """Renew the time limit of a push through a chain."""
+    """Replace the token that authorizes sending pieces to a host."""
     return Call("/relay/renew", {"token": token})
 
 
 def relay_state(files: int) -> Call:
-    """Query how far a host has received the first `files` files."""
+    """Query whether a host has all pieces of `files` files, and in which folder."""
     return Call("/relay/state", {"files": files})
 
 
 def feed_from_relay(chain: RelayChain, seconds: float) -> Call:
-    """Have a host forward its chunks to the hosts of a chain, with a time limit in seconds."""
+    """Have a host send all its pieces to hosts that lost their predecessor, with a time limit in seconds."""
     return Call("/relay/feed", {"line": [list(hop) for hop in chain], "seconds": seconds})
 
 

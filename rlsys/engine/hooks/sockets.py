@@ -25,7 +25,7 @@ from rlsys.http_server.connections import ConnectionLimiter, ServerLimits
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's variable: init_method of its process group."""
 LIMITS = ServerLimits(connections=2**14, body_seconds=120.0)
-"""Limits for request bodies that include chunks of weights over slow links."""
+"""Limits for request bodies that include pieces of weights over slow links."""
 PLUGINS = {
     "sglang.srt.platforms": "rlsys.engine.cpu.platform:activate",
     "sglang.srt.plugins": "rlsys.engine.cpu.hooks:register",
