@@ -32,10 +32,8 @@ from rlsys.weights.weight_push import WeightPush, push_phases
 
 
 class Loop:
-    """Training loop of one rank. Owns the trainer and the progress of the run.
-
-    `step`: completed train steps. `saved_step`: train steps in the newest checkpoint, written or in progress.
-    """
+    """Training loop of one rank. Owns the trainer and the progress of the run: `step` train steps are complete;
+    `saved_step` of them are in a checkpoint, written or in progress."""
 
     def __init__(self, config: Config, rollout: RolloutClient, owner: Owner) -> None:
         self.config, self.rollout = config, rollout
@@ -69,13 +67,7 @@ class Loop:
         self._write("run", event="end")
 
     def take(self, early: EarlyPasses | None) -> TrainBatch | None:
-        """Return the groups of the next step; None if the run must leave its machines.
-
-        Pushes the weights whenever an engine has restarted without them.
-
-        Args:
-            early: State of the backward passes that start before the step is complete; None without them.
-        """
+        """Return the groups of the next step; None: leave. Pushes the weights if an engine restarted without them."""
         rollout, step = self.rollout, self.step + 1
         while True:
             while early is not None and (part := self.on_main(lambda: rollout.early(step))) is not None:
@@ -87,13 +79,7 @@ class Loop:
             self.push()
 
     def train(self, batch: TrainBatch, early: EarlyPasses | None, start: float) -> None:
-        """Run one train step and push the updated weights.
-
-        Args:
-            batch: Groups of the step.
-            early: State of the backward passes that have already run; None without them.
-            start: Start of the step, seconds of time.monotonic().
-        """
+        """Run one train step and push the updated weights. `start`: start of the step in monotonic seconds."""
         taken_at = time.monotonic()
         stats: dict[str, object] = {}
         records = [] if early is None else early.records
@@ -115,26 +101,16 @@ class Loop:
         )  # fmt: skip
 
     def score_interrupted(self, step: int) -> float:
-        """Score interrupted tokens before the update replaces the weights that sampled them.
-
-        Returns: Duration in seconds.
-        """
+        """Score interrupted tokens before the update replaces the weights that sampled them. Returns seconds."""
         start = time.monotonic()
         scores = score_parked(self.on_main(lambda: self.rollout.unscored(step)), self.trainer)
         self.on_main(lambda: self.rollout.store_scores(scores))
         return time.monotonic() - start
 
     def push(self, mismatch_kept: float | None = None) -> dict[str, float]:
-        """Send this model's weights to every engine under a new version, attest them, and resume the rollout.
-
-        With `weights.rolling` the push runs in rounds, each for some of the engines; the others continue to generate
-        with the previous version.
-
-        Args:
-            mismatch_kept: Mean mismatch in the step due to keys and values of older weights (rollout.keep_budget).
-
-        Returns: Metrics.
-        """
+        """Send the weights to all engines under a new version, attest them, resume the rollout. Returns metrics.
+        With `weights.rolling` in rounds; the other engines generate with the previous version meanwhile.
+        `mismatch_kept`: mean mismatch in the step due to the KV cache of older weights (rollout.keep_budget)."""
         hashing, remaining = 0.0, 1.0
         phases = push_phases()
         while remaining:
@@ -185,22 +161,16 @@ class Loop:
         self.evaluating = None if status.done else self.evaluating
 
     def commit_checkpoint(self, wait: bool) -> None:
-        """Commit a written checkpoint in the rollout process: its samples are never trained again.
-
-        Args:
-            wait: Wait until a checkpoint in progress is written.
-        """
+        """Commit a written checkpoint in the rollout process: its samples are never trained again."""
         if (step := self.trainer.finish_checkpoint(wait)) is not None:
             self.on_main(lambda: self.rollout.commit(step))
 
     def leave(self) -> None:
         """Save the steps since the last checkpoint, if the time suffices."""
         self.commit_checkpoint(wait=True)
-        if (
-            self.step > self.saved_step
-            and (self.on_main(self.rollout.leaving) or 0.0) > self.trainer.save_seconds
-        ):
-            self.trainer.save_checkpoint(self.step, self.objective)
+        trainer = self.trainer
+        if self.step > self.saved_step and (self.on_main(self.rollout.leaving) or 0.0) > trainer.save_seconds:
+            trainer.save_checkpoint(self.step, self.objective)
             self.commit_checkpoint(wait=True)
         self._write("run", event="leave")
 
@@ -219,7 +189,6 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the training loop from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     args = parser.parse_args()
