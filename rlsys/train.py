@@ -1,11 +1,11 @@
-"""THE LOOP. Runs on every trainer rank: `python -m launch.ranks ... -m rlsys.train --config RUN/config.yaml`.
+"""The training loop of each trainer rank: `python -m launch.ranks ... -m rlsys.train --config RUN/config.yaml`.
 
-    take     the first groups_per_step groups that finished; what is still in flight is interrupted and parked
-             (with trainer.early_backward, groups that are done go backward while the others are made)
+    take     the first groups_per_step groups that finish; samples in flight are interrupted and parked
+             (with trainer.early_backward, finished groups run backward while the others are generated)
     train    plan -> pack -> score -> advantages -> loss -> update (rlsys.trainer.step)
-    push     the new weights to every engine, attested; generation goes on, interrupted samples first
+    push     the new weights to every engine, attested; generation resumes, interrupted samples first
 
-Rank 0 talks to the rollout process; what it hears is broadcast, so that all ranks do the same thing.
+Rank 0 communicates with the rollout process and broadcasts the responses, so that all ranks do the same.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rlsys.weights.weight_push import WeightPush, push_phases
 
 
 class Loop:
-    """Owns a rank's trainer, and how far the run has got: `step` train steps are done, `begun` of them are in a
-    checkpoint that is on its way or on the disk."""
+    """Training loop of one rank. Owns the trainer and the progress of the run: `step` train steps are complete;
+    `saved_step` of them are in a checkpoint, written or in progress."""
 
     def __init__(self, config: Config, rollout: RolloutClient, owner: Owner) -> None:
         self.config, self.rollout = config, rollout
@@ -42,12 +42,12 @@ class Loop:
         add_models(self.trainer, self.objective)
         self.weight_push = WeightPush(self.trainer, push_plan(config, lay_out(config)))
         self.on_main = self.trainer.on_main
-        self.step = self.begun = self.trainer.load_checkpoint(self.objective)
+        self.step = self.saved_step = self.trainer.load_checkpoint(self.objective)
         self.recorder = Recorder(config, self.step) if self.trainer.is_main else None
         self.evaluating: int | None = None  # the step whose weights are evaluated in the background
 
     def run(self) -> None:
-        """From the newest checkpoint to the last step, or until the run has to leave its machines."""
+        """Train from the newest checkpoint to the last step, or until the run must leave its machines."""
         self.weight_push.prepare()
         self.on_main(lambda: self.rollout.wait_ready(self.config.start_seconds))
         self.on_main(lambda: self.rollout.restore(self.step))
@@ -58,46 +58,46 @@ class Loop:
         while self.step < self.config.trainer.steps:
             start = time.monotonic()
             early = EarlyPasses() if self.config.trainer.early_backward else None
-            if (taken := self.take(early)) is None:
+            if (batch := self.take(early)) is None:
                 self.leave()
                 return
-            self.train(taken, early, start)
-            self.keep()
-        self.settle(wait=True)
+            self.train(batch, early, start)
+            self.finish_step()
+        self.commit_checkpoint(wait=True)
         self._write("run", event="end")
 
     def take(self, early: EarlyPasses | None) -> TrainBatch | None:
-        """The groups of the next step; an engine that came back without weights gets them first. None: leave."""
+        """Return the groups of the next step; None: leave. Pushes the weights if an engine restarted without them."""
         rollout, step = self.rollout, self.step + 1
         while True:
             while early is not None and (part := self.on_main(lambda: rollout.early(step))) is not None:
                 backward_early(self.trainer, self.objective, part, early)
-            if (taken := self.on_main(lambda: rollout.take(step))) is not None:
-                return taken
+            if (batch := self.on_main(lambda: rollout.take(step))) is not None:
+                return batch
             if self.on_main(rollout.leaving) is not None:
                 return None
             self.push()
 
-    def train(self, taken: TrainBatch, early: EarlyPasses | None, start: float) -> None:
-        """One train step on these groups, and the push of what came of it. `start`: when the step began."""
+    def train(self, batch: TrainBatch, early: EarlyPasses | None, start: float) -> None:
+        """Run one train step and push the updated weights. `start`: start of the step in monotonic seconds."""
         taken_at = time.monotonic()
         stats: dict[str, object] = {}
-        notes = [] if early is None else early.records
+        records = [] if early is None else early.records
         if "behaviour" in self.objective.requirements.needs:
-            stats["time_score"] = self.score_interrupted(taken.train_step)
-        stats |= train_step(self.trainer, self.objective, taken, early, notes)
+            stats["time_score"] = self.score_interrupted(batch.train_step)
+        stats |= train_step(self.trainer, self.objective, batch, early, records)
         trained_at = time.monotonic()
         stats |= self.push(cast("float | None", stats.get("mismatch_kept_mean")))
-        write_token_log(self.trainer, taken, notes)  # for people: no engine waits for it
+        write_token_log(self.trainer, batch, records)  # after the push: no engine waits for it
         self.trainer.segments.close()
         end = time.monotonic()
-        self.step = taken.train_step
+        self.step = batch.train_step
         if self.recorder is not None:
-            self.recorder.show(taken.groups)
+            self.recorder.show(batch.groups)
         self._write(
-            "step", **taken.metrics, **stats, weight_version=taken.weight_version, time_rollout=taken_at - start,
+            "step", **batch.metrics, **stats, weight_version=batch.weight_version, time_rollout=taken_at - start,
             time_train=trained_at - taken_at, time_step=end - start,
-            tokens_per_s=taken.metrics["tokens"] / (end - start),
+            tokens_per_s=batch.metrics["tokens"] / (end - start),
         )  # fmt: skip
 
     def score_interrupted(self, step: int) -> float:
@@ -108,26 +108,25 @@ class Loop:
         return time.monotonic() - start
 
     def push(self, mismatch_kept: float | None = None) -> dict[str, float]:
-        """Every engine gets this model's weights under a new version, attested; the rollout resumes. Metrics.
-        `mismatch_kept`: what keys and values of older weights cost in the step (rollout.keep_budget).
-        With `weights.rolling` in rounds of some engines; what the others make meanwhile has the version before.
-        """
-        hashing, left = 0.0, 1.0
+        """Send the weights to all engines under a new version, attest them, resume the rollout. Returns metrics.
+        With `weights.rolling` in rounds; the other engines generate with the previous version meanwhile.
+        `mismatch_kept`: mean mismatch in the step due to the KV cache of older weights (rollout.keep_budget)."""
+        hashing, remaining = 0.0, 1.0
         phases = push_phases()
-        while left:
+        while remaining:
             phases.call("room", self.trainer.release_unused_memory)  # for the weights of the engines
             ticket = phases.call("begin", self.on_main, partial(self.rollout.begin_push, mismatch_kept))
-            sent = phases.call("send", self.weight_push.push, ticket)
+            result = phases.call("send", self.weight_push.push, ticket)
             canaries = phases.call("canaries", self.trainer.canaries, ticket.canaries)
             phases.call("room", self.trainer.release_unused_memory)  # for their caches
-            end = partial(self.rollout.end_push, ticket, canaries, sent.digests, sent.excluded)
-            found = phases.call("end", self.on_main, end)
-            left, hashing = found.pop("push_left"), hashing + sent.hash_seconds
-        found["time_checksums"] += hashing
-        return {**phases.with_total, "time_sync_hash": hashing, **self.weight_push.metrics, **found}
+            end = partial(self.rollout.end_push, ticket, canaries, result.digests, result.excluded)
+            metrics = phases.call("end", self.on_main, end)
+            remaining, hashing = metrics.pop("push_left"), hashing + result.hash_seconds
+        metrics["time_checksums"] += hashing
+        return {**phases.with_total, "time_sync_hash": hashing, **self.weight_push.metrics, **metrics}
 
-    def keep(self) -> None:
-        """After a step: evaluate, export and begin a checkpoint when they are due."""
+    def finish_step(self) -> None:
+        """Evaluate, export and begin a checkpoint after a step, each when it is due."""
         step, t, accuracy = self.step, self.config.trainer, None
         last = step == t.steps
         self.end_evaluation(wait=False)
@@ -136,42 +135,43 @@ class Loop:
         if t.export_every and step % t.export_every == 0:
             self.trainer.export(self.config.run.dir / "exports" / f"step-{step:06d}")
         due = last or step % t.checkpoint_every == 0
-        self.settle(wait=due)
+        self.commit_checkpoint(wait=due)
         if due:
             self.trainer.save_checkpoint(step, self.objective, accuracy)
-            self.begun = step
+            self.saved_step = step
 
     def evaluate(self) -> float | None:
-        """Held-out accuracy of the weights that the engines have; None while it is measured in the background."""
+        """Return the held-out accuracy of the engines' weights; None if the evaluation runs in the background."""
         self.end_evaluation(wait=True)
-        beside = self.config.eval.background and self.step < self.config.trainer.steps
-        if beside and self.on_main(self.rollout.begin_evaluation):
+        background = self.config.eval.background and self.step < self.config.trainer.steps
+        if background and self.on_main(self.rollout.begin_evaluation):
             self.evaluating = self.step
             return None
-        found = self.on_main(self.rollout.evaluate)
-        self._write("eval", **found.metrics())
-        return found.accuracy
+        result = self.on_main(self.rollout.evaluate)
+        self._write("eval", **result.metrics())
+        return result.accuracy
 
     def end_evaluation(self, *, wait: bool) -> None:
-        """Write down what the one in the background found, once it has ended."""
+        """Record the result of the background evaluation, if it has ended. `wait`: wait until it ends."""
         if self.evaluating is None:
             return
-        ended = self.on_main(lambda: self.rollout.end_evaluation(wait))
-        if ended.result is not None and self.recorder is not None:
-            self.recorder.write("eval", self.evaluating, **ended.result.metrics())
-        self.evaluating = None if ended.done else self.evaluating
+        status = self.on_main(lambda: self.rollout.end_evaluation(wait))
+        if status.result is not None and self.recorder is not None:
+            self.recorder.write("eval", self.evaluating, **status.result.metrics())
+        self.evaluating = None if status.done else self.evaluating
 
-    def settle(self, wait: bool) -> None:
-        """A checkpoint that has been written since counts from now on: what it trained is never trained again."""
-        if (saved := self.trainer.finish_checkpoint(wait)) is not None:
-            self.on_main(lambda: self.rollout.commit(saved))
+    def commit_checkpoint(self, wait: bool) -> None:
+        """Commit a written checkpoint in the rollout process: its samples are never trained again."""
+        if (step := self.trainer.finish_checkpoint(wait)) is not None:
+            self.on_main(lambda: self.rollout.commit(step))
 
     def leave(self) -> None:
-        """Save what no checkpoint has yet, if there is time for it."""
-        self.settle(wait=True)
-        if self.step > self.begun and (self.on_main(self.rollout.leaving) or 0.0) > self.trainer.save_seconds:
-            self.trainer.save_checkpoint(self.step, self.objective)
-            self.settle(wait=True)
+        """Save the steps since the last checkpoint, if the time suffices."""
+        self.commit_checkpoint(wait=True)
+        trainer = self.trainer
+        if self.step > self.saved_step and (self.on_main(self.rollout.leaving) or 0.0) > trainer.save_seconds:
+            trainer.save_checkpoint(self.step, self.objective)
+            self.commit_checkpoint(wait=True)
         self._write("run", event="leave")
 
     def _write(self, kind: str, **values: object) -> None:

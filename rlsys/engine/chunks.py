@@ -1,4 +1,4 @@
-"""What SGLang's /generate says, in our words: new tokens, the versions that made them, routed experts."""
+"""Decoding of the chunks that SGLang's /generate streams: new tokens, their weight versions, routed experts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from rlsys.segments import support
 from rlsys.segments.route_records import read_pointer
 
 ROUNDING = 1e-4
-"""By how much a rounding may put a log-prob above 0: those among kept ids are quotients of sums."""
+"""Largest log-prob above 0 that counts as a rounding error: log-probs under a sampling mask are quotients of sums."""
 
 VersionOf = Callable[[str], int]
-"""The version that a label stands for."""
+"""Weight label -> version."""
 
 
 class LogProb(msgspec.Struct, array_like=True, gc=False):
-    """The first of an entry's values; its id is in `output_ids`, and its text is nobody's."""
+    """The first value of a log-prob entry. The id is in `output_ids`; the text is not used."""
 
     value: float
 
 
-class Made(msgspec.Struct):
-    """Tokens [start, end) of a request, by one version of the weights."""
+class WeightSpan(msgspec.Struct):
+    """Tokens [start, end) of a request, sampled with one version of the weights."""
 
     version: str
     start: int
@@ -38,13 +38,15 @@ class Made(msgspec.Struct):
 
 
 class Finish(msgspec.Struct):
+    """SGLang's `finish_reason` of a request."""
+
     type: str
     status_code: int | None = None
     message: str | None = None
 
 
 class Meta(msgspec.Struct):
-    """What we read of a chunk's `meta_info`."""
+    """The fields of a chunk's `meta_info` that this module reads."""
 
     weight_version: str | None = None
     finish_reason: Finish | None = None
@@ -55,21 +57,21 @@ class Meta(msgspec.Struct):
     output_top_logprobs: list[list[tuple[float | None, int, Any]]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
     output_token_sampling_mask: list[list[int]] | None = None
-    weight_versions: list[Made] | None = None
+    weight_versions: list[WeightSpan] | None = None
     routed_experts: str | None = None
     spec_verify_ct: int = 0
 
 
 class Chunk(msgspec.Struct):
-    """One event of a stream. Types are checked while it is decoded: nothing is made of what nobody reads."""
+    """One event of a stream. Decoding checks the types and builds no objects for unused fields."""
 
     output_ids: list[int] = []
     meta_info: Meta | None = None
     error: Any = None
 
 
-class Refused(Exception):
-    """A chunk that tells of an error. `status`: as HTTP's."""
+class RequestRefused(Exception):
+    """The engine reports an error in a chunk. `status`: an HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -80,16 +82,22 @@ _CHUNK = msgspec.json.Decoder(Chunk)
 
 
 def decode_chunk(event: bytes | memoryview) -> Chunk:
-    """Raises ValueError for what is no chunk of SGLang's."""
+    """Decode the JSON of an event. Raises ValueError for anything but a chunk of SGLang."""
     return _CHUNK.decode(event)
 
 
 def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bool = False) -> Segment:
-    """One chunk of a stream of which `received` tokens have come before. `truncated`: the engine says which ids
-    sampling kept, and `mu` is the log-prob among these.
+    """Convert a chunk to a segment of new tokens. The caller checks the ids against the vocabulary.
 
-    Raises Refused for an error that the engine tells, ValueError for what is no chunk of SGLang's, and for numbers
-    that are no log-probs. The caller knows the vocabulary, and checks ids.
+    Args:
+        chunk: A decoded event.
+        received: Number of tokens that earlier chunks of the stream contained.
+        version_of: Maps a weight label to a version.
+        truncated: The engine returns a sampling mask, and `mu` is the log-prob under this mask.
+
+    Raises:
+        RequestRefused: The engine reports an error.
+        ValueError: The chunk is not one of SGLang, or a number is not a log-prob.
     """
     meta = chunk.meta_info
     if meta is None:
@@ -97,35 +105,35 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         if error is None:
             raise ValueError("neither meta_info nor an error")
         code = error.get("code") if isinstance(error, dict) else None
-        raise Refused(f"{error}", code if isinstance(code, int) else 400)
+        raise RequestRefused(f"{error}", code if isinstance(code, int) else 400)
     reason = meta.finish_reason
     if reason is not None and reason.type == "abort" and reason.status_code:
-        raise Refused(f"{reason.status_code} {reason.message}", reason.status_code)
+        raise RequestRefused(f"{reason.status_code} {reason.message}", reason.status_code)
     ids = chunk.output_ids
     if truncated:
-        mu, kept = meta.output_token_sampling_logprobs or [], meta.output_token_sampling_mask or []
+        mu, masks = meta.output_token_sampling_logprobs or [], meta.output_token_sampling_mask or []
     else:
-        mu, kept = [entry.value for entry in meta.output_token_logprobs or []], []
+        mu, masks = [entry.value for entry in meta.output_token_logprobs or []], []
     if meta.completion_tokens and len(ids) > meta.completion_tokens - received >= 0:
-        # A server without --incremental-streaming-output repeats all tokens so far, and may add later ones, whose
-        # log-probs are in its next chunk.
+        # Without --incremental-streaming-output a server repeats all earlier tokens, and may append tokens whose
+        # log-probs are in the next chunk.
         unread = slice(received, meta.completion_tokens)
         ids, mu = ids[unread], mu[unread]
-        kept[:] = kept[unread]
+        masks[:] = masks[unread]
         if meta.output_top_logprobs is not None:
             meta.output_top_logprobs = meta.output_top_logprobs[unread]
     if not meta.prompt_tokens:
-        # Aborted in the queue, where a request that has run before may wait for memory: this closing chunk then
-        # repeats its last token and all its log-probs. The count of all its tokens tells how many are new.
+        # The request was aborted in the queue, where a retracted request waits for memory. Its last chunk then
+        # repeats the last token and all log-probs; `completion_tokens` determines how many tokens are new.
         new = meta.completion_tokens - received
-        ids, mu, kept = ids[:new], mu[:new], kept[:new]
+        ids, mu, masks = ids[:new], mu[:new], masks[:new]
     tops = None
     if meta.output_top_logprobs is not None:
-        tops = [_alternatives(place) for place in meta.output_top_logprobs[: len(ids)]]
+        tops = [_alternatives(entries) for entries in meta.output_top_logprobs[: len(ids)]]
     if len(ids) != len(mu) or meta.weight_version is None or (tops is not None and len(tops) != len(ids)):
         raise ValueError(f"{len(ids)} ids, {len(mu)} log-probs, weight version {meta.weight_version}")
     mu, rounded = check_log_probs(mu)
-    rows = [row for row in chain(kept, ([i for _, i in place] for place in tops or ())) if row]
+    rows = [row for row in chain(masks, ([i for _, i in top] for top in tops or ())) if row]
     return Segment(
         ids=ids,
         mu=mu,
@@ -136,7 +144,7 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         cached_tokens=meta.cached_tokens,
         prompt_tokens=meta.prompt_tokens,
         call_spans=_call_spans(meta, received + len(ids), version_of) if reason else None,
-        support=support.encode(kept, ids) if truncated else None,
+        support=support.encode(masks, ids) if truncated else None,
         tops=tops,
         checks=meta.spec_verify_ct if reason else 0,
         checked=meta.completion_tokens if reason and meta.spec_verify_ct else 0,
@@ -144,47 +152,62 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
 
 
 def check_log_probs(values: Iterable[float]) -> tuple[list[float], int]:
-    """The values, those that a rounding has put above 0 as 0, and how many these are. Raises ValueError for one that
-    is no log-prob."""
-    found, rounded = list(values), 0
-    for i, value in enumerate(found):
+    """Set log-probs in (0, ROUNDING] to 0.
+
+    Returns: The log-probs, and how many were set to 0.
+
+    Raises ValueError for a value that is not a log-prob.
+    """
+    log_probs, rounded = list(values), 0
+    for i, value in enumerate(log_probs):
         if not -math.inf < value <= ROUNDING:
             raise ValueError(f"log-prob {value!r}, expected a finite one of at most 0")
         if value > 0:
-            found[i] = 0.0
+            log_probs[i] = 0.0
             rounded += 1
-    return found, rounded
+    return log_probs, rounded
 
 
-def _alternatives(place: list[tuple[float | None, int, Any]]) -> list[tuple[float, int]]:
-    """Without those of log-prob null, which is -inf: sampling cannot draw them."""
-    found = [(value, i) for value, i, _ in place if value is not None]
-    values, _ = check_log_probs(value for value, _ in found)
-    return [(value, i) for value, (_, i) in zip(values, found, strict=True)]
+def _alternatives(entries: list[tuple[float | None, int, Any]]) -> list[tuple[float, int]]:
+    """Drop entries whose log-prob is null, which stands for -inf: sampling cannot draw them."""
+    pairs = [(value, i) for value, i, _ in entries if value is not None]
+    values, _ = check_log_probs(value for value, _ in pairs)
+    return [(value, i) for value, (_, i) in zip(values, pairs, strict=True)]
 
 
 def _call_spans(meta: Meta, tokens: int, version_of: VersionOf) -> list[VersionSpan] | None:
-    """Of all `tokens` of a request that ended, when more than one version made them. Raises ValueError unless they
-    tile the tokens."""
+    """Return the version spans of a finished request of `tokens` tokens; None if there is only one version.
+
+    Raises ValueError unless the spans tile the tokens.
+    """
     spans = meta.weight_versions or []
     if len(spans) < 2 or not tokens:
         return None
     ends = [0, *(s.end for s in spans)]
     if (
-        any(s.start != before or s.end < s.start for s, before in zip(spans, ends, strict=False))
+        any(s.start != start or s.end < s.start for s, start in zip(spans, ends, strict=False))
         or ends[-1] < tokens
     ):
-        raise ValueError(f"versions of weights that do not tile {tokens} tokens: {spans}"[:300])
+        raise ValueError(f"weight versions do not tile {tokens} tokens: {spans}"[:300])
     return [
         VersionSpan(version_of(s.version), s.start, min(s.end, tokens)) for s in spans if s.start < tokens
     ]
 
 
 def read_routes(meta: Meta, prompt: int, received: int, first: int) -> RouteSpan | None:
-    """Of a request's whole sequence from position `first` on; None where the engine has none.
+    """Return the routed experts of a request's sequence from position `first` on; None if the engine has none.
 
-    When the weights changed under the request, only positions that the new ones predicted from: the old ones' routes
-    are gone, since the prefix was read again. Raises ValueError when they changed outside of these positions.
+    After a weight change during the request, the result starts at the first position of the newest weights: the
+    prefill of the prefix has replaced the earlier experts.
+
+    Args:
+        meta: `meta_info` of the last chunk.
+        prompt: Number of prompt tokens.
+        received: Number of tokens that the request has generated.
+        first: First position whose experts were requested.
+
+    Raises:
+        ValueError: The weights changed outside of the requested positions.
     """
     end = prompt + received - 1
     rows = end - first
@@ -194,10 +217,12 @@ def read_routes(meta: Meta, prompt: int, received: int, first: int) -> RouteSpan
     versions = meta.weight_versions or []
     seam = prompt + versions[-1].start - 1 if len(versions) > 1 else first
     if not first <= seam <= end:
-        raise ValueError(f"new weights from position {seam} on, and routes of [{first}, {end})")
-    if seam == end:  # they changed behind the last token
+        raise ValueError(
+            f"weights changed at position {seam}, outside of the requested positions [{first}, {end})"
+        )
+    if seam == end:  # the weights changed after the last token
         return None
-    if (place := read_pointer(data, first, rows)) is not None:
-        return RouteSpan(seam, end, b"", place)
+    if (pointer := read_pointer(data, first, rows)) is not None:
+        return RouteSpan(seam, end, b"", pointer)
     experts = np.frombuffer(data, dtype="<i4").reshape(rows, -1)[seam - first :]
     return RouteSpan(seam, end, experts.astype("u1" if experts.max() < 256 else "<u2").tobytes())

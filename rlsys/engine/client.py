@@ -1,4 +1,4 @@
-"""One SGLang server as an asyncio object. Speaks SGLang's own HTTP API; knows nothing of samples or policies."""
+"""asyncio client of one SGLang server: SGLang's own HTTP API, without samples and policies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,17 @@ from rlsys.core.types import Segment
 from rlsys.engine.chunks import check_log_probs, decode_chunk, read_chunk, read_routes
 from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.sse import events
-from rlsys.engine.weight_calls import load_by, load_from_disk
-from rlsys.engine.wire import BAD_ANSWER, UNPLANNED, DeadEngine, EngineError, Limits, Stranger, Wire, parse
+from rlsys.engine.weight_calls import load_from_disk, run_loader
+from rlsys.engine.wire import (
+    BAD_ANSWER,
+    DEFAULT_LIMITS,
+    DeadEngine,
+    EngineError,
+    ForeignServer,
+    Limits,
+    Wire,
+    parse,
+)
 from rlsys.segments.route_records import ROUTES_PARAM
 
 IDLE_SECONDS = 30.0
@@ -28,15 +37,15 @@ _GENERATED = "sglang:generation_tokens_total"
 
 _STREAMED = {"stream": True, "return_logprob": True}
 _UNKNOWN = -1
-"""Version of weights that are nobody's, or of another run."""
+"""Version of weights that no push has labelled, or that belong to another run."""
 
 
 class Aborted(Exception):
-    """The request came back unfinished because somebody asked for it."""
+    """The request ended early because a caller aborted it."""
 
 
 class EngineClient(Wire):
-    """Raises EngineError for a refusal and one of `DeadEngine` when nobody answers."""
+    """Client of one engine. Methods raise EngineError for a refusal and one of `DeadEngine` without a response."""
 
     def __init__(
         self,
@@ -46,12 +55,22 @@ class EngineClient(Wire):
         tp: int = 1,
         index: int | None = None,
         identity: Identity = ANONYMOUS,
-        limits: Limits = UNPLANNED,
+        limits: Limits = DEFAULT_LIMITS,
         adapter: str | None = None,
         pool: str | None = None,
     ) -> None:
-        """`index`: its number in the run's layout, if it is there; else `pool`, of engine.pools the one that it has
-        joined. `identity`: whose it must be. `adapter`: which of its adapters answers; None: its model alone."""
+        """Address an engine; no request is sent.
+
+        Args:
+            url: Base URL of the engine's HTTP server.
+            session: Session of make_session().
+            tp: Tensor-parallel size of the engine.
+            index: Number of the engine in the run's layout; None for an engine that joined later.
+            identity: Owner that the engine must have.
+            limits: Time limits of responses.
+            adapter: Name of the adapter that generates; None for the base model.
+            pool: Name of the pool in engine.pools that the engine has joined.
+        """
         super().__init__(url, session, identity, limits)
         self.tp = tp
         self.index = index
@@ -75,18 +94,31 @@ class EngineClient(Wire):
         sampling: Mapping[str, object] = MappingProxyType({}),
         store_routes: bool = True,
     ) -> AsyncGenerator[Segment, None]:
-        """Segments of new tokens as they come; the last one alone has `finish`, and routes if they are asked for.
+        """Stream segments of new tokens. Only the last segment has `finish`, and routed experts if requested.
 
-        `routes_from`: the first position whose routed experts are wanted. What precedes the last token of `ids` has
-        been read before, and a new pass over it may have chosen others. `cache_key`: requests share cached prefixes
-        only with those of the same key. `truncation`: each token's `mu` is then its log-prob among the ids that
-        sampling kept, which segments name. `stop_texts`: looked for in what this request makes, so not across its
-        beginning. `tops`: so many of the most probable ids in the place of each token are told as well. `sampling`:
-        further parameters, by SGLang's names. `store_routes`: an engine of a run may write the routes to a file.
+        If the last segment has `prompt_tokens` 0, the server aborted the request in its queue and did not count the
+        tokens in `generated_tokens`.
 
-        `rid` must not be in use on this server, nor be the beginning of one that is. When the last segment has
-        `prompt_tokens` 0, the server dropped the request from its queue and did not count its tokens in
-        `generated_tokens`. Raises one of `DeadEngine` also when the stream ends without a finish.
+        Args:
+            ids: Token ids of the prompt, followed by tokens that earlier requests of the sample generated.
+            rid: Request id. It must not be in use on this server, nor be a prefix of one in use.
+            max_new_tokens: Limit of generated tokens.
+            temperature: Sampling temperature.
+            seed: Sampling seed; None for an engine that is not deterministic.
+            stop_ids: Token ids that end the response.
+            routes_from: First position whose routed experts are returned; None for none. A prefill of an earlier
+                prefix may select other experts than the pass that sampled it.
+            cache_key: Requests share cached prefixes only with requests of the same key.
+            truncation: top_k, top_p and min_p. `mu` is then the log-prob under the sampling mask, which segments
+                contain.
+            stop_texts: Texts that end the response. They match only within the tokens of this request.
+            tops: Number of most probable ids returned for each generated token.
+            sampling: Additional parameters by SGLang's names.
+            store_routes: Let an engine of a run write the routed experts to a file.
+
+        Raises:
+            EngineError: The engine refuses the request, or its response is malformed.
+            DeadEngine: One of these, also if the stream ends without a finish.
         """
         params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "temperature": temperature}
         params |= {"skip_special_tokens": False, "stop_token_ids": list(stop_ids)}
@@ -115,19 +147,23 @@ class EngineClient(Wire):
                 if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
                     segment = self._segment(event, truncation is not None, received, len(ids), routes_from)
                     received += len(segment.ids)
-                    if received > max_new_tokens:  # one that never ends would hold up an interrupt for ever
-                        more = f"{received} tokens where {max_new_tokens} were asked for"
-                        raise EngineError(f"{self.url}/generate: not an answer of SGLang: {more}", BAD_ANSWER)
+                    if received > max_new_tokens:  # an endless stream would block an interrupt forever
+                        error = f"{received} tokens, expected at most {max_new_tokens}"
+                        raise EngineError(
+                            f"{self.url}/generate: not an answer of SGLang: {error}", BAD_ANSWER
+                        )
                     yield segment
                     if segment.finish is not None:
                         return
-            raise aiohttp.ClientPayloadError(f"{self.url}/generate: ended in the middle of {rid}")
+            raise aiohttp.ClientPayloadError(
+                f"{self.url}/generate: the stream of {rid} ended without a finish"
+            )
 
     def _segment(
         self, event: bytes, truncated: bool, received: int, prompt: int, routes_from: int | None
     ) -> Segment:
-        """An event of the stream. `prompt`, `received`: tokens sent, and those of the events before this one."""
-        with self.understanding("/generate"):
+        """Decode an event. `prompt`, `received`: numbers of prompt tokens and of earlier generated tokens."""
+        with self.translate_errors("/generate"):
             chunk = decode_chunk(memoryview(event)[6:])
             segment = read_chunk(chunk, received, self._version_of, truncated)
             if routes_from is not None and segment.prompt_tokens and chunk.meta_info is not None:
@@ -136,26 +172,31 @@ class EngineClient(Wire):
         return segment
 
     async def abort(self, rid: str | None) -> None:
-        """Abort one request, or all. Its `generate` ends with finish "abort" and all tokens so far.
+        """Abort one request, or all (`rid` None). `generate` then ends with finish "abort" and all tokens so far.
 
-        An abort that comes before its request is registered is silently lost: the caller repeats it.
+        SGLang ignores an abort that arrives before its request is registered: the caller repeats it.
         """
         await self.post("/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
 
     async def pause_generation(self, mode: str) -> None:
-        """Make no more tokens, but keep the requests: "retract" frees their KV cache (it is computed again when they
-        go on), "in_place" keeps it. New requests wait. Control requests are answered.
+        """Pause generation and keep the requests; new requests queue, and control requests are served.
+
+        Args:
+            mode: "retract" frees the KV cache of the requests, which is recomputed when they continue; "in_place"
+                keeps it.
         """
         await self.post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
-        """Harmless when it was not paused."""
+        """Resume generation; does nothing if the engine is not paused."""
         await self.post("/continue_generation", {"torch_empty_cache": False})
 
     async def begin_weight_update(self) -> None:
-        """From now on it takes tensors, of whoever knows this update's `epoch`. An update that was begun and never
-        ended (its trainer died) is ended."""
-        self.epoch = time.time_ns()  # those of another process, before this one, are smaller
+        """Begin a weight update under a new `epoch`: the engine accepts tensors with this epoch only (fence.py).
+
+        Ends an earlier update that its trainer did not end.
+        """
+        self.epoch = time.time_ns()  # larger than the epochs of earlier processes
         try:
             await self.post("/begin_weight_update", {})
         except EngineError:
@@ -163,74 +204,81 @@ class EngineClient(Wire):
             await self.post("/begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
-        """The engine may put all tensors into another layout now."""
+        """End a weight update. The engine may then convert the layout of all tensors."""
         await self.post("/end_weight_update", {}, self.limits.work)
 
     async def release_memory(self) -> None:
-        """Give back the memory of weights, cache and CUDA graphs, while nothing runs; the first two lose what they
-        hold. Not twice."""
+        """Release the memory of weights, KV cache and CUDA graphs of an idle engine.
+
+        The contents of weights and cache are lost. Must not be called twice without resume_memory.
+        """
         tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
         await self.post("/release_memory_occupation", tags, self.limits.work)
 
-    async def resume_memory(self, of: Literal["weights", "kv_cache"]) -> None:
-        """Take back what `release_memory` gave, CUDA graphs with the cache; a scheduler that did not give it dies of
-        this."""
-        tags = {"tags": [of] if of == "weights" else [of, "cuda_graph"]}
+    async def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate memory again after `release_memory`. "kv_cache" includes the CUDA graphs.
+
+        The scheduler of an engine that has not released this memory dies.
+        """
+        tags = {"tags": [part] if part == "weights" else [part, "cuda_graph"]}
         await self.post("/resume_memory_occupation", tags, self.limits.work)
 
     async def set_weight_version(self, version: int | str) -> None:
-        """A word instead of a number marks a server whose weights are nobody's."""
+        """Set the label of the engine's weights. A word instead of a number marks weights that are no version."""
         label = self.identity.label(version)
         await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Of each tensor-parallel rank: its name of a tensor -> a hash of the bytes that it holds."""
+        """Return one mapping for each tensor-parallel rank: tensor name -> hash of the bytes of its local shard."""
         answer = await self.post("/weights_checker", {"action": "checksum"}, self.limits.work)
-        with self.understanding("/weights_checker"):
+        with self.translate_errors("/weights_checker"):
             return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
-        """Load a safetensors folder that it can read. When it cannot: EngineError, and its old weights stay."""
+        """Load a safetensors folder. Raises EngineError if the engine cannot read it, and then keeps its weights."""
         call = load_from_disk(folder, self.identity.label(version))
         await self.post(call.path, call.body, self.limits.work)
 
     async def give_weights(self) -> None:
-        """Between begin and end of an update: write them for another engine (rlsys.engine.hooks.peer_weights)."""
+        """Write the weights for another engine (rlsys.engine.hooks.peer_weights), within a weight update."""
         await self._pass_weights(GIVE)
 
     async def take_weights(self) -> None:
-        """The other side."""
+        """Load the weights that another engine wrote with `give_weights`, within a weight update."""
         await self._pass_weights(TAKE)
 
     async def _pass_weights(self, loader: str) -> None:
-        call = load_by(loader, self.tp)
+        call = run_loader(loader, self.tp)
         await self.post(call.path, call.body, self.limits.work)
 
     async def info(self) -> dict[str, Any]:
-        """What it says of itself: `model_path`, `max_req_input_len`, ..."""
+        """Return SGLang's server info: `model_path`, `max_req_input_len`, ..."""
         info = parse(await self.get("/server_info"))
         return info if isinstance(info, dict) else {}
 
     async def tokenize(self, text: str) -> list[int]:
-        """As its own `/generate` does."""
+        """Tokenize a text as the engine's `/generate` does."""
         answer = await self.post("/tokenize", {"model": "", "prompt": text})
-        with self.understanding("/tokenize"):
+        with self.translate_errors("/tokenize"):
             tokens: list[int] = list(answer["tokens"])
         return tokens
 
     async def flush(self, *, paused: bool = False) -> None:
-        """Empty the prefix cache, once nothing runs. EngineError when something still does after IDLE_SECONDS.
+        """Empty the prefix cache when the engine is idle.
 
-        A paused one with retracted requests never counts as idle, but may be flushed at once.
+        A paused engine with retracted requests never becomes idle, but can be flushed at once (`paused`).
+
+        Raises:
+            EngineError: The engine is not idle within IDLE_SECONDS.
         """
         await self.post(f"/flush_cache?timeout={0 if paused else IDLE_SECONDS}", {})
 
     async def slow_down(self, seconds: float | None) -> None:
-        """Sleep before every forward pass (SGLang's own switch, for tests and benches)."""
+        """Make the engine sleep before each forward pass (SGLang's own option, for tests and benchmarks)."""
         await self.post("/slow_down", {"forward_sleep_time": seconds})
 
     async def healthy(self) -> bool:
-        """Whether it answers within two seconds, as an engine of its owner."""
+        """Whether the server responds within two seconds and belongs to the owner."""
         try:
             async with asyncio.timeout(2):
                 async with self.request("GET", "/health") as answer:
@@ -243,66 +291,75 @@ class EngineClient(Wire):
             return False
 
     async def weight_version(self) -> int:
-        """The version that the server reports. -1 when it is not a number: never pushed to."""
+        """Return the version that the server reports; -1 if the label is not a number, as before the first push."""
         return _version(await self.weight_label())
 
     async def weight_label(self) -> str:
-        """The version that the server reports, without its owner. EngineError when it reports none: no SGLang server.
+        """Return the weight label that the server reports, without its owner.
 
-        Raises Stranger for weights of another run, and for a server that this run's key does not open.
+        Raises:
+            ForeignServer: The weights belong to another run, or the server refuses this run's key.
+            EngineError: The server reports no label and is no SGLang server.
         """
         info = parse(await self.get("/model_info"))
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError(
                 f"{self.url} answers, but is no SGLang server: its /model_info has no weight_version"
             )
-        return self._own(str(info["weight_version"]))
+        return self._version_label(str(info["weight_version"]))
 
-    def _own(self, label: str) -> str:
-        """A label without its owner. Raises Stranger when that is somebody else."""
-        if (what := self.identity.parse_label(label)) is None:
-            raise Stranger(
-                f"{self.url} is no engine of this run: it calls its weights {label[:100]!r}", BAD_ANSWER
+    def _version_label(self, label: str) -> str:
+        """Remove the owner from a label. Raises ForeignServer for the label of another owner."""
+        if (version := self.identity.parse_label(label)) is None:
+            raise ForeignServer(
+                f"{self.url} is no engine of this run: its weights are labelled {label[:100]!r}", BAD_ANSWER
             )
-        return what
+        return version
 
     async def generated_tokens(self) -> int:
-        """Tokens of all requests that ended since its start, aborted ones included (its own Prometheus counter)."""
+        """Return the tokens of all requests that ended since the engine's start (its Prometheus counter).
+
+        Aborted requests are included.
+        """
         lines = (await self.get("/metrics")).splitlines()
-        with self.understanding("/metrics"):
+        with self.translate_errors("/metrics"):
             return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_GENERATED)))
 
     async def token_logprobs(self, ids: list[int], rid: str | None = None) -> list[float]:
-        """Log-probs of `ids[1:]`, each given what precedes it: `[len(ids) - 1]`. Generates one further token.
+        """Score a sequence: log-probs of `ids[1:]`, `[len(ids) - 1]`. The engine also generates one token.
 
-        `rid`: as in `generate`; raises Aborted when it was aborted, and then no token was made. Without it nobody
-        here can have aborted it: EngineError.
+        Args:
+            ids: Token ids.
+            rid: Request id as in `generate`; None for a request that this process never aborts.
+
+        Raises:
+            Aborted: The request `rid` was aborted, and no token was generated.
+            EngineError: The engine refuses the request, or aborted it although `rid` is None.
         """
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
         body |= self._adapter if rid is None else {**self._adapter, "rid": rid}
         answer = await self.post("/generate", body, self.limits.work)
-        with self.understanding("/generate"):
+        with self.translate_errors("/generate"):
             meta = answer["meta_info"]
             if (meta.get("finish_reason") or {}).get("type") == "abort":
                 if rid is None:
-                    raise EngineError(
-                        f"{self.url}/generate: somebody has aborted all its requests", BAD_ANSWER
-                    )
+                    raise EngineError(f"{self.url}/generate: another client aborted all requests", BAD_ANSWER)
                 raise Aborted(f"{self.url}/generate: {rid} was aborted")
-            self._own(str(meta.get("weight_version")))
-            found, _ = check_log_probs(float(entry[0]) for entry in meta["input_token_logprobs"][1:])
-            if len(found) != len(ids) - 1:
-                raise ValueError(f"{len(found)} log-probs of {len(ids) - 1} tokens")
-            return found
+            self._version_label(str(meta.get("weight_version")))
+            log_probs, _ = check_log_probs(float(entry[0]) for entry in meta["input_token_logprobs"][1:])
+            if len(log_probs) != len(ids) - 1:
+                raise ValueError(f"{len(log_probs)} log-probs of {len(ids) - 1} tokens")
+            return log_probs
 
     async def most_probable(
         self, prompt_ids: Sequence[int], response_ids: Sequence[int], top_k: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """The `top_k` most probable ids in the place of each response token, and their log-probs at temperature 1:
-        `[len(response_ids), top_k]` both.
+        """Return the `top_k` most probable ids at each response position, and their log-probs at temperature 1.
 
-        SGLang divides the logits of what it is given by no temperature (0.5.23).
+        SGLang applies no temperature to input log-probs (0.5.23).
+
+        Returns: Ids int32 and log-probs float32, both `[len(response_ids), top_k]`.
         """
         body = {
             "input_ids": [*prompt_ids, *response_ids], "return_logprob": True, "top_logprobs_num": top_k,
@@ -310,7 +367,7 @@ class EngineClient(Wire):
             **self._adapter,
         }  # fmt: skip
         answer = await self.post("/generate", body, self.limits.work)
-        with self.understanding("/generate"):
+        with self.translate_errors("/generate"):
             rows = answer["meta_info"]["input_top_logprobs"][1:]
             logp = np.array([[entry[0] for entry in row] for row in rows], np.float32)
             ids = np.array([[entry[1] for entry in row] for row in rows], np.int32)
@@ -320,9 +377,9 @@ class EngineClient(Wire):
             return ids, np.minimum(logp, 0)
 
     def _version_of(self, label: str) -> int:
-        """Of weights that made tokens; of another run's, none that anybody has pushed."""
-        what = self.identity.parse_label(label)
-        return _UNKNOWN if what is None else _version(what)
+        """Return the version of sampled tokens' weights; -1 for weights of another run."""
+        version = self.identity.parse_label(label)
+        return _UNKNOWN if version is None else _version(version)
 
 
 def _version(text: str) -> int:

@@ -1,9 +1,9 @@
-"""In front of an engine's HTTP server: weights are taken only from the push that was begun last.
+"""ASGI middleware of an engine's HTTP server: accept weights from the newest push only.
 
-A trainer that was paused in the middle of a push, and comes back when another has taken its place, still has its
-ticket and the engines' keys. What it sends would land between the tensors of its successor. So each push of an engine
-has an epoch: `begin_weight_update` brings it, the ticket carries it, and calls with another one are refused (HTTP
-409). Calls without an epoch pass: they are of no run (`rlsys router`, a person with curl).
+A trainer that is suspended during a push and resumes after its replacement still has its ticket and the keys of the
+engines. Its tensors would mix with those of its successor. Therefore each push has an epoch for each engine:
+`begin_weight_update` sets it, the ticket contains it, and calls with another epoch are refused (HTTP 409). Calls
+without an epoch pass: they belong to no run (`rlsys router`, a person with curl).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FENCED = (
     "/unload_lora_adapter",
     "/relay/",
 )
-"""Beginnings of paths. A group may always be left: NCCL's end waits for the other side's."""
+"""Prefixes of paths. Leaving a group is always allowed: NCCL waits for both sides when it closes a communicator."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -31,27 +31,27 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Fence:
-    """An ASGI application around another one. Owns the epoch; None before the first push that has one."""
+    """ASGI middleware. Owns the epoch of the newest push; None before the first push with an epoch."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._epoch: bytes | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (told := dict(scope["headers"]).get(HEADER.encode())) is not None:
+        if scope["type"] == "http" and (epoch := dict(scope["headers"]).get(HEADER.encode())) is not None:
             path = scope["path"]
             if path == BEGIN:
-                self._epoch = told
-            elif path.startswith(_FENCED) and told != self._epoch:
+                self._epoch = epoch
+            elif path.startswith(_FENCED) and epoch != self._epoch:
                 await _refuse(
-                    send, f"push {told.decode('ascii', 'replace')} is over: another one has begun since"
+                    send, f"push {epoch.decode('ascii', 'replace')} is over: a later push has begun"
                 )
                 return
         await self._app(scope, receive, send)
 
 
-async def _refuse(send: Send, why: str) -> None:
-    body = json.dumps({"success": False, "message": why}).encode()
+async def _refuse(send: Send, reason: str) -> None:
+    body = json.dumps({"success": False, "message": reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 409, "headers": headers})
     await send({"type": "http.response.body", "body": body})

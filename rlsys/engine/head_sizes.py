@@ -1,8 +1,8 @@
-"""Sizes of attention heads that SGLang's attention backends take on CUDA, where rope_hooks.py covers none.
+"""Attention head sizes that SGLang's attention backends support on CUDA.
 
-Read in SGLang 0.5.23 and the packages it calls: Triton multiplies blocks of at least 16 (kernels/ops/attention) and
-has room for 512; FlashAttention 3 takes multiples of 8 up to 256; FlashInfer compiles four sizes. Of other backends
-nothing is known here.
+From the sources of SGLang 0.5.23 and its kernel packages: Triton multiplies blocks of at least 16
+(kernels/ops/attention) and supports up to 512; FlashAttention 3 supports multiples of 8 up to 256; FlashInfer
+compiles four sizes. Other backends are not checked.
 """
 
 from __future__ import annotations
@@ -21,22 +21,30 @@ _SIZES: dict[str, tuple[str, Callable[[int], bool]]] = {
 
 
 def check_head_size(path: Path, backend: str | None) -> None:
-    """Raises UserError where the backend lacks kernels for the heads of the model in `path`. `backend` None: SGLang
-    chooses by the GPU, and heads that any of these takes pass. Nothing is known of a folder that is not here."""
+    """Raise UserError if the backend has no kernels for the model's attention heads.
+
+    Args:
+        path: Model folder; a missing folder is not checked.
+        backend: SGLang's attention backend; None if SGLang selects it by the GPU, which accepts a head size that any
+            of the backends supports.
+    """
     if (size := head_size(path)) is None or (backend is not None and backend not in _SIZES):
         return
     backends = _SIZES if backend is None else {backend: _SIZES[backend]}
-    if any(takes(size) for _, takes in backends.values()):
+    if any(supports(size) for _, supports in backends.values()):
         return
-    known = "; ".join(f"{name} takes {sizes}" for name, (sizes, _) in backends.items())
+    supported = "; ".join(f"{name} supports {sizes}" for name, (sizes, _) in backends.items())
     raise UserError(
-        f"model.path = {path}: attention heads of {size}, which SGLang's attention lacks on CUDA ({known}); expected "
-        "another model, or engine.extra_args: [--attention-backend, NAME]"
+        f"model.path = {path}: attention heads of {size}, which SGLang's attention lacks on CUDA ({supported}); "
+        "expected another model, or engine.extra_args: [--attention-backend, NAME]"
     )
 
 
 def head_size(path: Path) -> int | None:
-    """Of the model's config.json; None without one, and with latent attention, which has kernels of its own."""
+    """Read the head size from the model's config.json.
+
+    Returns: None without a config.json, and for latent attention, which has separate kernels.
+    """
     try:
         fields = read_fields(path)
     except FileNotFoundError:

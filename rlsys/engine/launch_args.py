@@ -1,4 +1,4 @@
-"""Config -> command line and environment of one SGLang server. Pure, save for asking whether CUDA is there."""
+"""Config -> command line and environment of one SGLang server. No side effects; reads which GPUs are visible."""
 
 from __future__ import annotations
 
@@ -16,21 +16,29 @@ from rlsys.engine.hooks.peer_weights import GIVE, TAKE
 from rlsys.engine.warm_up import NAME as WARM_UP
 
 
-def passes_on(config: Config) -> bool:
-    """Whether engines may take their weights from one another: they serve while the trainer works, and hold numbers
-    as the trainer sends them. With several rollout workers they would do so in one folder at once."""
-    whole = config.model.fp8 == "none" and config.weights.method != "adapter"
-    return whole and config.launch.placement == "disaggregated" and config.rollout.workers == 1
+def uses_peer_weights(config: Config) -> bool:
+    """Whether an engine may load its weights from another engine.
+
+    This requires that engines serve while the trainer works, that they keep the trainer's precision, and that one
+    rollout worker controls them: all transfers use one folder.
+    """
+    full_precision = config.model.fp8 == "none" and config.weights.method != "adapter"
+    return full_precision and config.launch.placement == "disaggregated" and config.rollout.workers == 1
 
 
 def _on_cuda(config: Config) -> bool:
-    """As launch/environment.py answers for all roles. The process that plans may be on a host without a GPU, as the
-    head of a Ray cluster."""
+    """Whether engines run on CUDA, as launch/environment.py decides for all roles.
+
+    The planning process may run on a host without a GPU, such as the head node of a Ray cluster.
+    """
     return config.launch.gpus_per_node > 0 or have_cuda()
 
 
 def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
-    """argv and extra environment of engine `index` on `port`. Raises UserError for a model that its kernels lack."""
+    """Build the command line and the extra environment variables of engine `index` on `port`.
+
+    Raises UserError for a model whose attention heads the kernels do not support.
+    """
     e = config.engine
     argv = module_command(
         "rlsys.engine.server",
@@ -45,11 +53,11 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--incremental-streaming-output",
         "--enable-metrics",
         "--skip-server-warmup",
-        "--sleep-on-idle",  # an idle scheduler would burn a core
+        "--sleep-on-idle",  # else an idle scheduler keeps a core busy
     )  # fmt: skip
     env = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a health probe must not wait for a forward pass
-        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # of a gated delta net's last inputs: else bfloat16 always
+        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # convolution state of a gated delta net: else always bfloat16
     }
     if (tokens := config.fixed_pool_tokens) is not None:
         argv += ["--max-total-tokens", str(tokens)]
@@ -57,14 +65,14 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         argv.append("--trust-remote-code")
     if e.deterministic:
         argv.append("--enable-deterministic-inference")
-    if passes_on(config):
+    if uses_peer_weights(config):
         argv += ["--custom-weight-loader", GIVE, TAKE]
     argv += engine_args(config)
     if config.model.fp8 != "none" or (config.model.path / ".metadata").is_file():
         argv += [
             "--load-format",
             "dummy",
-        ]  # in another format than the folder's: the first push brings the weights
+        ]  # another format than the folder's: the first push loads the weights
     if changes := language_model_overrides(config.model.path):
         argv += ["--json-model-override-args", json.dumps(changes)]
     if config.weights.method == "adapter" and (lora := config.trainer.lora) is not None:
@@ -82,35 +90,35 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         argv += ["--tool-call-parser", e.tool_call_parser]
     if e.reasoning_parser is not None:
         argv += ["--reasoning-parser", e.reasoning_parser]
-    of_device, its_env = _device_args(config, index)
-    return [*argv, *of_device, *e.extra_args], env | its_env
+    device_argv, device_env = _device_args(config, index)
+    return [*argv, *device_argv, *e.extra_args], env | device_env
 
 
 def _attention_backend(config: Config) -> str | None:
-    """Of an engine on CUDA; None: SGLang chooses by the GPU."""
-    given = [*config.engine.extra_args, ""]
-    for arg, following in reversed(list(itertools.pairwise(given))):
+    """Return the attention backend of an engine on CUDA; None if SGLang selects it by the GPU."""
+    arguments = [*config.engine.extra_args, ""]
+    for arg, following in reversed(list(itertools.pairwise(arguments))):
         name, equals, value = arg.partition("=")
         if name == "--attention-backend":
             return value if equals else following
-    # FlashAttention 3, the default of Hopper, computes in half precision only, and with TP 2 a mixture of experts was
-    # seen to sample otherwise for the same seed (github.com/sgl-project/sglang/pull/10930), where Triton's did not.
-    # FlashInfer, that of Blackwell, would switch the prefix cache off.
+    # FlashAttention 3, the default on Hopper, computes in half precision only, and with TP 2 a mixture of experts
+    # sampled other tokens for the same seed (github.com/sgl-project/sglang/pull/10930); Triton did not.
+    # FlashInfer, the default on Blackwell, disables the prefix cache.
     return "triton" if config.model.dtype == "float32" or config.engine.deterministic else None
 
 
 def attention_notes(config: Config) -> list[str]:
-    """What is worth knowing of the attention that engine.extra_args choose on CUDA."""
+    """Return warnings about the attention backend that engine.extra_args select on CUDA."""
     if not (_on_cuda(config) and config.engine.deterministic and _attention_backend(config) == "fa3"):
         return []
     return [
-        "engine.deterministic with --attention-backend fa3: a mixture of experts with TP 2 was seen to sample other "
-        "tokens for one seed; triton was not"
+        "engine.deterministic with --attention-backend fa3: a mixture of experts with TP 2 sampled other "
+        "tokens for one seed; triton did not"
     ]
 
 
 def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]:
-    """What an engine needs with CUDA, and what without."""
+    """Build the arguments and variables that depend on the device, CUDA or CPU."""
     tp = config.engine.tp_of(index)
     argv: list[str] = []
     env: dict[str, str] = {}
@@ -133,28 +141,28 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
             "--cuda-graph-backend-decode", "disabled",
             "--cuda-graph-backend-prefill", "disabled",
             "--disable-overlap-schedule",
-            "--mem-fraction-static", "0.8",  # of the host's memory: max-total-tokens is what bounds the pool
+            "--mem-fraction-static", "0.8",  # of the host's memory; --max-total-tokens limits the KV pool
         ]  # fmt: skip
-        env["SGLANG_USE_CPU_ENGINE"] = "0"  # its CPU kernels need instructions that not every machine has
+        env["SGLANG_USE_CPU_ENGINE"] = "0"  # SGLang's CPU kernels need instructions that some machines lack
         if tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(tp))
     return argv, env
 
 
 def _devices(config: Config, index: int) -> list[str]:
-    """Of engine `index`, where nothing was planned: the next ones of those that this process may use.
+    """Return the GPUs of engine `index`: without a plan, the next GPUs visible to this process.
 
-    Raises UserError when a list was given that ends before.
+    Raises UserError if CUDA_VISIBLE_DEVICES has too few GPUs.
     """
     tp = config.engine.tp_of(index)
     first = sum(config.engine.tp_of(i) for i in range(index))
-    own = range(first, first + tp)
-    # A plan with GPUs counts those of the node that the engine runs on (launch/keeper.py).
-    if config.launch.gpus_per_node or (given := visible_devices()) is None:
-        return [str(i) for i in own]
-    if own[-1] >= len(given):
+    indices = range(first, first + tp)
+    # A plan with GPUs counts the GPUs of the engine's node (launch/keeper.py).
+    if config.launch.gpus_per_node or (visible := visible_devices()) is None:
+        return [str(i) for i in indices]
+    if indices[-1] >= len(visible):
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES = {','.join(given)} has {len(given)} GPUs, but engine {index} of "
-            f"engine.tp = {tp} needs number {own[-1] + 1}"
+            f"CUDA_VISIBLE_DEVICES = {','.join(visible)} has {len(visible)} GPUs, but engine {index} of "
+            f"engine.tp = {tp} needs number {indices[-1] + 1}"
         )
-    return [given[i] for i in own]
+    return [visible[i] for i in indices]

@@ -1,4 +1,4 @@
-"""The names of SGLang's parsers for tool calls and reasoning, as the installed SGLang has them."""
+"""Names of the parsers for tool calls and reasoning in the installed SGLang."""
 
 from __future__ import annotations
 
@@ -16,27 +16,34 @@ _LISTS = {
 
 
 def check_parsers(config: Config) -> None:
-    """Raises UserError for a name in `engine` that SGLang does not know. Nothing is checked where no SGLang is, as on
-    a login node."""
+    """Raise UserError for a parser in `config.engine` that SGLang does not have.
+
+    Without an installed SGLang, as on a login node, nothing is checked.
+    """
     for field in _LISTS:
         name = getattr(config.engine, field)
-        known = parser_names(field)
-        if name is None or not known or name in known:
+        names = parser_names(field)
+        if name is None or not names or name in names:
             continue
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
         raise UserError(f"engine.{field} = {name!r}: not one of SGLang's parsers; {hint}")
 
 
 def parser_names(field: str) -> list[str]:
-    """Empty without SGLang. Its lists are files without imports, made to be read like this: to import the package
-    takes seconds and brings torch."""
-    found = importlib.util.find_spec("sglang")
-    if found is None or found.origin is None:
+    """List SGLang's parsers for a config field; empty without SGLang.
+
+    SGLang keeps each list in a file without imports. Importing the package would take seconds and load torch.
+
+    Args:
+        field: `tool_call_parser` or `reasoning_parser`.
+    """
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
         return []
     file, attribute = _LISTS[field]
-    spec = importlib.util.spec_from_file_location(f"_sglang_{field}s", Path(found.origin).parent / file)
-    assert spec is not None and spec.loader is not None  # of every file that ends in .py
+    spec = importlib.util.spec_from_file_location(f"_sglang_{field}s", Path(package.origin).parent / file)
+    assert spec is not None and spec.loader is not None  # both exist for every .py file
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return list(getattr(module, attribute))

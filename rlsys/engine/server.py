@@ -1,20 +1,19 @@
-"""The stock SGLang server, behind a fence and started sooner: `python -m rlsys.engine.server` with
-sglang.launch_server's arguments.
+"""SGLang's server with a fence and a faster start: `python -m rlsys.engine.server`, sglang.launch_server's arguments.
 
-An engine of a folder without tokenizer.json gets the conversion that all other processes use (tokenizer_files.py).
+For a model folder without tokenizer.json the engine uses the same conversion as all other processes
+(tokenizer_files.py).
 
-Before it starts, sockets.py sees to it that nobody reaches the engine but through its HTTP server. The fence
-(fence.py) refuses weights of a push that another one has followed. The relay (rlsys/weights_relay) takes weights in
-pieces and passes them on to another host.
+Before the start, sockets.py restricts access to the engine to its HTTP server. The fence (fence.py) refuses weights
+of an outdated push. The relay (rlsys/weights_relay) receives weights in pieces and forwards them to another host.
 
-Nearly all of a small engine's start is Python importing 7,000 modules, one after the other on one core. Two things
-make that a fifth shorter, and change nothing that serves:
+A small engine spends most of its start importing 7,000 modules, one after another on one core. Two measures shorten
+this by a fifth without an effect on serving:
 
-- The garbage collector rests meanwhile. It would look through all that was imported again and again.
-- megatron-core is hidden. Where it is installed SGLang imports it, for a debugging tool (debug_utils/dumper.py) that
-  knows the ranks of a trainer; it can do without.
+- The garbage collector is disabled meanwhile. It would scan all imported objects again and again.
+- megatron-core is hidden. Where it is installed, SGLang imports it for a debugging tool (debug_utils/dumper.py) that
+  reads a trainer's ranks; the tool is optional.
 
-To delete, these two, when SGLang's own start does without either; seen in 0.5.23.
+Delete both when SGLang's own start needs neither; checked with 0.5.23.
 """
 
 from __future__ import annotations
@@ -35,50 +34,54 @@ from rlsys.obs.role import run_role
 from rlsys.weights_relay.install import install
 
 
-def import_most() -> None:
-    """Load SGLang's plug-ins, whose hooks import what they hook into: nearly all. The server does so first, too."""
+def preload_modules() -> None:
+    """Load SGLang's plug-ins, whose hooks import most of SGLang. The server also does so first."""
     modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
     modules["megatron"] = None  # importing it raises ModuleNotFoundError
     gc.disable()
     importlib.import_module("sglang.srt.plugins").load_plugins()
     sockets.check_plugins()
     sockets.check_hooks()
-    gc.freeze()  # nothing of it will be garbage
+    gc.freeze()  # imported objects never become garbage
     gc.enable()
 
 
 def fence() -> None:
-    """Put the fence in front of SGLang's HTTP application, which its launcher serves."""
+    """Add the fence to SGLang's HTTP application, which its launcher serves."""
     importlib.import_module("sglang.srt.entrypoints.http_server").app.add_middleware(Fence)
 
 
 def relay() -> None:
-    """Make the server a relay, too. The trainer's calls to it take the admin key, if there is one."""
+    """Add the relay to SGLang's HTTP application. The trainer's calls to it require the admin key, if one is set."""
     auth = importlib.import_module("sglang.srt.utils.auth")
     app = importlib.import_module("sglang.srt.entrypoints.http_server").app
     install(app, auth.auth_level(auth.AuthLevel.ADMIN_OPTIONAL))
 
 
 def tokenizer_arguments(argv: list[str]) -> list[str]:
-    """SGLang's arguments for the tokenizer of `--model-path`. Raises UserError."""
+    """Return SGLang's arguments for the tokenizer of `--model-path`.
+
+    Raises UserError if the conversion of the tokenizer fails.
+    """
     if "--model-path" not in argv or "--tokenizer-path" in argv:
         return []
     path = Path(argv[argv.index("--model-path") + 1])
     if not vocabulary_files(path):
-        return []  # SGLang says what it misses
+        return []  # SGLang reports the missing files
     folder = tokenizer_folder(path, "--trust-remote-code" in argv)
     return [] if folder == path else ["--tokenizer-path", str(folder)]
 
 
 def prepare() -> None:
+    """Prepare this process before SGLang's launcher runs in it. Raises UserError."""
     sys.argv += tokenizer_arguments(sys.argv)
-    sockets.keep_private(sys.argv[1:])
-    import_most()
+    sockets.restrict_access(sys.argv[1:])
+    preload_modules()
     warm_up.register()
-    warm_up.start_times.end_of("imports")
+    warm_up.start_times.end_phase("imports")
     fence()
     relay()
-    sockets.bind_alone()
+    sockets.bind_exclusively()
 
 
 if __name__ == "__main__":

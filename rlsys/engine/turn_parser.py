@@ -1,8 +1,8 @@
-"""A process that takes turns of the model apart as SGLang's server does: `python -m rlsys.engine.turn_parser`.
+"""A process that parses the model's turns as SGLang's server does: `python -m rlsys.engine.turn_parser`.
 
-The first message is {"tool_call_parser", "reasoning_parser", "model", "trust_remote_code"}, every other one {"text",
-"before", "tools"}; both are JSON. Only this process imports SGLang's parsers, and with them torch: seconds, and half
-a GB of memory.
+The first message is {"tool_call_parser", "reasoning_parser", "model", "trust_remote_code"}, each later message
+{"text", "before", "tools"}; all are JSON. Only this process imports SGLang's parsers and torch, which takes seconds
+and half a GB of memory.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from transformers import AutoTokenizer
 
 
 def prepare(message: bytes) -> Callable[[bytes], dict[str, Any]]:
+    """Load the tokenizer that the first message names. Returns the function for later messages."""
     names = json.loads(message)
     tokenizer = AutoTokenizer.from_pretrained(names["model"], trust_remote_code=names["trust_remote_code"])
 
     def parse(message: bytes) -> dict[str, Any]:
-        """What SGLang's server answers a chat that is not streamed (serving_chat.py, _build_chat_response)."""
-        said = json.loads(message)
-        text, reasoning, found = said["text"], None, []
-        tools = [Tool.model_validate(t) for t in said["tools"]] if names["tool_call_parser"] else []
+        """Parse a turn like SGLang's server without streaming (serving_chat.py, _build_chat_response)."""
+        turn = json.loads(message)
+        text, reasoning, items = turn["text"], None, []
+        tools = [Tool.model_validate(t) for t in turn["tools"]] if names["tool_call_parser"] else []
         if names["reasoning_parser"]:
-            text, reasoning = separate(text, said["before"], calls=bool(tools))
+            text, reasoning = separate(text, turn["before"], calls=bool(tools))
         if tools:
             parser = FunctionCallParser(tools, names["tool_call_parser"], tokenizer=tokenizer)
             if parser.has_tool_call(text):
-                text, found = parser.parse_non_stream(text)
-        calls = [{"name": call.name, "arguments": call.parameters} for call in found]
+                text, items = parser.parse_non_stream(text)
+        calls = [{"name": call.name, "arguments": call.parameters} for call in items]
         return {"text": text, "reasoning": reasoning or "", "calls": calls}
 
-    def separate(text: str, before: str, *, calls: bool) -> tuple[str, str | None]:
-        """The answer and the reasoning before it. Reasoning that the prompt has opened has no mark of its own; else
-        the parser's own default holds."""
+    def separate(text: str, prompt: str, *, calls: bool) -> tuple[str, str | None]:
+        """Split a turn into answer and reasoning. If the prompt ends with the start token, the turn has none."""
 
         def parser(force: bool | None) -> ReasoningParser:
             return ReasoningParser(
@@ -53,10 +53,10 @@ def prepare(message: bytes) -> Callable[[bytes], dict[str, Any]]:
                 tool_call_parser_active=calls,
             )  # fmt: skip
 
-        made = parser(None)
-        if before.rstrip().endswith(made.detector.think_start_token):
-            made = parser(True)
-        reasoning, answer = made.parse_non_stream(text)
+        splitter = parser(None)
+        if prompt.rstrip().endswith(splitter.detector.think_start_token):
+            splitter = parser(True)
+        reasoning, answer = splitter.parse_non_stream(text)
         return answer or "", reasoning
 
     return parse

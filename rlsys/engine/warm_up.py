@@ -1,8 +1,8 @@
-"""An engine's warm-up on a GPU: SGLang runs it when the model is loaded, before its server listens.
+"""Warm-up of an engine on a GPU. SGLang runs it after the model is loaded and before the server listens.
 
-Kernels are compiled at their first use, which takes 9 to 24 s each. So the start, whose limit counts that in, makes
-the calls of a push and of a rollout once: a canary's log-probs, sampling from a seed, checksums of all weights. Later
-starts find the kernels in the folder of launch/environment.py: kernel_folder().
+Kernels are compiled at their first use, which takes 9 to 24 s each. The time limit of the start includes this. The
+warm-up therefore makes the calls of a push and of a rollout once: log-probs of a canary, seeded sampling, checksums
+of all weights. Later starts load the kernels from the folder of launch/environment.py: kernel_folder().
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ import psutil
 from rlsys.core.errors import RunError
 
 NAME = "rlsys"
-"""SGLang's argument --warmups."""
+"""Value of SGLang's argument --warmups."""
 _LENGTHS = (1, 17, 64, 256)
-"""Tokens of prompts: kernels are compiled apart for lengths of 1 and for multiples of 16."""
-_RESPONSE = 4
+"""Prompt lengths in tokens: kernels are compiled separately for length 1 and for multiples of 16."""
+_RESPONSE_TOKENS = 4
 
 log = logging.getLogger(__name__)
 
 
 class StartTimes:
-    """Seconds of the phases of this process's start."""
+    """Durations of the phases of this process's start, in seconds."""
 
     def __init__(self) -> None:
         self._last = psutil.Process().create_time()
         self._phases: list[tuple[str, float]] = []
 
-    def end_of(self, phase: str) -> None:
-        now = time.time()
-        self._phases.append((phase, now - self._last))
-        self._last = now
+    def end_phase(self, phase: str) -> None:
+        """Record the time since the end of the previous phase."""
+        end = time.time()
+        self._phases.append((phase, end - self._last))
+        self._last = end
 
     def __str__(self) -> str:
         total = sum(seconds for _, seconds in self._phases)
@@ -47,41 +48,53 @@ start_times = StartTimes()
 
 
 def register() -> None:
-    """Before SGLang's launcher, in its first process, which serves HTTP."""
+    """Register the warm-up with SGLang, in the process that serves HTTP, before SGLang's launcher runs."""
     importlib.import_module("sglang.srt.entrypoints.warmup").warmup(NAME)(warm_up)
 
 
-def requests(vocabulary: int, longest: int) -> list[dict[str, Any]]:
-    """As EngineClient.token_logprobs and EngineClient.generate ask, of prompts that fit `longest` tokens."""
-    made = []
+def warm_up_requests(vocabulary: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Build requests like those of EngineClient.token_logprobs and EngineClient.generate.
+
+    Args:
+        vocabulary: Number of token ids.
+        max_tokens: Limit of prompt and response together.
+    """
+    bodies = []
     for length in _LENGTHS:
-        if length + _RESPONSE >= longest:
+        if length + _RESPONSE_TOKENS >= max_tokens:
             break
         ids = [i % vocabulary for i in range(length)]
-        for tokens, seed in ((1, {}), (_RESPONSE, {"sampling_seed": 0})):
+        for tokens, seed in ((1, {}), (_RESPONSE_TOKENS, {"sampling_seed": 0})):
             sampling = {"max_new_tokens": tokens, "temperature": 1.0, **seed}
             start = {"logprob_start_len": 0} if tokens == 1 else {}
-            made.append({"input_ids": ids, "return_logprob": True, "sampling_params": sampling, **start})
-    return made
+            bodies.append({"input_ids": ids, "return_logprob": True, "sampling_params": sampling, **start})
+    return bodies
 
 
 async def warm_up(_: str, manager: Any) -> None:
-    """`manager`: SGLang's TokenizerManager. Raises RunError when the engine has no checksums."""
-    start_times.end_of("model, memory and CUDA graphs")
+    """Run the warm-up. Called by SGLang.
+
+    Args:
+        manager: SGLang's TokenizerManager.
+
+    Raises:
+        RunError: The engine cannot compute checksums of its weights.
+    """
+    start_times.end_phase("model, memory and CUDA graphs")
     structures = importlib.import_module("sglang.srt.managers.io_struct")
 
     async def generate(body: dict[str, Any]) -> None:
         async for _ in manager.generate_request(structures.GenerateReqInput(**body), None):
             pass
 
-    longest = min(filter(None, (manager.context_len, manager.max_req_input_len)))
-    bodies = requests(manager.model_config.vocab_size, longest)
+    max_tokens = min(filter(None, (manager.context_len, manager.max_req_input_len)))
+    bodies = warm_up_requests(manager.model_config.vocab_size, max_tokens)
     for body in bodies:
         await generate(body)
-    await asyncio.gather(*(generate(body) for body in bodies))  # several at once
+    await asyncio.gather(*(generate(body) for body in bodies))  # one batch
     success, message, _, _ = await manager.check_weights(structures.CheckWeightsReqInput(action="checksum"))
     if not success:
-        raise RunError(f"the engine computes no checksums of its weights: {message}")
+        raise RunError(f"the engine cannot compute checksums of its weights: {message}")
     await manager.flush_cache()
-    start_times.end_of("warm-up")
+    start_times.end_phase("warm-up")
     log.info("%s", start_times)

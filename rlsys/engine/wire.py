@@ -1,4 +1,4 @@
-"""HTTP client of one engine: address and keys, time limits of responses, and one error class for each failure."""
+"""HTTP client of one engine: address and keys, time limits of responses, one error class for each kind of failure."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import msgspec
 
 from rlsys.core.errors import RunError
 from rlsys.core.identity import ANONYMOUS, Identity
-from rlsys.engine.chunks import Refused
+from rlsys.engine.chunks import RequestRefused
 from rlsys.engine.fence import HEADER
 from rlsys.http_server.clients import direct_session
 
-# Servers close idle connections after a few seconds; reusing one just then fails. Ours give up earlier.
+# Servers close idle connections after a few seconds, and a request at that moment fails. The client closes first.
 KEEPALIVE_SECONDS = 1.5
 _JSON = {"Content-Type": "application/json"}
 
 DeadEngine = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
-"""What aiohttp raises when the server is gone or does not answer."""
+"""aiohttp's errors for a server that has exited or does not respond."""
 
 
-NobodyListens = aiohttp.ClientConnectorError
-"""The surest sign of death, of those: no process has the port."""
+PortClosed = aiohttp.ClientConnectorError
+"""The one of DeadEngine that proves an exit: no process listens on the port."""
 
 
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-"""What this machine lacks, not the server."""
+"""Shortages of this machine, not of the server."""
 BAD_ANSWER = 502
 _NO_KEY = (401, 403)
 
 
 class EngineError(Exception):
-    """The server answered, with a refusal. `status`: the HTTP status, 500 and above when it is the server's fault."""
+    """The server refuses a request. `status`: the HTTP status, 500 and above for a fault of the server."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -45,24 +45,24 @@ class EngineError(Exception):
 
 
 class Limits(NamedTuple):
-    """Seconds that an answer may take; a run derives them (Config.answer_seconds, Config.work_seconds)."""
+    """Time limits of responses in seconds. A run derives them (Config.answer_seconds, Config.work_seconds)."""
 
     answer: float = 60.0
-    """Where the request only waits for its turn."""
+    """For a request that only waits in the queue."""
     work: float = 600.0
-    """Where it goes over all weights, or is the first pass with new ones, which may compile."""
+    """For a request that processes all weights, or runs the first forward pass with new ones, which may compile."""
 
 
-UNPLANNED = Limits()
-"""For engines of which no config tells how large their model is."""
+DEFAULT_LIMITS = Limits()
+"""For engines without a config that states the size of their model."""
 
 
-class Stranger(EngineError):
-    """Whoever answers there is no engine of this run."""
+class ForeignServer(EngineError):
+    """The server at this address is no engine of this run."""
 
 
 def make_session() -> aiohttp.ClientSession:
-    """One session for all engines of a process; without a limit of its own on connections."""
+    """Create the session for all engines of a process. It does not limit the number of connections."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
     return direct_session(
         connector=connector,
@@ -74,63 +74,70 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class Wire:
-    """To one server. Raises EngineError for a refusal and one of `DeadEngine` when nobody answers."""
+    """HTTP client of one server. Raises EngineError for a refusal and one of `DeadEngine` without a response."""
 
     def __init__(
         self,
         url: str,
         session: aiohttp.ClientSession,
         identity: Identity = ANONYMOUS,
-        limits: Limits = UNPLANNED,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """`identity`: whose server it must be."""
+        """Address a server; no request is sent. `identity`: owner that the server must have."""
         self.url = url.rstrip("/")
         self.identity = identity
         self.limits = limits
         self._session = session
         self.epoch: int | None = None
-        """Of the push that was begun here last (fence.py)."""
+        """Epoch of the last weight update that this client began (fence.py)."""
 
     def open(self, path: str, body: bytes) -> Any:
-        """POST a JSON body as it is; a context manager of aiohttp's response."""
+        """POST an encoded JSON body. Returns aiohttp's context manager of the response."""
         headers = {**_JSON, **self.identity.headers(path)}
         return self._session.post(self.url + path, data=body, headers=headers, allow_redirects=False)
 
     async def fetch(self, path: str) -> tuple[int, bytes]:
-        """GET, with whatever status."""
+        """GET a path. Returns status and body, also for an error status."""
         async with self.request("GET", path, timeout=self._timeout()) as answer:
             return answer.status, await answer.read()
 
     @contextmanager
-    def understanding(self, path: str) -> Iterator[None]:
-        """An answer of another form than SGLang's is this server's fault, and nobody else's."""
+    def translate_errors(self, path: str) -> Iterator[None]:
+        """Convert errors of decoding a response to EngineError: a malformed response is the server's fault."""
         try:
             yield
-        except Refused as e:
+        except RequestRefused as e:
             raise EngineError(f"{self.url}{path}: {e}", e.status) from None
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
             raise EngineError(f"{self.url}{path}: not an answer of SGLang: {e!r:.200}", BAD_ANSWER) from None
 
     @asynccontextmanager
     async def request(
-        self, method: str, path: str, **what: Any
+        self, method: str, path: str, **options: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """An answer, whatever its status. A redirect is one: nobody is led elsewhere.
+        """Send a request and yield its response, whatever its status. Redirects are not followed.
 
-        Raises one of DeadEngine when nobody answers, EngineError for an answer that is no HTTP or no text, and
-        RunError when this process is out of what a connection takes: no server is to blame for that.
+        Args:
+            method: HTTP method.
+            path: Path, with query.
+            options: Passed to aiohttp's request.
+
+        Raises:
+            DeadEngine: One of these, if the server does not respond.
+            EngineError: The response is not HTTP, or not text.
+            RunError: This process lacks files, memory or ports for a connection.
         """
         headers = self.identity.headers(path)
         if self.epoch is not None and method == "POST":
             headers[HEADER] = str(self.epoch)
         if headers:
-            what["headers"] = headers
+            options["headers"] = headers
         try:
             async with self._session.request(
-                method, self.url + path, allow_redirects=False, **what
+                method, self.url + path, allow_redirects=False, **options
             ) as answer:
                 if answer.status in _NO_KEY and self.identity.owner:
-                    raise Stranger(
+                    raise ForeignServer(
                         f"{self.url} is no engine of this run: {path} answers {answer.status} to its key",
                         BAD_ANSWER,
                     )
@@ -142,9 +149,10 @@ class Wire:
                 ) from None
             raise
         except (aiohttp.ClientError, UnicodeError) as e:
-            raise EngineError(f"{self.url}{path}: no server of ours: {e!r:.200}", BAD_ANSWER) from None
+            raise EngineError(f"{self.url}{path}: not an HTTP response: {e!r:.200}", BAD_ANSWER) from None
 
     async def get(self, path: str) -> str:
+        """GET a path and return the text. Raises EngineError for any status but 200."""
         async with self.request("GET", path, timeout=self._timeout()) as answer:
             text = await answer.text()
         if answer.status != 200:
@@ -155,7 +163,16 @@ class Wire:
         return aiohttp.ClientTimeout(total=self.limits.answer if seconds is None else seconds)
 
     async def post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Any:
-        """`seconds`: what the answer may take; the limit of those that only wait for their turn."""
+        """POST a JSON body and return the decoded response; None if the response is not JSON.
+
+        Args:
+            path: Path, with query.
+            body: Encoded as JSON.
+            seconds: Time limit of the response; None for `Limits.answer`.
+
+        Raises:
+            EngineError: The status is not 200, or the response reports no success.
+        """
         async with self.request("POST", path, json=body, timeout=self._timeout(seconds)) as answer:
             text = await answer.text()
         if answer.status != 200:
@@ -167,12 +184,12 @@ class Wire:
 
 
 def _body(body: Any) -> str:
-    """Faster than the standard library's: a resumed prompt has thousands of ids."""
+    """Encode JSON with msgspec: a resumed prompt has thousands of ids, for which the standard library is slow."""
     return msgspec.json.encode(body).decode()
 
 
 def parse(text: str) -> Any:
-    """JSON, or None: some endpoints answer with nothing or in plain words."""
+    """Decode JSON; None for anything else, as some endpoints return an empty body or plain text."""
     try:
         return json.loads(text)
     except ValueError:

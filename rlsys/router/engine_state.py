@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rlsys.core.types import Sample, Segment
 from rlsys.engine.client import EngineClient
-from rlsys.engine.wire import DeadEngine, EngineError, NobodyListens, Stranger
+from rlsys.engine.wire import DeadEngine, EngineError, ForeignServer, PortClosed
 from rlsys.router.attest import Agreement
 from rlsys.router.breaker import Breaker
 from rlsys.router.engine_checksums import Match
@@ -198,7 +198,7 @@ class EngineState:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT):
                 reported = await self.client.weight_version()
-        except NobodyListens:
+        except PortClosed:
             self.failed_pushes = 0  # the next process here is another one
             if self.alive or self.flights:
                 self.mark_dead()
@@ -208,7 +208,7 @@ class EngineState:
             if self.refusal is None:
                 log.warning("%s", e)
             self.refusal = str(e)
-            if isinstance(e, Stranger) and (self.alive or self.flights):
+            if isinstance(e, ForeignServer) and (self.alive or self.flights):
                 self.mark_dead()  # another server has its port
             return
         except DeadEngine:

@@ -123,7 +123,7 @@ class Engine:
         raise EngineGone(f"the engine did not answer this request in {_TRIES} attempts")
 
     def _read(self, answers: list[Any], sample: Sample) -> tuple[list[SampledSequence], list[float] | None]:
-        with self._wire.understanding("/generate"):
+        with self._wire.translate_errors("/generate"):
             sequences = [_to_sequence(answer) for answer in answers]
             if not sample.prompt_logprobs:
                 return sequences, None
@@ -164,7 +164,7 @@ class Engine:
 
     async def _names(self) -> list[str]:
         """List the engine's adapters: models with a parent."""
-        with self._wire.understanding("/v1/models"):
+        with self._wire.translate_errors("/v1/models"):
             models = json.loads(await self._wire.get("/v1/models"))["data"]
             return [str(model["id"]) for model in models if model.get("parent")]
 

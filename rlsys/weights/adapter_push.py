@@ -13,7 +13,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.peft import adapter_config
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import WeightUpdate
-from rlsys.engine.weight_calls import forget_adapter, load_adapter
+from rlsys.engine.weight_calls import load_adapter, unload_adapter
 from rlsys.weights.buckets import StagingBuffers
 from rlsys.weights.receivers import EngineUnreachable, Receivers
 from rlsys.weights.transports import flattened_payload, prepare_sglang, serializer
@@ -69,7 +69,7 @@ class AdapterPush:
 
         A newly started engine refuses, since it has none; one that failed halfway may have one.
         """
-        answers = receivers.post_all([forget_adapter()] * len(receivers.present))
+        answers = receivers.post_all([unload_adapter()] * len(receivers.present))
         for engine in list(receivers.present):
             try:
                 answers[engine.url].result()

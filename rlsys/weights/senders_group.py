@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import EngineAddress
-from rlsys.engine.hooks.bucket_order import taker
+from rlsys.engine.hooks.bucket_order import receiver_rank
 from rlsys.engine.weight_calls import leave_group
 from rlsys.trainer.control import Control
 from rlsys.weights.receivers import EngineUnreachable, Receivers
@@ -94,7 +94,7 @@ class SendersGroup:
             engine = self.members[number := (sender_index + step) % count]
             if engine.url in failed:
                 continue
-            target = first[number] + taker(sender_index, engine.tp)
+            target = first[number] + receiver_rank(sender_index, engine.tp)
             try:
                 operation = dist.P2POp(dist.isend, memory, group=self._group, group_peer=target)
                 (work,) = dist.batch_isend_irecv([operation])

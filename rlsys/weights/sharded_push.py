@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlsys.config import Config
 from rlsys.core.weight_updates import WeightUpdate
-from rlsys.engine.hooks.bucket_order import Buckets, Described, aligned, description
+from rlsys.engine.hooks.bucket_order import Buckets, TensorSpec, aligned_size, encode_description
 from rlsys.engine.weight_calls import load_from_senders
 from rlsys.trainer.control import Control
 from rlsys.weights.buckets import Bucket, FlatBucket, StagingBuffers, as_bytes, send_pipelined
@@ -118,18 +118,18 @@ class ShardedPush:
         pieces = []
         for _, tensor in bucket:
             pieces.append(as_bytes(tensor))
-            if missing := aligned(tensor.nbytes) - tensor.nbytes:
+            if missing := aligned_size(tensor.nbytes) - tensor.nbytes:
                 pieces.append(torch.zeros(missing, dtype=torch.uint8, device=device))
-        header = bytearray(description([_describe(name, tensor) for name, tensor in bucket]))
+        header = bytearray(encode_description([_describe(name, tensor) for name, tensor in bucket]))
         pieces.append(torch.frombuffer(header, dtype=torch.uint8).to(device))
         return FlatBucket(self._buffers.flatten_bytes(pieces), parts)
 
     def _size(self, parts: Iterable[Part]) -> int:
         """Return the bytes of a bucket, before it is gathered."""
         tensors = list(quantise_for_engines(self._config, self._shards.meta_tensors(tuple(parts))))
-        data = sum(aligned(tensor.nbytes) for _, tensor in tensors)
-        return data + len(description([_describe(name, tensor) for name, tensor in tensors]))
+        data = sum(aligned_size(tensor.nbytes) for _, tensor in tensors)
+        return data + len(encode_description([_describe(name, tensor) for name, tensor in tensors]))
 
 
-def _describe(name: str, tensor: Tensor) -> Described:
+def _describe(name: str, tensor: Tensor) -> TensorSpec:
     return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)

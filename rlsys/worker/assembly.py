@@ -13,7 +13,7 @@ from rlsys.core.identity import Identity
 from rlsys.core.model_folder import read_fields
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
-from rlsys.engine.launch_args import passes_on
+from rlsys.engine.launch_args import uses_peer_weights
 from rlsys.engine.weight_calls import ADAPTER
 from rlsys.engine.wire import Limits
 from rlsys.engine_requests import Limits as PromptLimits
@@ -101,7 +101,7 @@ def build_router(
         reads_again=config.rollout.keep_budget is not None,
         push_timeout_s=config.start_seconds,  # the supervisor may be restarting the only engine
         skip_attestation=skip_attestation,
-        peers=passes_on(config) and single_router,  # copies use one folder of the run, one at a time
+        peers=uses_peer_weights(config) and single_router,  # copies use one folder of the run, one at a time
         single_router=single_router,
         slots=config.max_running_requests,
         kinds=config.engine,

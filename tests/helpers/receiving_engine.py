@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rlsys.engine.cpu.platform import declare_torchvision_ops
-from rlsys.engine.hooks.bucket_hooks import Arrivals
+from rlsys.engine.hooks.bucket_hooks import BucketReceiver
 from rlsys.engine.hooks.bucket_order import Buckets
 from rlsys.engine.weight_calls import FORMAT
 
@@ -44,17 +44,17 @@ def join(body: dict[str, Any]) -> None:
 
 def receive(body: dict[str, Any]) -> None:
     assert body["load_format"] == FORMAT
-    told, group = Buckets.read(body["names"][0]), GROUPS[body["group_name"]]
-    arrivals = Arrivals(told, group, 0, 1, None, "cpu")
-    while arrivals.left:
-        tensors = arrivals.take()
+    buckets, group = Buckets.decode(body["names"][0]), GROUPS[body["group_name"]]
+    receiver = BucketReceiver(buckets, group, 0, 1, None, "cpu")
+    while receiver.remaining:
+        tensors = receiver.take()
         if FAILURE:
             FAILURE[1] = str(int(FAILURE[1]) - 1)
         failing = FAILURE[0] if FAILURE and FAILURE[1] == "0" else None
         if failing == "dies":
             os._exit(1)
         if failing == "refuses":
-            arrivals.drain()
+            receiver.drain()
             raise ValueError("size mismatch")
         GOT[-1].extend((name, sha(tensor)) for name, tensor in tensors)
 

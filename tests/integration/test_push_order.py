@@ -93,7 +93,7 @@ def test_a_session_that_must_leave_keeps_its_work(
         objective=None,
         _write=lambda *_, **__: None,
         step=16,
-        begun=10,
+        saved_step=10,
     )
     loop.leave()
     assert saver.saved == saved

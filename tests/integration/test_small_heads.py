@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlsys.engine.cpu.platform import declare_torchvision_ops
-from rlsys.engine.hooks.rope_hooks import FUSED_HEAD_SIZES, TARGET, fused_where_the_kernel_has_the_size
+from rlsys.engine.hooks.rope_hooks import FUSED_HEAD_SIZES, TARGET, check_fused_head_size
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +35,7 @@ def test_a_model_asks_for_fused_storage_only_where_the_rope_stores(
     monkeypatch.setattr(utils, "is_cp_active", lambda batch: False)
     original = utils.enable_fused_set_kv_buffer
     assert original(SimpleNamespace()), "SGLang looks at the size now: the hook can go"
-    HookRegistry.register(TARGET, fused_where_the_kernel_has_the_size, HookType.AFTER)
+    HookRegistry.register(TARGET, check_fused_head_size, HookType.AFTER)
     try:
         HookRegistry.apply_hooks()
         fused = utils.enable_fused_set_kv_buffer(SimpleNamespace())

@@ -16,7 +16,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from rlsys.core.identity import ANONYMOUS
-from rlsys.engine.wire import UNPLANNED, make_session
+from rlsys.engine.wire import DEFAULT_LIMITS, make_session
 from rlsys.tenants.front import LIMITS, Front
 from rlsys.tenants.keys import FOLDER, Keys, key_of
 from rlsys.tenants.learner import Learner
@@ -88,7 +88,7 @@ async def rig(learner: Learner) -> AsyncIterator[Rig]:
     served = describe_server(learner.trainer.config, learner)
     with ThreadPoolExecutor(1) as thread:
         async with make_session() as session:
-            engine = Engine("http://127.0.0.1:9", session, ANONYMOUS, UNPLANNED, 0.0)
+            engine = Engine("http://127.0.0.1:9", session, ANONYMOUS, DEFAULT_LIMITS, 0.0)
             work = Work(learner, served.vocab_size, served.context)
             service = Service(ledgers, work, thread, engine, 4, lambda _: None)
             app = Front(service, Keys({name: key_of(run, name) for name in TENANTS}), served).app()

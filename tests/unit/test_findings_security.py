@@ -41,7 +41,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.identity import ANONYMOUS
 from rlsys.core.owner import FencedError, claim
 from rlsys.core.types import Prompt, Response
-from rlsys.engine.wire import UNPLANNED, make_session
+from rlsys.engine.wire import DEFAULT_LIMITS, make_session
 from rlsys.http_server.server import guarded_app, serving, user_of_client
 from rlsys.rewards.judges import JudgeError, UrlJudge
 from rlsys.rewards.shapes import json_schema
@@ -506,7 +506,7 @@ async def test_security_a21_a_sample_of_the_base_model_does_not_wait_for_adapter
     app.router.add_post("/generate", generate)
     app.router.add_post("/load_lora_adapter", done)
     async with TestServer(app) as server, make_session() as session:
-        engine = Engine(str(server.make_url("")).rstrip("/"), session, ANONYMOUS, UNPLANNED, 10.0)
+        engine = Engine(str(server.make_url("")).rstrip("/"), session, ANONYMOUS, DEFAULT_LIMITS, 10.0)
         ledger = Ledger(tmp_path)
         with ThreadPoolExecutor(1) as thread:
             service = Service({"bob": ledger}, cast(Any, None), thread, engine, 16, lambda _: None)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from tests.gate import names
 
 RECORDED = {
-    "rlsys": 14,
     "rlsys/algo": 2,
     "rlsys/config": 1,
-    "rlsys/engine": 156,
     "rlsys/generators": 3,
     "rlsys/rehearse": 1,
     "rlsys/venv_runner": 1,

@@ -1,6 +1,6 @@
 """SGLang's operators of a gated delta net (Qwen3-Next) in plain torch, for hosts without CUDA.
 
-Shapes: T tokens of all prompts, one after the other; B requests, a token each; H value heads, p size of a key, w of a
+Shapes: T tokens of all prompts, concatenated; B requests with one token each; H value heads; p size of a key, w of a
 value. A pool has a slot for each request: states `[slots, H, w, p]`, the last inputs of the convolution
 `[slots, channels, width - 1]`.
 """
@@ -20,10 +20,16 @@ from rlsys.ops.delta_rule import delta_rule, normalize
 def split_projections(
     mixed: Tensor, gates: Tensor, key_heads: int, value_heads: int, key_size: int, value_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mixed `[T, projected]` and gates `[T, 2 H]`, both key head after key head -> queries, keys and values
-    `[T, channels]`, the gates of values `[T, H, w]`, b and a `[T, H]`."""
-    each = value_heads // key_heads * value_size
-    *qkv, z = mixed.unflatten(1, (key_heads, -1)).split([key_size, key_size, each, each], -1)
+    """Split the projections, which are ordered by key head.
+
+    Args:
+        mixed: `[T, projected]`.
+        gates: `[T, 2 H]`.
+
+    Returns: Queries, keys and values `[T, channels]`, the gates of values `[T, H, w]`, b and a `[T, H]`.
+    """
+    group_size = value_heads // key_heads * value_size
+    *qkv, z = mixed.unflatten(1, (key_heads, -1)).split([key_size, key_size, group_size, group_size], -1)
     b, a = (x.flatten(1).contiguous() for x in gates.unflatten(1, (key_heads, -1)).chunk(2, -1))
     return torch.cat([x.flatten(1) for x in qkv], 1), z.reshape(len(z), value_heads, value_size), b, a
 
@@ -40,16 +46,23 @@ def convolve_prompts(
     activation: str = "silu",
     **_: Any,
 ) -> Tensor:
-    """x `[channels, T]`, weight `[channels, width]` -> `[channels, T]`; each prompt's last inputs go to its slot."""
-    before = weight.shape[1] - 1
+    """Convolve prompts (causal_conv1d), and store each prompt's last inputs in its slot.
+
+    Args:
+        x: `[channels, T]`.
+        weight: `[channels, width]`.
+
+    Returns: `[channels, T]`.
+    """
+    context = weight.shape[1] - 1
     out, start = torch.empty_like(x), 0
     for i, slot in enumerate(cache_indices.tolist()):
         length = int(seq_lens_cpu[i])
         new = x[:, start : start + length]
-        held = conv_states[slot, :, -before:] if has_initial_state[i] else new.new_zeros(len(x), before)
-        whole = torch.cat([held.to(x.dtype), new], 1)
-        out[:, start : start + length] = silu(conv1d(whole[None], weight[:, None], bias, groups=len(x))[0])
-        conv_states[slot, :, -before:] = whole[:, -before:].to(conv_states.dtype)
+        state = conv_states[slot, :, -context:] if has_initial_state[i] else new.new_zeros(len(x), context)
+        inputs = torch.cat([state.to(x.dtype), new], 1)
+        out[:, start : start + length] = silu(conv1d(inputs[None], weight[:, None], bias, groups=len(x))[0])
+        conv_states[slot, :, -context:] = inputs[:, -context:].to(conv_states.dtype)
         start += length
     return out
 
@@ -64,23 +77,23 @@ def convolve_next(
     conv_state_indices: Tensor,
     **_: Any,
 ) -> Tensor:
-    """x `[B, channels]` -> `[B, channels]`."""
-    slots, before = conv_state_indices.long(), weight.shape[1] - 1
-    whole = torch.cat([conv_state[slots][..., -before:].to(x.dtype), x[..., None]], -1)
-    conv_state[slots] = whole[..., -conv_state.shape[-1] :].to(conv_state.dtype)
-    found = (whole * weight).sum(-1)
-    return silu(found if bias is None else found + bias)
+    """Convolve the next token of each request (causal_conv1d): x `[B, channels]` -> `[B, channels]`."""
+    slots, context = conv_state_indices.long(), weight.shape[1] - 1
+    inputs = torch.cat([conv_state[slots][..., -context:].to(x.dtype), x[..., None]], -1)
+    conv_state[slots] = inputs[..., -conv_state.shape[-1] :].to(conv_state.dtype)
+    out = (inputs * weight).sum(-1)
+    return silu(out if bias is None else out + bias)
 
 
 def decays(
     A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
 ) -> tuple[Tensor, Tensor]:
-    """a and b `[T, H]` -> g and beta `[1, T, H]`."""
+    """Compute decays and write strengths: a and b `[T, H]` -> g and beta `[1, T, H]`."""
     g = -A_log.float().exp() * softplus(a.float() + dt_bias.float(), beta, threshold)
     return g[None], b.float().sigmoid().to(b.dtype)[None]
 
 
-def read_prompts(
+def prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,22 +104,31 @@ def read_prompts(
     cu_seqlens: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None, None]:
-    """q and k `[1, T, key heads, p]`, v `[1, T, H, w]`, g and beta `[1, T, H]` -> `[1, T, H, w]`. Each prompt begins
-    with the state of its slot, and leaves its own there."""
-    each, out = v.shape[2] // k.shape[2], torch.empty_like(v)
-    q, k = (normalize(x.float()).repeat_interleave(each, dim=2) for x in (q, k))
+    """Apply the delta rule to prompts. Each prompt starts from the state of its slot and stores its last state there.
+
+    Args:
+        q: `[1, T, key heads, p]`.
+        k: `[1, T, key heads, p]`.
+        v: `[1, T, H, w]`.
+        g: `[1, T, H]`.
+        beta: `[1, T, H]`.
+
+    Returns: `[1, T, H, w]`, followed by None for SGLang's other results.
+    """
+    repeats, out = v.shape[2] // k.shape[2], torch.empty_like(v)
+    q, k = (normalize(x.float()).repeat_interleave(repeats, dim=2) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     ends = cu_seqlens.tolist()
     for start, end, slot in zip(ends, ends[1:], initial_state_indices.tolist(), strict=False):
         q_, k_, v_, g_, beta_ = (x[:, start:end].float() for x in (q, k, v, g, beta))
         state = initial_state[slot].float().transpose(-1, -2)[None]
-        found, state = delta_rule(q_, k_, v_, g_, beta_, state)
-        out[:, start:end] = found.to(out.dtype)
+        values, state = delta_rule(q_, k_, v_, g_, beta_, state)
+        out[:, start:end] = values.to(out.dtype)
         initial_state[slot] = state[0].transpose(-1, -2).to(initial_state.dtype)
     return out, None, None
 
 
-def read_next(
+def decode(
     mixed_qkv: Tensor,
     a: Tensor,
     b: Tensor,
@@ -118,16 +140,23 @@ def read_next(
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """mixed_qkv `[B, channels]`, a and b `[B, H]`; `out` `[B, 1, H, w]` and the slots are filled. A request's numbers
-    do not depend on the others."""
+    """Apply the delta rule to the next token of each request. Results do not depend on the other requests.
+
+    Args:
+        mixed_qkv: `[B, channels]`.
+        a: `[B, H]`.
+        b: `[B, H]`.
+        out: `[B, 1, H, w]`, written.
+        initial_state: The pool; the slots of the requests are updated.
+    """
     heads, w, p = initial_state.shape[1:]
     slots, keys = ssm_state_indices.long(), (mixed_qkv.shape[1] - heads * w) // 2
     q, k, v = mixed_qkv.float().split([keys, keys, heads * w], dim=1)
     q, k = (normalize(x.unflatten(1, (-1, p))).repeat_interleave(heads * p // keys, dim=1) for x in (q, k))
     g, beta = decays(A_log, a, b, dt_bias)
     state = initial_state[slots].float() * g[0].exp()[..., None, None]
-    held = (state * k[:, :, None]).sum(-1)
-    write = (v.unflatten(1, (heads, w)) - held) * beta[0].float()[..., None]
+    prediction = (state * k[:, :, None]).sum(-1)
+    write = (v.unflatten(1, (heads, w)) - prediction) * beta[0].float()[..., None]
     state = state + write[..., None] * k[:, :, None]
     out[:, 0] = (state * (q * scale)[:, :, None]).sum(-1).to(out.dtype)
     initial_state[slots] = state.to(initial_state.dtype)
@@ -144,7 +173,7 @@ def gated_norm(
     eps: float = 1e-6,
     **_: Any,
 ) -> Tensor:
-    """RMSNorm over the last axis, then times SiLU of the gate; in float32."""
+    """Apply RMSNorm over the last axis, then multiply by SiLU of the gate, in float32."""
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * y.to(x.dtype) * silu(g.float())).to(x.dtype)
@@ -156,8 +185,8 @@ REPLACED: dict[str, Callable[..., Any]] = {
     _OPS + "mamba.causal_conv1d_triton.causal_conv1d_fn": convolve_prompts,
     _OPS + "mamba.causal_conv1d_triton.causal_conv1d_update": convolve_next,
     _OPS + "attention.linear.fused_gdn_gating.fused_gdn_gating": decays,
-    _OPS + "attention.fla.chunk.chunk_gated_delta_rule": read_prompts,
-    _OPS + "attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": read_next,
+    _OPS + "attention.fla.chunk.chunk_gated_delta_rule": prefill,
+    _OPS + "attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": decode,
     _OPS + "attention.fla.fused_norm_gate.rms_norm_gated": gated_norm,
 }
-"""SGLang's operator -> ours."""
+"""SGLang's operator -> its replacement."""

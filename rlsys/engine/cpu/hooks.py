@@ -1,7 +1,9 @@
-"""Hooks into SGLang: stacks for `rlsys doctor`, no keys in logs, routes into files, all tokens before a pause,
-draws by token id; with CUDA, heads of any size; on a CPU, seeded sampling, routes and forks.
+"""Registration of all hooks into SGLang.
 
-`register` runs in every SGLang process, which finds it through the entry point group `sglang.srt.plugins`.
+All hosts: stacks for `rlsys doctor`, no keys in logs, routed experts in files, all tokens before a pause, sampling by
+token id. With CUDA: any head size. On a CPU: seeded sampling, routed experts and forks.
+
+Every SGLang process calls `register`, through the entry point group `sglang.srt.plugins`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ _MASK = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """murmur3-32 of (seed 64 bit, position, column), `[rows, columns]` int64; equal to SGLang's Triton kernel.
+    """Compute murmur3-32 of (seed 64 bit, position, column), equal to SGLang's Triton kernel.
 
-    seed and positions `[rows]`, columns `[columns]`.
+    Args:
+        seed: `[rows]`.
+        positions: `[rows]`.
+        columns: `[columns]`.
+
+    Returns: `[rows, columns]` int64.
     """
 
     def rotate(x: Tensor, r: int) -> Tensor:
@@ -44,80 +51,79 @@ def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def without_keys(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The server's arguments as it logs them: SGLang writes its keys there."""
+def mask_keys(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Mask the keys in the server arguments that SGLang logs."""
     return arguments | {name: "***" for name in ("api_key", "admin_api_key") if arguments.get(name)}
 
 
 def fork_children(result: None, *args: Any, **kwargs: Any) -> None:
-    """The server's other processes begin as copies of the first: they need not import everything again (12 s each).
+    """Fork the server's other processes from the first, which saves 12 s of imports each.
 
-    Only where there is no CUDA, whose state no fork can copy: SGLang starts them anew.
+    Only without CUDA, whose state a fork cannot copy: there SGLang spawns them.
     """
     multiprocessing.set_start_method("fork", force=True)
 
 
-class ReceivedBuckets:
-    """Where a broadcast bucket of weights arrives: memory that stays from bucket to bucket. The kernel clears fresh
-    memory page by page, which takes twice as long as the broadcast. Nothing looks at a bucket once it is loaded."""
+class BucketMemory:
+    """Memory for broadcast buckets of weights, reused from bucket to bucket.
+
+    The kernel clears new memory page by page, which takes twice as long as the broadcast. A bucket is not used after
+    it is loaded.
+    """
 
     def __init__(self) -> None:
-        self._area = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def keep(self, bucket: Any, *args: Any, **kwargs: Any) -> None:
-        """After SGLang's FlattenedTensorBucket.empty, which has not touched the memory yet."""
+    def reuse(self, bucket: Any, *args: Any, **kwargs: Any) -> None:
+        """Replace the memory of a new bucket. SGLang's FlattenedTensorBucket.empty has not written to it yet."""
         size = len(bucket.flattened_tensor)
-        if len(self._area) < size:
-            self._area = bucket.flattened_tensor
-        bucket.flattened_tensor = self._area[:size]
+        if len(self._memory) < size:
+            self._memory = bucket.flattened_tensor
+        bucket.flattened_tensor = self._memory[:size]
 
 
-def _be_a_child() -> None:
-    """What a copy must not keep of the first process: its handler of a child's failure, its file of stacks."""
+def _reset_child() -> None:
+    """Reset the state of a forked child: the handler of a child's failure, the file of stacks."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     dump_stack_on_signal(f"process{os.getpid()}")
 
 
 complete = False
-"""Whether `register` has come to its end in this process: SGLang only logs what it raises."""
+"""Whether `register` has completed in this process: SGLang only logs its exceptions."""
 
 
 def register() -> None:
-    """See _register_hooks."""
+    """Register the hooks of this host, and record that this completed."""
     global complete
     _register_hooks()
     complete = True
 
 
 def _register_hooks() -> None:
-    """Register the hooks of this host. Without CUDA they replace what needs its runtime or a Triton kernel."""
+    """Register the hooks of this host. Without CUDA they replace functions that need it or Triton."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     dump_stack_on_signal(f"process{os.getpid()}")
     register_scheme()
-    HookRegistry.register(
-        "sglang.srt.entrypoints.engine._server_args_for_logging", without_keys, HookType.AFTER
-    )
+    HookRegistry.register("sglang.srt.entrypoints.engine._server_args_for_logging", mask_keys, HookType.AFTER)
     HookRegistry.register(route_hooks.TARGET, route_hooks.write_routes, HookType.AFTER)
     for target, around in bucket_hooks.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
-    HookRegistry.register(pause_hooks.TARGET, pause_hooks.send_what_is_made, HookType.AFTER)
+    HookRegistry.register(pause_hooks.TARGET, pause_hooks.flush_streams, HookType.AFTER)
     HookRegistry.register(sampler_hooks.TARGET, sampler_hooks.draw_by_token_id, HookType.AROUND)
     if torch.cuda.is_available():
-        HookRegistry.register(
-            rope_hooks.TARGET, rope_hooks.fused_where_the_kernel_has_the_size, HookType.AFTER
-        )
+        HookRegistry.register(rope_hooks.TARGET, rope_hooks.check_fused_head_size, HookType.AFTER)
         return
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
     empty = "sglang.srt.weight_sync.tensor_bucket.FlattenedTensorBucket.empty"
-    HookRegistry.register(empty, ReceivedBuckets().keep, HookType.AFTER)
-    os.register_at_fork(after_in_child=_be_a_child)
+    HookRegistry.register(empty, BucketMemory().reuse, HookType.AFTER)
+    os.register_at_fork(after_in_child=_reset_child)
     from sglang.srt.arg_groups import choices, model_hook
 
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
+    def no_op(*args: Any, **kwargs: Any) -> None: ...
 
-    # torch_native attends to each sequence by itself. The Triton GEMMs that deterministic inference would switch on
-    # have to stay off; ops.DETERMINISTIC stands in for them.
+    # torch_native computes attention for each sequence separately. The Triton GEMMs that deterministic inference
+    # enables must stay disabled; ops.DETERMINISTIC replaces them.
     for names in (
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
         choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
@@ -125,8 +131,8 @@ def _register_hooks() -> None:
         if "torch_native" not in names:
             names.append("torch_native")
     for target, replacement in (
-        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", nothing),
-        ("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", nothing),
+        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", no_op),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", no_op),
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
     ):
         HookRegistry.register(target, replacement, HookType.REPLACE)
@@ -138,7 +144,7 @@ def _register_hooks() -> None:
         for target, around in ngram.AROUND.items():
             HookRegistry.register(target, around, HookType.AROUND)
     if "--enable-lora" in sys.argv:
-        lora.without_pinned_memory()
+        lora.disable_pinned_memory()
         for target, replacement in lora.REPLACED.items():
             HookRegistry.register(target, replacement, HookType.REPLACE)
     if "--enable-deterministic-inference" in sys.argv:
@@ -146,8 +152,8 @@ def _register_hooks() -> None:
             HookRegistry.register(target, around, HookType.AROUND)
     for target, around in ops.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
-    # Only where models are checked against a list of backends: gpt-oss would refuse torch_native, which cpu_ops has
-    # taught what it lacked.
+    # Only for the check of models against a list of backends: gpt-oss refuses torch_native, although cpu/ops.py adds
+    # the attention sinks that it lacks.
     backends_of = model_hook.attention_backends_of
     model_hook.attention_backends_of = lambda view: tuple(
         "intel_amx" if name == "torch_native" else name for name in backends_of(view)

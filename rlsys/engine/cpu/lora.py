@@ -1,6 +1,6 @@
-"""SGLang's adapters on a host without CUDA: no pinned memory, experts with adapters in plain torch.
+"""SGLang's LoRA adapters on a host without CUDA: no pinned memory, experts with adapters in plain torch.
 
-Registered only where an engine is started with --enable-lora.
+Registered only for an engine with --enable-lora.
 """
 
 from __future__ import annotations
@@ -12,41 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAKERS = ("tensor", "zeros", "empty", "arange", "full")
+_CONSTRUCTORS = ("tensor", "zeros", "empty", "arange", "full")
 
 
-def without_pinned_memory() -> None:
-    """torch refuses to pin memory without CUDA, and there is no device to copy to. SGLang 0.5.23 asks for it all over
-    its LoRA code, without a switch."""
+def disable_pinned_memory() -> None:
+    """Make torch ignore requests for pinned memory, which it refuses without CUDA.
 
-    def unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(make)
-        def made(*args: Any, **kwargs: Any) -> Tensor:
+    SGLang 0.5.23 requests it throughout its LoRA code, without an option.
+    """
+
+    def unpinned(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(construct)
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
             kwargs.pop("pin_memory", None)
-            return make(*args, **kwargs)
+            return construct(*args, **kwargs)
 
-        return made
+        return wrapper
 
-    for name in _MAKERS:
+    for name in _CONSTRUCTORS:
         setattr(torch, name, unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def no_kernel_tables(*_: Any, **__: Any) -> tuple[None, None]:
-    """Which adapter each token takes, as a Triton kernel wants to read it."""
+    """Replace the tables that map tokens to adapters for a Triton kernel: not used here."""
     return None, None
 
 
-def experts_with_adapters(layer: Any, hidden_states: Tensor, topk_output: Any, **more: Any) -> Tensor:
-    """The experts of a layer, each token with its request's adapter: `[tokens, h]` -> the same.
+def experts_with_adapters(layer: Any, hidden_states: Tensor, topk_output: Any, **options: Any) -> Tensor:
+    """Compute the experts of a layer, each token with the adapter of its request: `[tokens, h]` -> `[tokens, h]`.
 
-    The pool keeps, of each slot and expert, A `[2 R, h]` and B `[2 m, R]` of gate and up, A `[R, m]` and B `[h, R]`
-    of down, R being the largest rank; B is multiplied by alpha / rank already.
+    For each slot and expert the pool has A `[2 R, h]` and B `[2 m, R]` of gate and up, A `[R, m]` and B `[h, R]` of
+    down, where R is the largest rank. B is already scaled by alpha / rank.
     """
     batch = layer.lora_backend.batch_info
     base = layer.base_layer
     if batch is None:
-        return base.forward(hidden_states, topk_output, **more)
+        return base.forward(hidden_states, topk_output, **options)
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
     base.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
@@ -54,11 +56,15 @@ def experts_with_adapters(layer: Any, hidden_states: Tensor, topk_output: Any, *
     for slot, length in zip(batch.weight_indices_cpu.tolist(), batch.seg_lens_cpu.tolist(), strict=False):
         rank = int(batch.lora_ranks_cpu[slot])
         rows = slice(first, first + length)
-        x, chosen, weights = hidden_states[rows], topk_output.topk_ids[rows], topk_output.topk_weights[rows]
-        for expert in chosen.unique().tolist():
-            token, place = (chosen == expert).nonzero(as_tuple=True)
+        x, expert_ids, weights = (
+            hidden_states[rows],
+            topk_output.topk_ids[rows],
+            topk_output.topk_weights[rows],
+        )
+        for expert in expert_ids.unique().tolist():
+            token, k = (expert_ids == expert).nonzero(as_tuple=True)
             y = _expert(layer, expert, slot, rank, x[token])
-            out[rows].index_add_(0, token, y * weights[token, place, None].to(y.dtype))
+            out[rows].index_add_(0, token, y * weights[token, k, None].to(y.dtype))
         first += length
     return base.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=out))
 
@@ -83,4 +89,4 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "sglang.srt.lora.backend.base_backend._compute_moe_lora_info": no_kernel_tables,
     "sglang.srt.lora.layers.FusedMoEWithLoRA.forward": experts_with_adapters,
 }
-"""SGLang's function -> ours."""
+"""SGLang's function -> its replacement."""

@@ -1,4 +1,4 @@
-"""The platform that `cpu_platform.activate` names. Imported by SGLang only."""
+"""The platform class that `platform.activate` names. Imported by SGLang only."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class CpuNativePlatform(SRTPlatform, CpuDeviceMixin):
         return ngram.worker(algorithm)
 
     def get_speculative_cache_locs_fn(self) -> object:
-        return ngram.extended_places
+        return ngram.cache_locations
 
     def empty_cache(self) -> None:
-        """Nothing, where SGLang's own collects garbage: a walk through all that it imports, a third of a second in
-        every flush. What a flush drops is freed by its reference counts.
+        """Do nothing. SGLang's own method runs the garbage collector, which takes a third of a second in each flush.
+
+        Reference counts free the memory that a flush drops.
         """

@@ -1,8 +1,8 @@
 """SGLang's NGRAM speculation on a host without CUDA: its operators in plain torch.
 
-A draft is a tree of n tokens that followed the request's last ones before, the last real token at its root (node 0).
-The model checks all nodes in one pass, each seeing its ancestors only; then the tree is walked from the root as far
-as its tokens are accepted. Registered only where an engine is started with --speculative-algorithm.
+A draft is a tree of n tokens that followed the request's last n-gram before; its root, node 0, is the last real
+token. The model verifies all nodes in one pass, in which a node attends to its ancestors only. The tree is then
+walked from the root as long as tokens are accepted. Registered only for an engine with --speculative-algorithm.
 
 Shapes: b requests, n nodes of each, T tokens, V vocabulary.
 """
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 Step = Callable[[int, int, Sequence[int]], tuple[int | None, int]]
-"""Of a request, a node of its tree and that node's children: the child that is accepted (None: none), and the token
-that comes after the node."""
+"""(request, node, children of the node) -> (the accepted child or None, the token after the node)."""
 
 
 def tree_links(
@@ -32,31 +31,33 @@ def tree_links(
     b: int,
     n: int,
 ) -> None:
-    """Fills positions `[b n]`, index, first child and next sibling `[b, n]` from the mask of ancestors `[b n n]`."""
+    """Fill positions `[b n]`, index, first child and next sibling `[b, n]` from the mask of ancestors `[b n n]`."""
     from sglang.srt.speculative.ngram_worker import _derive_tree_links
 
     trees = mask[: b * n * n].view(b, n, n)
-    first, after = _derive_tree_links(trees.numpy().reshape(-1), b, n)
+    first, siblings = _derive_tree_links(trees.numpy().reshape(-1), b, n)
     child.copy_(first)
-    sibling.copy_(after)
+    sibling.copy_(siblings)
     index.copy_(torch.arange(b * n).view(b, n))
     ancestors = torch.ones(n, n, dtype=torch.bool).tril(-1)
     positions.copy_(((trees & ancestors).sum(-1) + lengths[:, None]).flatten())
 
 
-def extended_places(
+def cache_locations(
     *, req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, end_offset: Tensor, **_: Any
 ) -> Tensor:
-    """Where the cache keeps each request's tokens from its start to its end, one after another."""
+    """Return the cache locations of each request's tokens from start to end, concatenated."""
     rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=False)
     return torch.cat([req_to_token[row, start:end] for row, start, end in rows]).long()
 
 
-def assign_places(rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, places: Tensor, _: int) -> None:
-    """The inverse: put `places` into the rows of the table."""
+def assign_locations(
+    rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, locations: Tensor, _: int
+) -> None:
+    """Write cache locations to the rows of the table, the inverse of cache_locations."""
     first = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=False):
-        table[row, start:end] = places[first : first + end - start].to(table.dtype)
+        table[row, start:end] = locations[first : first + end - start].to(table.dtype)
         first += end - start
 
 
@@ -69,8 +70,11 @@ def _walk(
     sibling: Tensor,
     step: Step,
 ) -> None:
-    """Fills the token after each node on the way `[b n]`, the accepted nodes `[b, depth]` and their number without
-    the root `[b]`."""
+    """Walk each tree.
+
+    Fills the token after each visited node `[b n]`, the accepted nodes `[b, depth]`, and their number without the
+    root `[b]`.
+    """
     for request in range(len(index)):
         node = done = 0
         accepted[request, 0] = index[request, 0]
@@ -79,11 +83,11 @@ def _walk(
             while at != -1 and done + 1 < accepted.shape[1]:
                 children.append(at)
                 at = int(sibling[request, at])
-            taken, token = step(request, node, children)
+            next_node, token = step(request, node, children)
             predicted[int(index[request, node])] = token
-            if taken is None:
+            if next_node is None:
                 break
-            node, done = taken, done + 1
+            node, done = next_node, done + 1
             accepted[request, done] = index[request, node]
         counts[request] = done
 
@@ -92,7 +96,7 @@ def verify_greedy(
     predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrieve_index: Tensor,
     retrieve_next_token: Tensor, retrieve_next_sibling: Tensor, target_predict: Tensor, topk: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Accepts the child that is the model's most probable token. candidates and target_predict `[b, n]`."""
+    """Accept the child that is the model's most probable token. candidates and target_predict `[b, n]`."""
 
     def step(request: int, node: int, children: Sequence[int]) -> tuple[int | None, int]:
         token = int(target_predict[request, node])
@@ -115,21 +119,23 @@ def verify_sampled(
     retrive_next_token: Tensor, retrive_next_sibling: Tensor, uniform_samples: Tensor,
     uniform_samples_for_final_sampling: Tensor, target_probs: Tensor, **_: Any,
 ) -> None:  # fmt: skip
-    """Accepts each child with the model's own probability of it; else draws from the model without the refused ones.
-    So a token is drawn as without drafts, and its log-prob is the model's. target_probs `[b, n, V]`."""
+    """Accept each child with its probability under the model; else sample from the model without the rejected ones.
+
+    Tokens have the same distribution and log-probs as without drafts. target_probs `[b, n, V]`.
+    """
 
     def step(request: int, node: int, children: Sequence[int]) -> tuple[int | None, int]:
-        left = target_probs[request, node].double().clone()
-        passed, coin = 0.0, float(uniform_samples[request, node])
+        probs = target_probs[request, node].double().clone()
+        mass, coin = 0.0, float(uniform_samples[request, node])
         for c in children:
             token = int(candidates[request, c])
-            passed += float(left[token])
-            if coin <= passed:
+            mass += float(probs[token])
+            if coin <= mass:
                 return c, token
-            left[token] = 0.0
-        sums = left.cumsum(0)
-        drawn = torch.searchsorted(sums, float(uniform_samples_for_final_sampling[request]) * sums[-1])
-        return None, int(drawn.clamp(max=len(sums) - 1))
+            probs[token] = 0.0
+        sums = probs.cumsum(0)
+        sample = torch.searchsorted(sums, float(uniform_samples_for_final_sampling[request]) * sums[-1])
+        return None, int(sample.clamp(max=len(sums) - 1))
 
     _walk(
         predicts,
@@ -142,52 +148,55 @@ def verify_sampled(
     )
 
 
-def first_places(counts: Tensor, places: Tensor, out: Tensor) -> None:
-    """Of each request's places `[b n]` its first `counts`, one after another."""
+def first_locations(counts: Tensor, locations: Tensor, out: Tensor) -> None:
+    """Write the first `counts` of each request's locations `[b n]` to `out`, concatenated."""
     first = 0
-    for row, count in zip(places.view(len(counts), -1), counts.tolist(), strict=True):
+    for row, count in zip(locations.view(len(counts), -1), counts.tolist(), strict=True):
         out[first : first + count] = row[:count]
         first += count
 
 
-def accepted_places(index: Tensor, places: Tensor, out: Tensor, _: int) -> None:
-    """Places of the accepted nodes; -1 in `index` stands for none."""
-    kept = index.flatten()
-    kept = kept[kept >= 0].long()
-    out[: len(kept)] = places[kept]
+def accepted_locations(index: Tensor, locations: Tensor, out: Tensor, _: int) -> None:
+    """Write the locations of the accepted nodes to `out`; -1 in `index` is padding."""
+    nodes = index.flatten()
+    nodes = nodes[nodes >= 0].long()
+    out[: len(nodes)] = locations[nodes]
 
 
-def attention_of_trees(
+def tree_attention(
     upstream: Callable[..., Tensor], backend: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any,
-    save_kv_cache: bool = True, **more: Any,
+    save_kv_cache: bool = True, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """torch_native's, and that of a draft's check: each node sees what is cached and its ancestors. q
-    `[b n, heads d]`."""
+    """Compute attention of torch_native; in a verification each node attends to cached tokens and its ancestors.
+
+    q `[b n, heads d]`.
+    """
     if not batch.forward_mode.is_target_verify():
-        return upstream(backend, q, k, v, layer, batch, save_kv_cache, **more)
+        return upstream(backend, q, k, v, layer, batch, save_kv_cache, **options)
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     pool, n = backend.token_to_kv_pool, batch.spec_info.draft_token_num
     pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, backend.swa_out_cache_loc), k, v)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     queries, out, first = q.view(-1, n, layer.tp_q_head_num, layer.qk_head_dim), [], 0
-    for own, row, length in zip(
+    for query, row, length in zip(
         queries, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True
     ):
         size = n * (length + n)
         mask = batch.spec_info.custom_mask[first : first + size].view(n, length + n)
         first += size
-        places = backend.req_to_token_pool.req_to_token[row, : length + n].long()
-        found = torch.nn.functional.scaled_dot_product_attention(
-            own.transpose(0, 1)[None], keys[places].transpose(0, 1)[None], values[places].transpose(0, 1)[None],
+        locations = backend.req_to_token_pool.req_to_token[row, : length + n].long()
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], keys[locations].transpose(0, 1)[None],
+            values[locations].transpose(0, 1)[None],
             attn_mask=mask, scale=layer.scaling, enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
         )  # fmt: skip
-        out.append(found[0].transpose(0, 1).reshape(n, -1))
+        out.append(attended[0].transpose(0, 1).reshape(n, -1))
     return torch.cat(out)
 
 
 def worker(algorithm: str) -> Any:
-    """SGLang's own worker, with these operators in the modules that look them up at import."""
+    """Return SGLang's own worker, with these operators in the modules that resolve them at import."""
     if algorithm != "NGRAM":
         return None
     kernels = types.ModuleType("sgl_kernel.speculative")
@@ -202,30 +211,32 @@ def worker(algorithm: str) -> Any:
         for name in stand_ins:
             del sys.modules[name]
     modules: Any = ngram_worker, eagle_utils, spec_utils, memory_pool
-    of_worker, of_checks, of_places, of_pool = modules
-    of_worker.reconstruct_indices_from_tree_mask_func = tree_links
-    of_checks.verify_tree_greedy_func = verify_greedy
-    of_checks.tree_speculative_sampling_target_only = verify_sampled
-    of_checks.sampling_softmax = lambda logits, temperatures: torch.softmax(logits / temperatures, -1)
-    of_checks.top_k_renorm_prob = of_checks.top_p_renorm_prob = lambda probs, _: probs  # nothing is cut off
-    of_places.fill_front_out_cache_loc_func = first_places
-    of_places.fill_accept_out_cache_loc_func = accepted_places
+    worker_module, verify_module, location_module, pool_module = modules
+    worker_module.reconstruct_indices_from_tree_mask_func = tree_links
+    verify_module.verify_tree_greedy_func = verify_greedy
+    verify_module.tree_speculative_sampling_target_only = verify_sampled
+    verify_module.sampling_softmax = lambda logits, temperatures: torch.softmax(logits / temperatures, -1)
+    verify_module.top_k_renorm_prob = verify_module.top_p_renorm_prob = lambda probs, _: (
+        probs
+    )  # no truncation
+    location_module.fill_front_out_cache_loc_func = first_locations
+    location_module.fill_accept_out_cache_loc_func = accepted_locations
 
     def move(pool: Any, target: Tensor, source: Tensor) -> None:
-        of_pool.move_kv_cache_native(pool.k_buffer, pool.v_buffer, target, source)
+        pool_module.move_kv_cache_native(pool.k_buffer, pool.v_buffer, target, source)
 
-    of_pool.MHATokenToKVPool._move_kv_cache_impl = move
+    pool_module.MHATokenToKVPool._move_kv_cache_impl = move
     return ngram_worker.NGRAMWorker
 
 
-def nothing(*_: Any, **__: Any) -> None: ...
+def no_op(*_: Any, **__: Any) -> None: ...
 
 
 REPLACED: dict[str, Callable[..., Any]] = {
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": nothing,
-    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": assign_places,
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": no_op,
+    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": assign_locations,
 }
 AROUND: dict[str, Callable[..., Any]] = {
-    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend": attention_of_trees,
+    "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend": tree_attention,
 }
-"""SGLang's operator -> ours, which gets SGLang's first."""
+"""SGLang's operator -> its wrapper, which gets SGLang's function as first argument."""

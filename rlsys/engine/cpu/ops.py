@@ -1,6 +1,6 @@
-"""SGLang's operators that need CUDA, in plain torch: one table, applied on hosts without CUDA.
+"""SGLang's operators that need CUDA, in plain torch: one table for hosts without CUDA.
 
-A model whose engine fails here on an operator of its own needs one more line in REPLACED or AROUND.
+A model whose engine fails on an operator without CUDA needs one more line in REPLACED or AROUND.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlsys.engine.cpu import delta
 
 
 def add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> None:
-    """Qwen2-MoE's gate of the shared experts: adds sigmoid(hidden @ gate) * shared to `output`.
+    """Add sigmoid(hidden @ gate) * shared to `output`: Qwen2-MoE's gate of the shared experts.
 
     hidden, shared and output `[tokens, h]`, gate `[h]` or `[1, h]`.
     """
@@ -23,8 +23,10 @@ def add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> N
 
 
 def sums_of_squares(queries: Tensor, keys: Tensor) -> Tensor:
-    """MiniMax-M2's norm over all heads, first half. `[tokens, width]` each -> float32, the queries' sums, the keys',
-    and zeros up to a multiple of 4."""
+    """Sum squares for MiniMax-M2's norm over all heads, its first half.
+
+    `[tokens, width]` each -> float32: sums of the queries, sums of the keys, zeros up to a multiple of 4.
+    """
     both = torch.cat([x.float().pow(2).sum(-1) for x in (queries, keys)])
     return torch.nn.functional.pad(both, (0, -len(both) % 4))
 
@@ -38,7 +40,7 @@ def norm_by_sums(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Its second half, once all ranks have added up their sums."""
+    """Apply MiniMax-M2's norm, its second half, with sums that are reduced over all ranks."""
     tokens = len(queries)
 
     def norm(x: Tensor, weight: Tensor, squares: Tensor) -> Tensor:
@@ -51,8 +53,8 @@ def norm_by_sums(
     )
 
 
-def rope_of_any_kind(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """SGLang's own for a CPU knows DeepSeek's yarn only; its general one has plain torch for the others."""
+def general_rope(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build a rotary embedding in plain torch. SGLang's CPU version supports DeepSeek's yarn only."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     scaling = kwargs.get("rope_scaling", args[5] if len(args) > 5 else None)
@@ -62,7 +64,7 @@ def rope_of_any_kind(upstream: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def topk_with_flat_bias(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Ernie-4.5 keeps the bias of its router as `[1, experts]`."""
+    """Flatten the router bias, which Ernie-4.5 stores as `[1, experts]`."""
     if (bias := kwargs.get("correction_bias")) is not None:
         kwargs["correction_bias"] = bias.flatten()
     elif len(args) > 4 and args[4] is not None:
@@ -70,12 +72,12 @@ def topk_with_flat_bias(upstream: Callable[..., Any], *args: Any, **kwargs: Any)
     return upstream(*args, **kwargs)
 
 
-def linear_of_full_blocks(
+def padded_linear(
     upstream: Callable[..., Tensor], rows: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Deterministic inference: a product of fewer than BLOCK rows is computed with rows of zeros below.
+    """Pad products of fewer than BLOCK rows with rows of zeros, for deterministic inference.
 
-    A library sums in another order for one to three rows, so a token's numbers would depend on how many tokens share
+    A library sums in another order for one to three rows, so a token's result would depend on how many tokens share
     its forward pass or its expert.
     """
     if rows.dim() != 2 or not 0 < len(rows) < BLOCK:
@@ -83,10 +85,10 @@ def linear_of_full_blocks(
     return upstream(torch.nn.functional.pad(rows, (0, 0, 0, BLOCK - len(rows))), weight, bias)[: len(rows)]
 
 
-def lm_head_of_full_blocks(
+def padded_lm_head(
     upstream: Callable[..., Tensor], processor: Any, hidden: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The same for the product with the vocabulary, which SGLang writes as a matmul. hidden `[tokens, h]`."""
+    """Pad the product of the LM head likewise, which SGLang computes with matmul. hidden `[tokens, h]`."""
     if not 0 < len(hidden) < BLOCK:
         return upstream(processor, hidden, *args, **kwargs)
     padded = torch.nn.functional.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
@@ -103,14 +105,14 @@ def attention_with_sinks(
     batch: Any,
     save_kv_cache: bool = True,
     sinks: Tensor | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Tensor:
-    """Prefill and decode of gpt-oss: one more key per head, with a learnt logit and the value 0. q `[tokens, n d]`.
+    """Compute attention of gpt-oss in prefill and decode: one more key per head, with a learnt logit and value 0.
 
-    SGLang's torch_native backend has no sinks, and looks up windowed layers in the wrong pool.
+    SGLang's torch_native backend has no sinks, and reads windowed layers from the wrong pool. q `[tokens, n d]`.
     """
     if sinks is None:
-        return upstream(backend, q, k, v, layer, batch, save_kv_cache, **more)
+        return upstream(backend, q, k, v, layer, batch, save_kv_cache, **options)
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     pool = backend.token_to_kv_pool
@@ -123,84 +125,87 @@ def attention_with_sinks(
     lengths = [1] * len(batch.seq_lens) if decoding else batch.extend_seq_lens.tolist()
     out = []
     for i, part in enumerate(queries.split(lengths)):
-        places = backend.req_to_token_pool.req_to_token[batch.req_pool_indices[i], : int(batch.seq_lens[i])]
+        locations = backend.req_to_token_pool.req_to_token[
+            batch.req_pool_indices[i], : int(batch.seq_lens[i])
+        ]
         if window is not None and backend.use_sliding_window_kv_pool:
-            places = pool.translate_loc_from_full_to_swa(places)
-        out.append(attend(part, keys[places], values[places], layer.scaling, window, sinks))
+            locations = pool.translate_loc_from_full_to_swa(locations)
+        out.append(attend(part, keys[locations], values[locations], layer.scaling, window, sinks))
     return torch.cat(out).flatten(1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor) -> Tensor:
-    """The last tokens of one sequence, causal. q `[a, n, d]`, k and v `[b, g, d]`, sinks `[n]` -> `[a, n, d]`.
+    """Compute causal attention of the last tokens of one sequence.
 
-    `window`: keys before a query's own that it sees; None: all.
+    q `[a, n, d]`, k and v `[b, g, d]`, sinks `[n]` -> `[a, n, d]`. `window`: number of earlier keys to which a query
+    attends; None for all.
     """
-    new, all_, groups = len(q), len(k), k.shape[1]
-    own = torch.arange(all_ - new, all_, device=q.device)[:, None]
-    key = torch.arange(all_, device=q.device)
-    seen = key <= own if window is None else (key <= own) & (key >= own - window)
+    tokens, length, groups = len(q), len(k), k.shape[1]
+    position = torch.arange(length - tokens, length, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)
+    mask = key <= position if window is None else (key <= position) & (key >= position - window)
     by_group = q.float().unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [g, n / g, a, d]
     scores = by_group @ k.float().permute(1, 2, 0)[:, None] * scale
     sink = sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
-    weights = torch.cat([scores.masked_fill(~seen, float("-inf")), sink], dim=-1).softmax(-1)[..., :-1]
-    # A place outside the window may hold anything, also what is no number.
-    read = v.float().permute(1, 0, 2)[:, None]
-    read = torch.where(seen.any(0)[:, None], read, 0.0)
-    return (weights @ read).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    weights = torch.cat([scores.masked_fill(~mask, float("-inf")), sink], dim=-1).softmax(-1)[..., :-1]
+    # A location outside the window may contain anything, also NaN.
+    values = v.float().permute(1, 0, 2)[:, None]
+    values = torch.where(mask.any(0)[:, None], values, 0.0)
+    return (weights @ values).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
 
-def decode_side_by_side(
+def decode_batched(
     upstream: Callable[..., Tensor],
     backend: Any,
     query: Tensor,
     output: Tensor,
     keys: Tensor,
     values: Tensor,
-    places: Tensor,
+    table: Tensor,
     requests: Tensor,
     lengths: Tensor,
     encoder_lens: Tensor | None = None,
     scaling: float | None = None,
     sliding_window_size: int | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Tensor:
-    """Decoding: SGLang's torch_native backend attends request by request, which takes a third of an engine's time.
+    """Compute attention of a decode step for requests of similar length together.
 
-    query `[s, n, d]`, output `[s, n, e]`, keys `[slots, g, d]`, values `[slots, g, e]`; `places[r, i]`: the slot of
-    token i of request r; requests and lengths `[s]`. Requests are padded to a multiple of WIDTH and computed with
-    those of the same width, each by products of its own, so a request's numbers depend on its own length alone.
+    SGLang's torch_native backend computes one request at a time, which takes a third of an engine's time.
+
+    query `[s, n, d]`, output `[s, n, e]`, keys `[slots, g, d]`, values `[slots, g, e]`; `table[r, i]`: the slot of
+    token i of request r; requests and lengths `[s]`. Requests are padded to a multiple of WIDTH and batched with
+    those of the same width, each with separate products, so a request's result depends only on its length.
     """
     if encoder_lens is not None or sliding_window_size is not None:
         return upstream(
-            backend, query, output, keys, values, places, requests, lengths, encoder_lens,
-            scaling=scaling, sliding_window_size=sliding_window_size, **more,
+            backend, query, output, keys, values, table, requests, lengths, encoder_lens,
+            scaling=scaling, sliding_window_size=sliding_window_size, **options,
         )  # fmt: skip
     groups, size = keys.shape[1:]
     scale = scaling if scaling is not None else size**-0.5
-    widths = ((lengths + WIDTH - 1) // WIDTH * WIDTH).clamp(max=places.shape[1])
+    widths = ((lengths + WIDTH - 1) // WIDTH * WIDTH).clamp(max=table.shape[1])
     for width in widths.unique().tolist():
         rows = (widths == width).nonzero()[:, 0]
-        for part in rows.split(max(1, GATHERED // (width * groups * size))):
-            seen = torch.arange(width, device=lengths.device) < lengths[part, None]
-            slots = places[requests[part], :width]
-            slots = torch.where(
-                seen, slots, slots[:, :1]
-            ).flatten()  # a slot of nobody may hold what is no number
+        for part in rows.split(max(1, MAX_GATHERED // (width * groups * size))):
+            mask = torch.arange(width, device=lengths.device) < lengths[part, None]
+            slots = table[requests[part], :width]
+            slots = torch.where(mask, slots, slots[:, :1]).flatten()  # an unused slot may contain NaN
             k, v = (x.index_select(0, slots).float().unflatten(0, (-1, width)) for x in (keys, values))
             q = query[part].float().unflatten(1, (groups, -1)) * scale
             for head in range(groups):
                 scores = torch.bmm(q[:, head], k[:, :, head].transpose(1, 2))
-                weights = scores.masked_fill_(~seen[:, None], float("-inf")).softmax(-1)
-                found = torch.bmm(weights, v[:, :, head]).to(output.dtype)
-                output.unflatten(1, (groups, -1))[part, head] = found
+                weights = scores.masked_fill_(~mask[:, None], float("-inf")).softmax(-1)
+                attended = torch.bmm(weights, v[:, :, head]).to(output.dtype)
+                output.unflatten(1, (groups, -1))[part, head] = attended
     return output
 
 
 WIDTH = 32
-GATHERED = 2**22
-"""Numbers of keys that are gathered at once: 16 MB."""
+MAX_GATHERED = 2**22
+"""Elements of keys that are gathered at once: 16 MB."""
 BLOCK = 4
-"""Rows from which on MKL's products give each row the same numbers, whatever the other rows are."""
+"""Number of rows from which MKL's result for a row does not depend on the other rows."""
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 REPLACED: dict[str, Callable[..., Any]] = {
     **delta.REPLACED,
@@ -208,18 +213,18 @@ REPLACED: dict[str, Callable[..., Any]] = {
     "sglang.srt.models.minimax_m2.rms_sumsq_serial": sums_of_squares,
     "sglang.srt.models.minimax_m2.rms_apply_serial": norm_by_sums,
 }
-"""SGLang's operator -> ours."""
+"""SGLang's operator -> its replacement."""
 AROUND: dict[str, Callable[..., Any]] = {
-    "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu": rope_of_any_kind,
+    "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu": general_rope,
     "sglang.srt.layers.moe.topk.fused_topk_torch_native": topk_with_flat_bias,
     "sglang.srt.layers.moe.topk.fused_topk_native": topk_with_flat_bias,
     _TORCH_NATIVE + "forward_extend": attention_with_sinks,
     _TORCH_NATIVE + "forward_decode": attention_with_sinks,
-    _TORCH_NATIVE + "_run_sdpa_forward_decode": decode_side_by_side,
+    _TORCH_NATIVE + "_run_sdpa_forward_decode": decode_batched,
 }
-"""SGLang's operator -> ours, which gets SGLang's first."""
+"""SGLang's operator -> its wrapper, which gets SGLang's function as first argument."""
 DETERMINISTIC: dict[str, Callable[..., Any]] = {
-    "torch.nn.functional.linear": linear_of_full_blocks,
-    "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": lm_head_of_full_blocks,
+    "torch.nn.functional.linear": padded_linear,
+    "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": padded_lm_head,
 }
-"""The same, on an engine with `--enable-deterministic-inference` only."""
+"""Wrappers for an engine with `--enable-deterministic-inference` only."""

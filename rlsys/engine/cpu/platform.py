@@ -1,7 +1,7 @@
-"""Platform plug-in that lets the stock SGLang server run on a host without CUDA.
+"""Platform plug-in that runs SGLang's server on a host without CUDA.
 
-SGLang finds `activate` through its entry point group `sglang.srt.platforms` and calls it early in each of its
-processes. Every op then takes its plain torch path (forward_native), so no compiled kernel package is needed.
+SGLang calls `activate`, of the entry point group `sglang.srt.platforms`, early in each of its processes. Every op
+then uses its plain torch path (forward_native), so no compiled kernel package is needed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 FOLDER = "engine"
-"""Of the environment; launch/bootstrap.py installs there what only SGLang's processes import."""
+"""Folder of the environment in which launch/bootstrap.py installs packages for SGLang's processes only."""
 
 
 def activate() -> str | None:
-    """The platform's import path where there is no CUDA device; None, so that SGLang chooses itself, elsewhere."""
+    """Return the import path of the platform without a CUDA device; else None, so that SGLang selects its own."""
     if torch.cuda.is_available():
         return None
     declare_torchvision_ops()
@@ -26,14 +26,14 @@ def activate() -> str | None:
 
 
 def declare_torchvision_ops() -> None:
-    """Make torchvision importable beside a CPU torch; SGLang imports it at start, for models we do not serve.
+    """Make torchvision importable with a CPU build of torch. SGLang imports it for models that rlsys does not serve.
 
-    The registry's torchvision is linked against CUDA: its compiled ops do not load here, and then its own import
-    fails on the two ops that it describes to the compiler. A declaration is all that is missing; nobody calls
-    them. Where its ops do load (a CPU build), nothing is declared.
+    The registry's torchvision is linked against CUDA: its compiled ops do not load, and its import fails on the two
+    ops that it registers with the compiler. This function declares them; they are never called. If the ops load (a
+    CPU build), nothing is declared.
 
-    Set-up installs it in a folder of its own, which only processes that import SGLang look into: transformers imports
-    whatever torchvision it finds, and would fail without the declaration.
+    Set-up installs torchvision in a separate folder, which only processes that import SGLang have on their path:
+    transformers imports any installed torchvision, and would fail without the declaration.
     """
     folder = Path(sys.prefix) / FOLDER
     if folder.is_dir() and str(folder) not in sys.path:
@@ -46,7 +46,7 @@ def declare_torchvision_ops() -> None:
             torch.ops.load_library(library)
             return
     for op in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # declared before
+        with contextlib.suppress(RuntimeError):  # already declared
             torch.library.define(
                 f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             )

@@ -1,8 +1,8 @@
-"""Hooks into SGLang: one call takes all buckets of a sharded push, from many trainer ranks (bucket_order.py).
+"""Hooks into SGLang: one call receives all buckets of a sharded push from many trainer ranks (bucket_order.py).
 
-SGLang's own `update_weights_from_distributed` takes one bucket, which rank 0 of a process group broadcasts. With our
-load format it is called once for a push, and SGLang's code then runs once for each bucket that has come. An engine
-that cannot load a bucket takes the rest all the same and refuses at the end: nobody waits for it meanwhile.
+SGLang's own `update_weights_from_distributed` receives one bucket, which rank 0 of a process group broadcasts. With
+load format FORMAT it is called once for a push, and SGLang's code then runs once for each received bucket. An engine
+that fails on a bucket still receives the others, so that no sender blocks, and then reports the failure.
 """
 
 from __future__ import annotations
@@ -15,61 +15,76 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.engine.hooks.bucket_order import Buckets, aligned, described, read_description, taker
+from rlsys.engine.hooks.bucket_order import (
+    Buckets,
+    aligned_size,
+    decode_description,
+    description_size,
+    receiver_rank,
+)
 from rlsys.engine.weight_calls import FORMAT
 
-AHEAD = 2
-"""Buckets that a rank has asked for and not yet taken: one is on its way while another is loaded."""
+PREFETCH = 2
+"""Buckets that a rank receives ahead: one is in transfer while another is loaded."""
 
 
-class Arrivals:
-    """The buckets of one push, as one rank of an engine gets them. Each rank of the engine takes every one."""
+class BucketReceiver:
+    """The buckets of one push in one rank of an engine. Each rank of the engine loads all of them."""
 
     def __init__(
-        self, told: Buckets, group: dist.ProcessGroup, tp_rank: int, tp: int, tp_group: Any, device: str
+        self, buckets: Buckets, group: dist.ProcessGroup, tp_rank: int, tp: int, tp_group: Any, device: str
     ) -> None:
-        """`group`: with the senders. `tp_group`: of the engine's own ranks; None for an engine of one rank."""
-        self._told, self._group, self._device = told, group, device
+        """Prepare to receive; no communication yet.
+
+        Args:
+            buckets: Sizes and order of the buckets.
+            group: Process group with the senders.
+            tp_rank: Tensor-parallel rank in the engine.
+            tp: Tensor-parallel size of the engine.
+            tp_group: Process group of the engine's ranks; None for an engine of one rank.
+            device: Device of the received tensors.
+        """
+        self._buckets, self._group, self._device = buckets, group, device
         self._rank, self._tp, self._tp_group = tp_rank, tp, tp_group
-        self._order = deque(told.order())
-        self._mine = deque(item for item in self._order if taker(item[0], tp) == tp_rank)
-        self._asked: deque[tuple[Tensor, dist.Work | None]] = deque()
+        self._order = deque(buckets.order())
+        self._pending = deque(item for item in self._order if receiver_rank(item[0], tp) == tp_rank)
+        self._in_flight: deque[tuple[Tensor, dist.Work | None]] = deque()
         self._failure = ""
 
     @property
-    def left(self) -> int:
-        """Buckets that are still to be taken."""
+    def remaining(self) -> int:
+        """Number of buckets that `take` has not returned yet."""
         return len(self._order)
 
     def take(self) -> list[tuple[str, Tensor]]:
-        """The tensors of the next bucket: views of memory that lasts as long as they do.
+        """Return the tensors of the next bucket, as views that keep its memory alive.
 
-        Raises RuntimeError when it did not come: its sender has gone.
+        Raises RuntimeError if the bucket was not received because its sender has exited.
         """
-        place, size = self._order.popleft()
-        owner = taker(place, self._tp)
-        memory = self._received() if owner == self._rank else self._empty(size)
+        sender, size = self._order.popleft()
+        owner = receiver_rank(sender, self._tp)
+        memory = self._next_bucket() if owner == self._rank else self._empty(size)
         if self._tp_group is not None:
-            # Also of one that did not come: its zeros tell the other ranks, who would wait for it.
+            # Also a bucket that was not received: the other ranks wait for it, and zeros report the failure.
             dist.broadcast(memory, group=self._tp_group, group_src=owner)
-        tensors = unpacked(memory)
+        tensors = unpack(memory)
         if tensors is None:
             raise RuntimeError(self._failure or f"rank {owner} of the engine got no bucket")
         return tensors
 
     def drain(self) -> None:
-        """Take what is left, and load none of it."""
-        while self.left:
+        """Receive the remaining buckets and discard them."""
+        while self.remaining:
             try:
                 self.take()
-            except RuntimeError:  # it was told, or is why we are here
+            except RuntimeError:  # already reported, or the reason for draining
                 continue
 
-    def _received(self) -> Tensor:
-        """The next of those that this rank takes; zeros when it did not come."""
-        self._ask()
-        memory, work = self._asked.popleft()
-        self._ask()
+    def _next_bucket(self) -> Tensor:
+        """Return the next bucket that this rank receives from a sender; zeros if the transfer failed."""
+        self._prefetch()
+        memory, work = self._in_flight.popleft()
+        self._prefetch()
         try:
             if work is not None:
                 work.wait()
@@ -78,72 +93,77 @@ class Arrivals:
             self._failure = str(e)
         return memory.zero_()
 
-    def _ask(self) -> None:
-        while self._mine and len(self._asked) < AHEAD:
-            place, size = self._mine.popleft()
+    def _prefetch(self) -> None:
+        while self._pending and len(self._in_flight) < PREFETCH:
+            sender, size = self._pending.popleft()
             memory = self._empty(size)
             try:
-                wanted = dist.P2POp(dist.irecv, memory, group=self._group, group_peer=self._told.ranks[place])
-                (work,) = dist.batch_isend_irecv([wanted])
-            except RuntimeError as e:  # its sender has gone
+                receive = dist.P2POp(
+                    dist.irecv, memory, group=self._group, group_peer=self._buckets.ranks[sender]
+                )
+                (work,) = dist.batch_isend_irecv([receive])
+            except RuntimeError as e:  # its sender has exited
                 self._failure, work = str(e), None
-            self._asked.append((memory, work))
+            self._in_flight.append((memory, work))
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
-def unpacked(memory: Tensor) -> list[tuple[str, Tensor]] | None:
-    """`[bytes]` uint8 -> the tensors in it, as views; None of a bucket that was never filled."""
-    length = described(memory[-8:].cpu().numpy().tobytes())
+def unpack(memory: Tensor) -> list[tuple[str, Tensor]] | None:
+    """Unpack a bucket `[bytes]` uint8 to named views of its tensors; None for a bucket of zeros."""
+    length = description_size(memory[-8:].cpu().numpy().tobytes())
     if length is None:
         return None
     tensors, start = [], 0
-    for name, dtype_name, shape in read_description(memory[-length:].cpu().numpy().tobytes()):
+    for name, dtype_name, shape in decode_description(memory[-length:].cpu().numpy().tobytes()):
         dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize
         tensors.append((name, memory[start : start + size].view(dtype).view(shape)))
-        start += aligned(size)
+        start += aligned_size(size)
     return tensors
 
 
-_UNDER_WAY: dict[str, Arrivals] = {}
-"""Of the process: group -> what it brings while a call is carried out."""
+_RECEIVERS: dict[str, BucketReceiver] = {}
+"""Group name -> receiver, during a call."""
 
 
 def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around the scheduler's call: SGLang's own once for each bucket, until one fails."""
+    """Wrap the scheduler's call: run SGLang's own once for each bucket, until one fails."""
     if request.load_format != FORMAT:
         return original(manager, request)
-    arrivals = _arrivals(manager.tp_worker.model_runner.weight_updater, request)
-    _UNDER_WAY[request.group_name] = arrivals
+    receiver = _receiver(manager.tp_worker.model_runner.weight_updater, request)
+    _RECEIVERS[request.group_name] = receiver
     try:
         answer = original(manager, request)
-        while answer.success and arrivals.left:
+        while answer.success and receiver.remaining:
             answer = original(manager, request)
-        arrivals.drain()
+        receiver.drain()
     finally:
-        del _UNDER_WAY[request.group_name]
+        del _RECEIVERS[request.group_name]
     return answer
 
 
-def receive(original: Callable[..., Any], updater: Any, **told: Any) -> Any:
-    """Around what takes one bucket. What it raises is SGLang's refusal."""
-    if told.get("load_format") != FORMAT:
-        return original(updater, **told)
-    return _UNDER_WAY[told["group_name"]].take()
+def receive(original: Callable[..., Any], updater: Any, **request: Any) -> Any:
+    """Wrap SGLang's receipt of one bucket. SGLang reports an exception as its refusal."""
+    if request.get("load_format") != FORMAT:
+        return original(updater, **request)
+    return _RECEIVERS[request["group_name"]].take()
 
 
-def _arrivals(updater: Any, request: Any) -> Arrivals:
+def _receiver(updater: Any, request: Any) -> BucketReceiver:
     from sglang.srt.distributed import get_tp_group
 
-    of_engine = get_tp_group()
-    group, told = updater._model_update_group[request.group_name], Buckets.read(request.names[0])
-    tp, own = of_engine.world_size, None if of_engine.world_size == 1 else of_engine.device_group
+    engine_group = get_tp_group()
+    group, buckets = updater._model_update_group[request.group_name], Buckets.decode(request.names[0])
+    tp, tp_group = (
+        engine_group.world_size,
+        None if engine_group.world_size == 1 else engine_group.device_group,
+    )
     if dist.get_backend(group) == "nccl":
-        # All its ranks at once: NCCL makes a communicator when all have come.
+        # All ranks of the group: NCCL creates a communicator collectively.
         dist.all_reduce(torch.zeros(1, device=updater.device), group=group)
-    return Arrivals(told, group, updater.tp_rank, tp, own, updater.device)
+    return BucketReceiver(buckets, group, updater.tp_rank, tp, tp_group, updater.device)
 
 
 AROUND: dict[str, Callable[..., Any]] = {

@@ -1,10 +1,10 @@
-"""A hook into SGLang: an engine that pauses sends what it has made so far, before weights change.
+"""Hook into SGLang: an engine that pauses sends its generated tokens before weights change.
 
-A stream brings tokens in parts, and a part says one version of the weights: the one when it was sent. One that the
-engine went on with after a push would call its first tokens by the wrong version until the request's last part, which
-tells all versions; and who dies before that part comes has them wrong for ever.
+A stream sends tokens in chunks, and a chunk has one weight version: the version at the time of sending. If a chunk
+contained tokens from before and after a push, its first tokens would have the wrong version. Only the request's last
+chunk lists all versions, and it is lost if the engine dies earlier.
 
-To delete when SGLang does so itself, or names versions in every part; seen in 0.5.23.
+Delete this when SGLang does the same, or lists versions in each chunk; checked with 0.5.23.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 TARGET = "sglang.srt.managers.scheduler.Scheduler.pause_generation"
 
 
-def send_what_is_made(result: None, scheduler: Any, _request: Any) -> None:
-    """Called by SGLang after it has paused: the requests are in its queue, or stay where they were."""
-    kept = {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue}
-    kept |= {scheduler.chunked_req} - {None}
-    waiting = [r for r in kept if r.stream and not r.finished() and len(r.output_ids) > r.send_token_offset]
+def flush_streams(result: None, scheduler: Any, _request: Any) -> None:
+    """Send all generated tokens. SGLang calls this after a pause, with the requests queued or still running."""
+    requests = {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue}
+    requests |= {scheduler.chunked_req} - {None}
+    waiting = [
+        r for r in requests if r.stream and not r.finished() and len(r.output_ids) > r.send_token_offset
+    ]
     if not waiting:
         return
-    usual = [r.sampling_params.stream_interval for r in waiting]
+    intervals = [r.sampling_params.stream_interval for r in waiting]
     for request in waiting:
         request.sampling_params.stream_interval = 1
     scheduler.output_streamer.stream_output(waiting, any(r.return_logprob for r in waiting))
-    for request, interval in zip(waiting, usual, strict=True):
+    for request, interval in zip(waiting, intervals, strict=True):
         request.sampling_params.stream_interval = interval

@@ -1,9 +1,9 @@
-"""Weights from one engine to another by way of the run's folder, while the trainer does something else.
+"""Transfer of weights between engines through the run's folder, without the trainer.
 
-`give` and `take` run inside SGLang's scheduler, on every rank, as its own `--custom-weight-loader`: a call to
-`update_weights_from_tensor` names one of them as its load format, and brings no tensors. Ranks of one number hold the
-same parts, under the same names and in the same order, so what a rank gives is copied as it is. What arrived is
-attested like a push. An error is logged and not raised: it would end the server, and attestation sees it anyway.
+`give` and `take` run in SGLang's scheduler on each rank, as its `--custom-weight-loader`: a call to
+`update_weights_from_tensor` names one of them as load format and contains no tensors. Equal ranks of two engines have
+the same shards, names and order, so a rank's parameters are copied as they are. The result is attested like a push.
+An error is logged and not raised: it would end the server, and the attestation detects it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def give(model: Any, _tensors: object) -> None:
-    """Write this rank's parameters. The folder appears whole or not at all; one file of it is held at a time."""
+    """Write this rank's parameters to a folder, which appears atomically. The host buffers one file at a time."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -38,26 +38,26 @@ def give(model: Any, _tensors: object) -> None:
         part.rename(folder)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(part, ignore_errors=True)
-        log.error("rlsys: cannot give weights to another engine: %s", e)
+        log.error("rlsys: cannot write weights for another engine: %s", e)
 
 
 def take(model: Any, _tensors: object) -> None:
-    """Copy what a rank of this number gave, and delete it."""
+    """Load the parameters that the same rank of another engine wrote, and delete the folder."""
     import torch
     from safetensors import SafetensorError, safe_open
     from sglang.srt.model_loader.loader import post_load_weights
 
-    folder, mine = _folder(), dict(model.named_parameters())
+    folder, parameters = _folder(), dict(model.named_parameters())
     try:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file, torch.no_grad():
-                for name in file.keys():  # noqa: SIM118 - it is no dict
-                    mine.pop(name).copy_(file.get_tensor(name))
-        if mine:
-            raise KeyError(next(iter(mine)))
-        post_load_weights(model)  # what it computes from them once they are there
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    parameters.pop(name).copy_(file.get_tensor(name))
+        if parameters:
+            raise KeyError(next(iter(parameters)))
+        post_load_weights(model)  # recompute tensors that the model derives from them
     except (OSError, SafetensorError, KeyError, RuntimeError) as e:
-        log.error("rlsys: cannot take weights of another engine: %r", e)
+        log.error("rlsys: cannot load weights of another engine: %r", e)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -68,13 +68,13 @@ def _folder() -> Path:
 
 
 def _files(model: Any) -> Iterator[dict[str, Any]]:
-    """Its parameters on the host, in portions of one file."""
-    held: dict[str, Any] = {}
+    """Yield the model's parameters on the host, in dicts of at least FILE_BYTES, the last one smaller."""
+    tensors: dict[str, Any] = {}
     size = 0
     for name, parameter in model.named_parameters():
-        held[name] = parameter.detach().to("cpu").contiguous()
+        tensors[name] = parameter.detach().to("cpu").contiguous()
         size += parameter.nbytes
         if size >= FILE_BYTES:
-            yield held
-            held, size = {}, 0
-    yield held
+            yield tensors
+            tensors, size = {}, 0
+    yield tensors

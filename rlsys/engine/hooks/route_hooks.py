@@ -1,6 +1,6 @@
-"""A hook into SGLang: routes of a finished request go to the run's folder, and its answer carries a pointer.
+"""Hook into SGLang: routed experts of a finished request are written to the run's folder; the response has a pointer.
 
-Only for requests with rlsys.segments.route_records.ROUTES_PARAM; all others get SGLang's own answer.
+Only for requests with rlsys.segments.route_records.ROUTES_PARAM; all others get SGLang's own response.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ log = logging.getLogger("rlsys.engine")
 
 @functools.cache
 def _writer() -> RouteWriter | None:
-    """Of this process, a scheduler; None also for one that answers nobody."""
+    """Return the writer of this scheduler process; None for a scheduler that sends no responses."""
     from sglang.srt.runtime_context import get_parallel
 
-    here = get_parallel()
-    return route_writer(here.tp_rank) if here.attn_tp_rank == 0 and here.attn_cp_rank == 0 else None
+    ranks = get_parallel()
+    return route_writer(ranks.tp_rank) if ranks.attn_tp_rank == 0 and ranks.attn_cp_rank == 0 else None
 
 
 def write_routes(result: None, processor: Any, request: Any) -> None:
-    """Called by SGLang after it has set `request.routed_experts` to `[positions, layers, topk]` int32."""
+    """Replace `request.routed_experts` `[positions, layers, topk]` int32, which SGLang has just set, by a pointer."""
     experts = request.routed_experts
-    asked = (request.sampling_params.custom_params or {}).get(ROUTES_PARAM)
-    if experts is None or not len(experts) or not asked or (writer := _writer()) is None:
+    requested = (request.sampling_params.custom_params or {}).get(ROUTES_PARAM)
+    if experts is None or not len(experts) or not requested or (writer := _writer()) is None:
         return
     try:
-        found = writer.append(experts.numpy(), request.routed_experts_start_len)
+        pointer = writer.append(experts.numpy(), request.routed_experts_start_len)
     except (OSError, ValueError) as e:
-        log.warning("routes go into the answer: %s", e)
+        log.warning("routed experts go into the response: %s", e)
         return
-    request.routed_experts = torch.frombuffer(bytearray(found), dtype=torch.uint8)
+    request.routed_experts = torch.frombuffer(bytearray(pointer), dtype=torch.uint8)

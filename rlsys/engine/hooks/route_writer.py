@@ -1,7 +1,7 @@
-"""The engine's end of routes out of band: it writes them into the run's folder, and answers with pointers.
+"""Writer of routed experts in an engine: records in the run's folder, pointers in responses.
 
-Each process of an engine that answers requests has files of its own, in a folder of this start of the engine. So
-nothing is shared, and nothing that another process wrote is touched. What a kill cut off has no pointer.
+Each engine process that sends responses has separate files, in a folder for this start of the engine. So no file is
+shared or modified by another process. A record that a kill truncated has no pointer.
 """
 
 from __future__ import annotations
@@ -21,57 +21,71 @@ from rlsys.obs.filesystem import is_local
 from rlsys.segments.route_records import ROUTES_VARIABLE, RouteFile, encode, pointer
 
 SEGMENT_BYTES = 64 * 2**20
-"""A file that has so many gets no further record."""
+"""A file of this size gets no more records."""
 
 log = logging.getLogger("rlsys.engine")
 
 
 class RouteWriter:
-    """Of one process of the engine. Its next file is made with the first record that needs it."""
+    """Writer of one engine process. It creates a file with the first record that needs one."""
 
     def __init__(
         self, folder: Path, epoch: int, unit: str, start: int, rank: int, size: int = SEGMENT_BYTES
     ) -> None:
-        """`folder`: the run's segments. `size`: see SEGMENT_BYTES."""
+        """Create a writer; no file is opened yet.
+
+        Args:
+            folder: The run's folder of segments.
+            epoch: Epoch of the run's owner.
+            unit: Name of the engine.
+            start: Number of the launch.
+            rank: Tensor-parallel rank of the process.
+            size: Size in bytes from which a file gets no more records.
+        """
         self._folder = folder
         self._file = RouteFile(epoch, unit, start, rank, 0)
-        self._most = size
+        self._max_bytes = size
         self._fd = -1
-        self._written = 0
+        self._file_bytes = 0
         self._shared = not is_local(folder)
 
     def append(self, experts: NDArray[np.integer], start: int) -> bytes:
-        """The pointer to experts `[positions, layers, topk]`, of positions from `start` on, once others can read it.
+        """Write a record and return the pointer to it. Other processes can then read the record.
 
-        Raises OSError when the disk refuses; the next record then goes into another file. ValueError for more than a
-        record holds.
+        Args:
+            experts: `[positions, layers, topk]`.
+            start: Position of the first row in the sequence.
+
+        Raises:
+            OSError: The write failed. The next record goes to another file.
+            ValueError: The experts exceed the limits of a record.
         """
         record = encode(experts, start)
-        if self._fd < 0 or self._written >= self._most:
-            self._begin()
-        where, rest = self._written, memoryview(record)
+        if self._fd < 0 or self._file_bytes >= self._max_bytes:
+            self._open_next()
+        offset, data = self._file_bytes, memoryview(record)
         try:
-            while rest:
-                done = os.write(self._fd, rest)
-                self._written += done
-                rest = rest[done:]
-            if self._shared:  # other machines see it from then on; on one machine the rollout process syncs
+            while data:
+                done = os.write(self._fd, data)
+                self._file_bytes += done
+                data = data[done:]
+            if self._shared:  # makes it visible to other machines; on one machine the rollout process syncs
                 os.fdatasync(self._fd)
         except OSError:
-            self._take_back(where)
+            self._truncate(offset)
             raise
-        return pointer(self._file.name, where, record)
+        return pointer(self._file.name, offset, record)
 
-    def _take_back(self, where: int) -> None:
-        """What is in the file from there on: a full disk shall not fill with parts of records and empty files."""
-        with contextlib.suppress(OSError):  # then they stay, and are counted when the file goes
-            if where:
-                os.ftruncate(self._fd, where)
+    def _truncate(self, offset: int) -> None:
+        """Remove partial records and empty files after a failed write, to free space on a full disk."""
+        with contextlib.suppress(OSError):  # the bytes then remain, and count towards the file's size
+            if offset:
+                os.ftruncate(self._fd, offset)
             else:
                 (self._folder / self._file.name).unlink()
-        self._written = self._most
+        self._file_bytes = self._max_bytes
 
-    def _begin(self) -> None:
+    def _open_next(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -80,19 +94,20 @@ class RouteWriter:
         path = self._folder / self._file.name
         path.parent.mkdir(exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._written = 0
+        self._file_bytes = 0
         try:
-            for folder in (path.parent, self._folder):  # a power cut must not take the new names away
+            for folder in (path.parent, self._folder):  # a power failure must not lose the new names
                 _sync_folder(folder)
         except OSError:
-            self._take_back(0)
+            self._truncate(0)
             raise
 
 
 def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> RouteWriter | None:
-    """Of process `rank` of the engine that this environment is of.
+    """Create the writer of process `rank` of the engine with this environment.
 
-    None: no run started it, or its machine does not see the run's folder; then routes go into the answers.
+    Returns: None if no run started the engine, or its machine does not see the run's folder. Routed experts then go
+        into the responses.
     """
     if not (unit := environment.get(ROUTES_VARIABLE)):
         return None
@@ -100,17 +115,19 @@ def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> Rout
     try:
         owner, start = owner_of_process(
             path.parent.parent, environment
-        )  # a folder of the same name lacks this launch
+        )  # a folder of the same name on another disk does not have this launch
         path.parent.mkdir(exist_ok=True)
     except (RlsysError, OSError) as e:
-        log.warning("routes go into the answers, since this engine cannot write into %s: %s", path.parent, e)
+        log.warning(
+            "routed experts go into the responses: this engine cannot write to %s: %s", path.parent, e
+        )
         return None
     return RouteWriter(path.parent, owner.epoch, path.name, start, rank)
 
 
 def _sync_folder(folder: Path) -> None:
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(at)
+        os.fsync(fd)
     finally:
-        os.close(at)
+        os.close(fd)

@@ -1,14 +1,14 @@
-"""A hook into SGLang's sampler: the draw of a seeded sample does not depend on what else is in its batch.
+"""Hook into SGLang's sampler: a seeded sample does not depend on the other requests of its batch.
 
-Symptom: one greedy, `top_k` or `top_p` request in a batch changes the tokens of all seeded samples beside it, until
-the batch is empty. SGLang's deterministic inference adds to each log-probability a noise that follows from the seed,
+Symptom: one greedy, `top_k` or `top_p` request in a batch changes the tokens of all other seeded samples, until the
+batch is empty. SGLang's deterministic inference adds to each log-probability a noise, computed from the seed,
 the position and the column. The column is the token id where every request of the batch draws from the whole
 vocabulary, and the rank by probability as soon as one does not. `min_p` ends the engine in an assertion.
 
-Here the column is always the token id: truncation sets the probability of the dropped ids to 0 where they stand. A
-request that draws from the whole vocabulary gets exactly the numbers of SGLang's own path for such batches.
+Here the column is always the token id: truncation sets the probability of the dropped ids to 0 without moving them. A
+request that draws from the whole vocabulary gets exactly the results of SGLang's own path for such batches.
 
-To delete when SGLang draws by token id (github.com/sgl-project/sglang/pull/35697); seen in 0.5.23.
+Delete this when SGLang draws by token id (github.com/sgl-project/sglang/pull/35697); seen in 0.5.23.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 TARGET = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 _FIXED_POINT_ONE = 2**40
-"""Probability 1 in fixed point. Sums of integers are exact, so they do not depend on how a device orders them."""
+"""Probability 1 in fixed point. Sums of integers are exact, so they do not depend on the order of summation."""
 
 
 def draw_by_token_id(
@@ -32,7 +32,7 @@ def draw_by_token_id(
     positions: Tensor,
     simple_sampling_case: bool,
 ) -> Any:
-    """Draw one token for each row of `probs`, `[rows, vocabulary]`. Called around SGLang's own.
+    """Draw one token for each row of `probs`, `[rows, vocabulary]`. Wraps SGLang's own function.
 
     Args:
         info: SGLang's SamplingBatchInfo of the rows; `sampling_seed` is None on an engine that is not deterministic.
@@ -61,10 +61,10 @@ def draw_by_token_id(
 
 
 def truncate(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> Tensor:
-    """The probabilities of the ids that are kept, 0 for others, in vocabulary order, not renormalised.
+    """Set the probabilities of dropped ids to 0; no renormalisation, vocabulary order.
 
-    Kept are the `top_k` most probable ids, of equal ones the lower ids first; of these, those before which a mass of
-    at most `top_p` lies; of these, those of at least `min_p` times the largest probability. A row is a function of
+    Kept ids are the `top_k` most probable ids, of equal ones the lower ids first; of these, those before which a mass
+    of at most `top_p` lies; of these, those of at least `min_p` times the largest probability. A row is a function of
     the same row of the arguments.
 
     Args:

@@ -1,7 +1,7 @@
-"""The sockets of an SGLang server: its HTTP port, and nothing else that a stranger can reach.
+"""Sockets of an SGLang server: only its HTTP port is reachable for other users.
 
-By itself SGLang makes Unix sockets under TMPDIR, whose path may be too long for one; lets its ranks meet in a
-TCPStore on all addresses, also where there is one rank; and binds its port so that another user's process can, too.
+By default SGLang creates Unix sockets under TMPDIR, whose path may be too long; its ranks rendezvous in a TCPStore on
+all addresses, even with one rank; and it binds its port such that other processes can bind it, too.
 """
 
 from __future__ import annotations
@@ -22,30 +22,36 @@ from rlsys.core.sockets import role_folder
 from rlsys.engine.cpu import hooks
 from rlsys.http_server.connections import ConnectionLimiter, ServerLimits
 
-_MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+_INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's variable: init_method of its process group."""
 LIMITS = ServerLimits(connections=2**14, body_seconds=120.0)
-"""Bodies are also pieces of weights over slow links."""
+"""Limits for request bodies that include pieces of weights over slow links."""
 PLUGINS = {
     "sglang.srt.platforms": "rlsys.engine.cpu.platform:activate",
     "sglang.srt.plugins": "rlsys.engine.cpu.hooks:register",
 }
-"""Entry point group -> what SGLang calls, as pyproject.toml declares it."""
+"""Entry point group -> function that SGLang calls, as in pyproject.toml."""
 
 
-def keep_private(arguments: Sequence[str]) -> None:
-    """Before SGLang is imported. `arguments`: the server's.
+def restrict_access(arguments: Sequence[str]) -> None:
+    """Restrict the sockets of this process. Call this before importing SGLang.
 
-    Raises UserError for a host that is none of this machine's.
+    Args:
+        arguments: Command line of the server.
+
+    Raises:
+        UserError: `--host` is no address of this machine.
     """
     os.environ["TMPDIR"] = str(role_folder())
     tempfile.tempdir = None
     host = _value(arguments, "--host") or "127.0.0.1"
     choose_interface(host)
-    # SGLang's kernels for some CPUs name their shared memory after these: engines of one machine must differ.
+    # SGLang's kernels for some CPUs derive names of shared memory from these: they must differ between engines.
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": _value(arguments, "--port") or "0"}
-    several_nodes = _value(arguments, "--dist-init-addr")
-    os.environ[_MEETING] = f"{SCHEME}://{several_nodes}" if several_nodes else f"file://{role_folder()}/ranks"
+    init_address = _value(arguments, "--dist-init-addr")
+    os.environ[_INIT_METHOD] = (
+        f"{SCHEME}://{init_address}" if init_address else f"file://{role_folder()}/ranks"
+    )
 
 
 def _value(arguments: Sequence[str], name: str) -> str | None:
@@ -53,8 +59,10 @@ def _value(arguments: Sequence[str], name: str) -> str | None:
 
 
 def check_plugins() -> None:
-    """Raises UserError where SGLang has not found rlsys' plug-ins, or has not run them to their end. It says nothing,
-    or only logs it: an engine without them does something else than the run relies on."""
+    """Raise UserError if SGLang has not found rlsys' plug-ins, or has not run them completely.
+
+    SGLang ignores or only logs this, but the run relies on the plug-ins.
+    """
     for group, plugin in PLUGINS.items():
         if plugin not in {point.value for point in importlib.metadata.entry_points(group=group)}:
             raise UserError(
@@ -62,34 +70,38 @@ def check_plugins() -> None:
                 "expected `pip install` of it or of its wheel"
             )
     if not hooks.complete:
-        chosen = ", ".join(f"{n} = {os.environ.get(n)}" for n in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
+        variables = ", ".join(f"{n} = {os.environ.get(n)}" for n in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
         raise UserError(
-            f"SGLang has not run {PLUGINS['sglang.srt.plugins']} to its end: {chosen}; expected neither to leave out "
-            "rlsys, or see the log above"
+            f"SGLang has not run {PLUGINS['sglang.srt.plugins']} to its end: {variables}; expected neither to "
+            "leave out rlsys, or see the log above"
         )
 
 
 def check_hooks() -> None:
-    """Raises RunError for a hook that SGLang could not apply, which it only logs: an engine without one works, and
-    does something else than the run relies on."""
+    """Raise RunError for a hook that SGLang could not apply.
+
+    SGLang only logs this and serves, but the run relies on the hook.
+    """
     registry = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry
     if missing := sorted(set(registry._hooks) - registry._patched):
         raise RunError(f"this SGLang has not what rlsys changes in it: {', '.join(missing)}")
-    if not hasattr(importlib.import_module("sglang.srt.environ").envs, _MEETING):
-        raise RunError(f"this SGLang has no {_MEETING}: its ranks would meet on all addresses")
+    if not hasattr(importlib.import_module("sglang.srt.environ").envs, _INIT_METHOD):
+        raise RunError(f"this SGLang has no {_INIT_METHOD}: its ranks would meet on all addresses")
 
 
-def bind_alone() -> None:
-    """Have SGLang's HTTP server share its port with nobody but the launcher of the same user, who holds it
-    (launch/ports.py): SO_REUSEPORT. Its connections have limits."""
+def bind_exclusively() -> None:
+    """Restrict SGLang's HTTP server to a port that it shares with the launcher only, and limit its connections.
+
+    The launcher of the same user reserves the port with SO_REUSEPORT (launch/ports.py).
+    """
     server = importlib.import_module("uvicorn").Server
     run = server.run
 
-    def run_on_own_socket(self: Any, sockets: list[socket.socket] | None = None) -> None:
+    def run_exclusively(self: Any, sockets: list[socket.socket] | None = None) -> None:
         limit_connections(self.config, LIMITS)
         run(self, sockets or [_listen(self.config.host, self.config.port, self.config.backlog)])
 
-    server.run = run_on_own_socket
+    server.run = run_exclusively
 
 
 def limit_connections(config: Any, limits: ServerLimits) -> None:
@@ -97,7 +109,7 @@ def limit_connections(config: Any, limits: ServerLimits) -> None:
 
     Args:
         config: uvicorn.Config, before the server runs.
-        limits: of connections, heads and bodies; how large a body may be is left to the application.
+        limits: Limits of connections, heads and bodies; the application limits the size of a body.
     """
     if not config.loaded:
         config.load()
@@ -107,7 +119,7 @@ def limit_connections(config: Any, limits: ServerLimits) -> None:
 
 
 def _listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Raises OSError when somebody listens there: with SO_REUSEPORT two servers of one user would divide requests."""
+    """Listen on a port. Raises OSError if a server listens there: with SO_REUSEPORT both would share the requests."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         if probe.connect_ex(("127.0.0.1" if host == "0.0.0.0" else host, port)) == 0:
             raise OSError(errno.EADDRINUSE, f"{host}:{port}: another server listens there")

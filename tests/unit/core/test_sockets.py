@@ -29,7 +29,7 @@ from rlsys.core.interfaces import choose_interface, interface_of
 from rlsys.core.owner import Owner, claim
 from rlsys.core.sockets import UnixConnection, UnknownListener, exchange, make_folder, remove_folder
 from rlsys.engine.hooks.sockets import check_hooks
-from rlsys.engine.server import import_most
+from rlsys.engine.server import preload_modules
 from rlsys.rollout.client import ConnectionBroken, Request, RolloutClient
 from tests.helpers.strangers import stranger
 
@@ -310,7 +310,7 @@ def test_an_engine_without_hooks_does_not_start(installed: bool, monkeypatch: py
     monkeypatch.setattr("rlsys.engine.hooks.sockets.importlib.import_module", lambda _: module)
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(UserError, match="SGLANG_PLUGINS" if installed else "not installed"):
-        import_most()
+        preload_modules()
 
 
 def test_a_role_folder_that_was_removed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

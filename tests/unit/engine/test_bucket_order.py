@@ -9,8 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engine.hooks.bucket_hooks import unpacked
-from rlsys.engine.hooks.bucket_order import Buckets, aligned, described, description, taker
+from rlsys.engine.hooks.bucket_hooks import unpack
+from rlsys.engine.hooks.bucket_order import (
+    Buckets,
+    aligned_size,
+    description_size,
+    encode_description,
+    receiver_rank,
+)
 
 SIZES = st.lists(st.lists(st.integers(9, 99), max_size=4), min_size=1, max_size=7)
 
@@ -52,7 +58,7 @@ def test_nobody_waits_in_a_circle_even_where_a_send_waits_until_it_is_received(
         for queue in passed:
             out[queue.popleft()[1]].popleft()
     assert not any(out)
-    assert {taker(place, tp) for place in range(tp)} == set(range(tp))
+    assert {receiver_rank(place, tp) for place in range(tp)} == set(range(tp))
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -71,10 +77,10 @@ def test_in_a_step_each_sender_gives_to_one_engine_and_engines_take_alike(sender
 
 def test_what_is_told_comes_back() -> None:
     buckets = told([[10, 20], [], [5]], 1, 2)
-    assert Buckets.read(buckets.encoded()) == buckets
+    assert Buckets.decode(buckets.encode()) == buckets
     for wrong in ("{}", "[]", '{"ranks":[0],"sizes":[],"engine":0,"engines":1}', "no json"):
         with pytest.raises(ValueError):
-            Buckets.read(wrong)
+            Buckets.decode(wrong)
 
 
 def test_a_bucket_says_what_is_in_it() -> None:
@@ -87,12 +93,12 @@ def test_a_bucket_says_what_is_in_it() -> None:
     memory = b""
     for tensor in tensors.values():
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        memory += data.ljust(aligned(len(data)), b"\0")
-    memory += description(
+        memory += data.ljust(aligned_size(len(data)), b"\0")
+    memory += encode_description(
         [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
     )
-    found = unpacked(torch.frombuffer(bytearray(memory), dtype=torch.uint8))
+    found = unpack(torch.frombuffer(bytearray(memory), dtype=torch.uint8))
     assert found is not None
     assert {name: tensor.tolist() for name, tensor in found} == {n: t.tolist() for n, t in tensors.items()}
     assert [tensor.dtype for _, tensor in found] == [t.dtype for t in tensors.values()]
-    assert described(bytes(8)) is None and unpacked(torch.zeros(64, dtype=torch.uint8)) is None
+    assert description_size(bytes(8)) is None and unpack(torch.zeros(64, dtype=torch.uint8)) is None

@@ -90,14 +90,14 @@ def through(lengths: list[int], more: int) -> tuple[Tensor, Tensor]:
     q, k, v = mixed.split([KEYS * P, KEYS * P, VALUES * W], 1)
     g, beta = delta.decays(a_log, a, b, bias)
     q, k, v = (x[None].unflatten(2, (-1, size)) for x, size in ((q, P), (k, P), (v, W)))
-    out, *_ = delta.read_prompts(q, k, v, g, beta, states, slots, starts)
+    out, *_ = delta.prefill(q, k, v, g, beta, states, slots, starts)
     last = out[0, starts[1:] - 1].flatten(1)
     for step in range(more):
         at = [n + step for n in lengths]
         x, b, a = (torch.stack([part[i, t] for i, t in enumerate(at)]) for part in (xs, bs, as_))
         mixed = delta.convolve_next(x, conv, weight, conv_state_indices=slots)
         into = torch.empty(len(lengths), 1, VALUES, W)
-        delta.read_next(mixed, a, b, a_log, bias, P**-0.5, states, into, slots)
+        delta.decode(mixed, a, b, a_log, bias, P**-0.5, states, into, slots)
         last = into.flatten(1)
     return last, states
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlsys.engine.cpu import ops
-from rlsys.engine.cpu.ops import add_gated, attend, decode_side_by_side, norm_by_sums, sums_of_squares
+from rlsys.engine.cpu.ops import add_gated, attend, decode_batched, norm_by_sums, sums_of_squares
 
 
 def test_a_shared_experts_gate_is_a_sigmoid_per_token() -> None:
@@ -78,7 +78,7 @@ def decode(lengths: list[int], *, groups: int = 2, dtype: torch.dtype = torch.fl
     for request, length in zip(requests.tolist(), lengths, strict=True):
         places[request, length:] = 0
     output = torch.zeros(len(lengths), 4, 6, dtype=dtype)
-    found = decode_side_by_side(
+    found = decode_batched(
         never, None, query[requests], output, keys, values, places, requests, many, scaling=0.3
     )
     for i, length in enumerate(lengths):
@@ -103,7 +103,7 @@ def test_requests_side_by_side_are_what_each_is_alone(groups: int, monkeypatch: 
     together = decode(lengths, groups=groups)
     for n in (1, 2, 5, 9):
         assert torch.equal(decode(lengths[:n], groups=groups), together[:n])
-    monkeypatch.setattr(ops, "GATHERED", 1)  # one at a time
+    monkeypatch.setattr(ops, "MAX_GATHERED", 1)  # one at a time
     assert torch.equal(decode(lengths, groups=groups), together)
     decode(lengths, groups=groups, dtype=torch.bfloat16)
 
@@ -117,8 +117,6 @@ def test_a_window_and_an_encoder_stay_with_sglang() -> None:
 
     some = torch.ones(1, 1, 1)
     for more in ({"sliding_window_size": 4}, {"encoder_lens": torch.ones(1)}):
-        found = decode_side_by_side(
-            upstream, None, some, some, some, some, some, some, some, causal=False, **more
-        )
+        found = decode_batched(upstream, None, some, some, some, some, some, some, some, causal=False, **more)
         assert torch.equal(found, torch.ones(1))
     assert [a["sliding_window_size"] for a in asked] == [4, None] and not any(a["causal"] for a in asked)

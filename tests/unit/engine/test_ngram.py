@@ -14,7 +14,7 @@ from rlsys.convert.fit import check_requirements
 from rlsys.core.errors import UserError
 from rlsys.engine import launch_args
 from rlsys.engine.chunks import decode_chunk, read_chunk
-from rlsys.engine.cpu.ngram import accepted_places, first_places, verify_greedy, verify_sampled
+from rlsys.engine.cpu.ngram import accepted_locations, first_locations, verify_greedy, verify_sampled
 from tests.helpers import tiny
 
 ROOT, A, B, LEAF = range(4)
@@ -73,9 +73,9 @@ def test_a_sampled_token_has_the_models_probability_whatever_is_proposed() -> No
 
 def test_accepted_places_are_packed() -> None:
     out = torch.zeros(3, dtype=torch.int64)
-    accepted_places(torch.tensor([[0, 1, -1, -1], [4, -1, -1, -1]]), torch.arange(10, 18), out, 8)
+    accepted_locations(torch.tensor([[0, 1, -1, -1], [4, -1, -1, -1]]), torch.arange(10, 18), out, 8)
     assert out.tolist() == [10, 11, 14]
-    first_places(torch.tensor([2, 1]), torch.tensor([[5, 6, 7], [8, 9, 0]]), out)
+    first_locations(torch.tensor([2, 1]), torch.tensor([[5, 6, 7], [8, 9, 0]]), out)
     assert out.tolist() == [5, 6, 8]
 
 

@@ -21,7 +21,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.owner import claim
 from rlsys.core.spans import RouteLocation, RouteSpan, VersionSpan
 from rlsys.core.types import GroupState, Prompt, Sample, SampleGroup, Segment, Status
-from rlsys.engine.chunks import Made, Meta
+from rlsys.engine.chunks import Meta, WeightSpan
 from rlsys.engine.chunks import read_routes as from_answer
 from rlsys.engine.hooks.route_writer import RouteWriter, route_writer
 from rlsys.ledger.buffer import RolloutBuffer
@@ -51,7 +51,7 @@ def opened(folder: Path) -> RolloutBuffer:
 
 def meta(said: bytes, *spans: tuple[int, int]) -> Meta:
     """What an engine says at the end of a request. `spans`: of weight versions 1, 2, ..."""
-    versions = [Made(str(i), a, b) for i, (a, b) in enumerate(spans, 1)]
+    versions = [WeightSpan(str(i), a, b) for i, (a, b) in enumerate(spans, 1)]
     return Meta(routed_experts=base64.b64encode(said).decode(), weight_versions=versions)
 
 
@@ -333,7 +333,7 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
 def test_weights_that_changed_outside_of_a_request_are_its_engines_fault(started: int) -> None:
     """4 tokens after a prompt of 2; before, experts of other positions would have been taken for theirs."""
     said = chosen(5).tobytes()
-    with pytest.raises(ValueError, match="new weights from position"):
+    with pytest.raises(ValueError, match="weights changed at position"):
         from_answer(meta(said, (0, 1), (started, 4)), 2, 4, 0)
     assert from_answer(meta(said, (0, 4), (4, 4)), 2, 4, 0) is None, "nothing was predicted by the new ones"
 

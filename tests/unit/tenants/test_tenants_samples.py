@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rlsys.core.identity import ANONYMOUS
-from rlsys.engine.wire import UNPLANNED, make_session
+from rlsys.engine.wire import DEFAULT_LIMITS, make_session
 from rlsys.tenants.ledger import Ledger
 from rlsys.tenants.requests import Sample
 from rlsys.tenants.sampler import Engine, body_of
@@ -67,7 +67,7 @@ def sample_body(ids: list[int], **params: Any) -> bytes:
 async def serving(folder: Path, fake: DyingEngine) -> AsyncIterator[tuple[Service, Tenant]]:
     """A service without a trainer."""
     async with TestServer(fake.app()) as server, make_session() as session:
-        engine = Engine(str(server.make_url("")).rstrip("/"), session, ANONYMOUS, UNPLANNED, 10.0)
+        engine = Engine(str(server.make_url("")).rstrip("/"), session, ANONYMOUS, DEFAULT_LIMITS, 10.0)
         with ThreadPoolExecutor(1) as thread:
             ledgers = {"bob": Ledger(folder)}
             service = Service(ledgers, cast(Work, None), thread, engine, 4, lambda _: None)
