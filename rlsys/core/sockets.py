@@ -13,9 +13,9 @@ import fcntl
 import http.client
 import logging
 import os
-import shutil
 import socket
 import struct
+import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Mapping
@@ -59,7 +59,7 @@ def make_folder() -> Path:
             _locks.append(_lock(draft / _LOCK, os.O_CREAT))  # for the life of this process
             folder = draft.rename(draft.with_name(draft.name.removeprefix(".")))
         except OSError as e:
-            shutil.rmtree(draft, ignore_errors=True)
+            remove_tree(draft)
             failures.append(f"{parent}: {e.strerror}")
             continue
         if _is_locked(folder / _LOCK):
@@ -105,13 +105,22 @@ def _sweep(parent: Path) -> None:
         with contextlib.suppress(OSError):
             status = draft.lstat()
             if status.st_uid == os.geteuid() and status.st_mtime < oldest:
-                shutil.rmtree(draft)
+                remove_tree(draft)
 
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder that `make_folder` created, with its content; any other folder is left alone."""
     if folder.name.startswith(_PREFIX):
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
+
+
+def remove_tree(folder: Path | str) -> None:
+    """Remove a folder in which untrusted programs may have written: at any depth, without following a link.
+
+    What cannot be removed stays. shutil.rmtree recurses once per level, and raises RecursionError.
+    """
+    with contextlib.suppress(OSError):
+        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def role_folder() -> Path:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlsys.core.control_groups import limited, limiting_group
-from rlsys.core.sockets import role_folder
+from rlsys.core.sockets import remove_tree, role_folder
 from rlsys.rewards import isolated
 
 OUTPUT_BYTES = 2**20
@@ -140,10 +140,7 @@ class Sandbox:
         out: BinaryIO | int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Start isolated.py with this role; kill it with all its descendants at the end."""
-        with (
-            tempfile.TemporaryDirectory(dir=role_folder()) as folder,
-            limited(self._group_limits()) as grouped,
-        ):
+        with _program_folder() as folder, limited(self._group_limits()) as grouped:
             program = Path(folder, "program.py")
             program.write_text(source, encoding="utf-8", errors="replace")
             program.chmod(0o644)
@@ -184,6 +181,15 @@ class Sandbox:
             "NPROC": PROCESSES, "CORE": 0,
         }  # fmt: skip
         return json.dumps(limits)
+
+
+@contextmanager
+def _program_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(dir=role_folder())
+    try:
+        yield folder
+    finally:
+        remove_tree(folder)
 
 
 def _wait(process: subprocess.Popen[Any], deadline: float) -> int | None:

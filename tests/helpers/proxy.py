@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 class Proxy:
     """Between clients and one server. Owns a thread; may be used from any other."""
 
-    def __init__(self, target: int | Callable[[], Path], at: Path | None = None) -> None:
-        """`target`: the server's port on loopback, or what gives the path of its Unix socket; it need not listen yet.
-        `at`: the Unix socket of this proxy, which then has no port."""
+    def __init__(self, target: int | Callable[[], int | Path], at: Path | None = None) -> None:
+        """`target`: the server's port on loopback, or what gives it or the path of its Unix socket. It need not
+        listen yet. `at`: the Unix socket of this proxy, which then has no port."""
         self._target = target
         self._refusing = False
         self._delay = 0.0
@@ -83,9 +83,10 @@ class Proxy:
                 w.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if isinstance(self._target, int):
-            return await asyncio.open_connection("127.0.0.1", self._target)
-        return await asyncio.open_unix_connection(self._target())
+        target = self._target if isinstance(self._target, int) else self._target()
+        if isinstance(target, int):
+            return await asyncio.open_connection("127.0.0.1", target)
+        return await asyncio.open_unix_connection(target)
 
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]

@@ -48,6 +48,24 @@ def test_links_lead_somewhere(doc: Path) -> None:
             assert place in {anchor(heading) for heading in headings}, target
 
 
+@pytest.mark.parametrize("name", ["SECURITY.md", "tests/findings_security.md"])
+def test_tests_that_the_threat_tables_name_are_there(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    tests = {test for source in sources.values() for test in re.findall(r"def (test_\w+)\(", source)}
+    paths = re.findall(r"`((?:unit|integration|cluster)/[\w/.]*\w)[`:]", text)
+    assert paths and [path for path in paths if not (ROOT / "tests" / path).exists()] == []
+    files = [
+        name for name in re.findall(r"`(test_\w+\.py)`", text) if not any(p.name == name for p in sources)
+    ]
+    assert files == []
+    named = re.findall(r"\b(test_\w+?)(?:\.\.\.)?`", text)
+    named += [f"test_security_{finding}" for finding in re.findall(r"(?<![/\w])(a\d\d(?:_\w+)?)", text)]
+    assert named and [test for test in named if not any(t.startswith(test) for t in tests)] == []
+    for path, finding in re.findall(r"`(unit/[\w/]+\.py)` (a\d\d)", text):
+        assert f"def test_security_{finding}_" in sources[ROOT / "tests" / path], (path, finding)
+
+
 def test_every_way_of_pushing_weights_is_in_the_docs() -> None:
     text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     methods = get_args(WeightsConfig.model_fields["method"].annotation)

@@ -110,6 +110,8 @@ def test_security_a17_folders_of_killed_processes_are_removed_at_the_next_start(
             Path(maker.stdout.readline().strip()) for maker in makers if maker.stdout is not None
         )
         (killed / "left").touch()
+        deep = "mkdir -p $(printf 'd/%.0s' $(seq 1500)) && cd $_ && mkdir -p $(printf 'd/%.0s' $(seq 1500))"
+        subprocess.run(["bash", "-c", deep], cwd=killed, check=True)  # as a program of a response may
         makers[0].kill()
         makers[0].wait()
         own = make_folder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import pytest
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
-from rlsys.core.sockets import role_folder
+from rlsys.core.sockets import remove_tree, role_folder
 from rlsys.rewards import sandbox
 from rlsys.rewards.code import code, read_tests
 from rlsys.rewards.isolated import Remote, decode, encode, free_names
@@ -294,3 +295,114 @@ def test_security_a04_what_a_program_starts_ends_with_it() -> None:
     for process in left:
         process.send_signal(signal.SIGKILL)
     assert not left
+
+
+@isolating
+@pytest.mark.gate
+def test_security_a04_a_program_makes_no_device_and_finds_none_of_the_machine() -> None:
+    make = (
+        "import os, stat\n"
+        "for folder in ('/tmp', '/dev/shm', '/dev'):\n"
+        "  for kind, major, minor in ((stat.S_IFCHR, 1, 1), (stat.S_IFCHR, 1, 5), (stat.S_IFBLK, 7, 0)):\n"
+        "    try: os.mknod(f'{folder}/device', kind | 0o666, os.makedev(major, minor))\n"
+        "    except OSError: continue\n"
+        "    print('made', folder, major, minor)\n"
+        "for folder, _, names in os.walk('/dev'):\n"
+        "  for name in names:\n"
+        "    mode = os.lstat(f'{folder}/{name}').st_mode\n"
+        "    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode): print(f'{folder}/{name}')\n"
+    )
+    found = set(BOX.run(make, "").output.splitlines())
+    harmless = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx")}
+    assert "/dev/null" in found and found <= harmless | {"/dev/pts/ptmx"}
+
+
+# Also where a program can reach the folder of its file: without bubblewrap.
+
+DEEP = "import os\nfor i in range(3000):\n  os.mkdir('d')\n  os.chdir('d')\nprint('made')"
+SWAP = """
+import os
+while True:
+  try:
+    os.mkdir('x')
+    os.rmdir('x')
+    os.symlink({victim!r}, 'x')
+    os.unlink('x')
+    os.symlink({victim!r}, 'program.new')
+    os.rename('program.new', 'program.py')
+    os.unlink('program.py')
+  except OSError: pass
+"""
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    "program",
+    [
+        DEEP,
+        "import os\nos.mkfifo('fifo')\nos.mkdir('d', 0)\nprint('made')",
+        "import os\nfor i, to in enumerate(('/', '..', '.', 'none')): os.symlink(to, f'link{i}')\nprint('made')",
+    ],
+    ids=["deep", "FIFO", "links"],
+)
+def test_security_a04_a_program_leaves_nothing(program: str, box: Sandbox) -> None:
+    before = set(role_folder().iterdir())
+    assert box.run(program, "") == sandbox.Outcome(True, "made\n")
+    assert set(role_folder().iterdir()) == before
+
+
+@pytest.mark.gate
+def test_security_a04_links_that_change_while_a_program_ends_lead_nowhere(
+    tmp_path: Path, box: Sandbox
+) -> None:
+    (tmp_path / "file").write_text("secret")
+    name = f"swap-{os.getpid()}"
+    code = SWAP.format(victim=str(tmp_path))
+    leave = (
+        "import os, sys\nif os.fork() == 0:\n  os.setsid()\n"
+        f"  os.execv(sys.executable, [{name!r}, '-c', {code!r}])\nprint('left')"
+    )
+    try:
+        for _ in range(5):
+            assert box.run(leave, "").output == "left\n"
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            if name in (process.info["cmdline"] or []):
+                process.kill()
+                process.wait()
+        for left in role_folder().glob("tmp*"):  # made again after its removal, without bubblewrap
+            remove_tree(left)
+    assert (tmp_path / "file").read_text() == "secret"
+
+
+_opened: list[Path] | None = None
+
+
+def _hear(event: str, args: tuple[Any, ...]) -> None:
+    if _opened is not None and event == "open" and isinstance(args[0], str | Path):
+        _opened.append(Path(args[0]))
+
+
+@functools.cache
+def _begin_to_hear() -> None:
+    """Once: an audit hook stays."""
+    sys.addaudithook(_hear)
+
+
+@pytest.mark.gate
+def test_security_a04_no_file_of_a_program_is_read_after_it_began(box: Sandbox) -> None:
+    """So no link that the program puts in its place is followed."""
+    global _opened
+    folder = role_folder()
+    _begin_to_hear()
+    for sandboxes, verdict in (
+        (1, lambda: box.run("def f(): return 3\nprint(f())", "").ok),
+        (2, lambda: box.passes("def f(): return 3", "assert f() == 3")),
+        (1, lambda: box.passes_in_its_process("def f(): return 3", "assert f() == 3")),
+    ):
+        _opened = []
+        try:
+            assert verdict()
+        finally:
+            opened, _opened = _opened, None
+        assert [p.name for p in opened if folder in p.parents] == ["program.py"] * sandboxes

@@ -1,0 +1,141 @@
+"""Seeded schedules of faults on a launch with an exporter, and on the link to it, while a run writes its metrics.
+
+Supervisor and exporter are real. The checker knows each value by itself: none that is told is another step's, no
+line is lost after a fault, no fault of a scrape ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from launch.ports import free_ports
+from rlsys.obs.metrics import MetricsWriter
+from tests.helpers.proxy import Proxy
+from tests.helpers.servers import ROOT
+from tests.integration.test_nemesis_dashboard import ask, kind_of, reward_of, strike_link
+from tests.integration.test_nemesis_services import draw, limit_files
+
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1500)]
+
+FAULTS = ("killed", "stopped", "disk full", "second owner", "cut", "delayed", "doubled", "flipped", "none")
+START_SECONDS = 120.0
+"""A guard, no claim."""
+
+
+class Launch:
+    """A launch on a folder, started again at the same port when it was killed, behind a link."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._port = folder, free_ports("127.0.0.1", 1)[0]
+        self.link = Proxy(self._port)
+        self._opener = urllib.request.build_opener()
+        self.refusals = Counter[str]()
+        self.start()
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.helpers.exporter_stage", str(self._folder), str(self._port)]
+
+    def start(self) -> None:
+        with (self._folder / "launch.log").open("ab") as log:
+            self.process = subprocess.Popen(self.command(), cwd=ROOT, stdout=log, stderr=log)
+        self._last_step = 0
+
+    def scrape(self) -> dict[str, float] | None:
+        """The unlabelled metrics and whether the trainer runs; None: there is no answer now."""
+        try:
+            text = ask(self._opener, f"http://127.0.0.1:{self.link.port}/metrics").decode()
+        except Exception as e:  # noqa: BLE001  (of a link with faults: no connection, a status, no HTTP)
+            self.refusals[kind_of(e)] += 1
+            return None
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        return {s.name: s.value for s in samples if s.labels in ({}, {"role": "trainer"})}
+
+    def step(self) -> int:
+        """The last step that is told, with its own reward, and never one before that of the last scrape; 0: none."""
+        if (found := self.scrape()) is None or "rlsys_trainer_step" not in found:
+            return 0
+        step = int(found["rlsys_trainer_step"])
+        assert found["rlsys_trainer_reward"] == reward_of(step) and step >= self._last_step, found
+        self._last_step = step
+        return step
+
+    def strike(self, fault: str, rng: random.Random) -> None:
+        """Begin a fault; `heal` ends it."""
+        if fault == "killed":
+            self.process.kill()
+            self.process.wait()
+            self.start()
+        elif fault == "stopped":
+            self.process.send_signal(signal.SIGSTOP)
+        elif fault == "disk full":
+            limit_files(self.process.pid, 0)
+        elif fault == "second owner":
+            done = subprocess.run(self.command(), cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 2 and "in use" in done.stderr, done.stderr
+        elif fault != "none":
+            strike_link(self.link, fault, rng)
+
+    def heal(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        limit_files(self.process.pid, resource.RLIM_INFINITY)
+        self.link.mend()
+
+    def wait_for(self, step: int) -> None:
+        """Until this step is told; 0: until it answers."""
+        until = time.monotonic() + START_SECONDS
+        while self.scrape() is None if step == 0 else self.step() < step:
+            assert self.process.poll() is None and time.monotonic() < until, self.log()
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        return (self._folder / "launch.log").read_text()[-3000:]
+
+    def close(self) -> None:
+        self.heal()
+        self.process.terminate()
+        self.process.wait()
+        self.link.close()
+
+
+def run_launch(folder: Path, seed: int, more: int) -> None:
+    rng = random.Random(seed)
+    schedule = draw(rng, FAULTS, more)
+    print(f"{seed}: {', '.join(schedule)}")
+    with contextlib.closing(Launch(folder)) as launch:
+        launch.wait_for(0)
+        step, writer = 0, MetricsWriter(folder / "run")
+        for fault in schedule:
+            launch.strike(fault, rng)
+            for _ in range(rng.randrange(1, 20)):
+                step += 1
+                writer.write("step", step, reward=reward_of(step))
+                if fault != "stopped":
+                    launch.step()
+            launch.heal()
+            launch.wait_for(step)
+        found = launch.scrape()
+        assert found is not None and found["rlsys_role_up"] == 1
+        print(f"{step} steps, not answered: {dict(launch.refusals)}")
+    assert "Traceback" not in launch.log(), launch.log()
+
+
+def test_an_exporter_tells_the_newest_step_after_each_fault(tmp_path: Path) -> None:
+    run_launch(tmp_path, 1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_an_exporter_tells_the_newest_step_in_longer_schedules(seed: int, tmp_path: Path) -> None:
+    run_launch(tmp_path, seed, 20)
