@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "configs/models/quickstart-moe"
 
 
-def observing(said: list[int]) -> Sample:
+def observing(said: list[int], **fields: Any) -> Sample:
     """A response whose environment has said this."""
-    made = sample()
+    made = sample(**fields)
     made.append(Segment([51, 68], [-0.5, -0.5], [VersionSpan(1, 0, 2)]))
     made.observe(said)
     return made
@@ -65,8 +65,7 @@ async def test_no_engine_is_asked(asked: Sample, more: dict[str, Any], said: str
 async def test_control_the_largest_values_are_asked() -> None:
     async with routing() as rig:
         await rig.push()
-        made = observing([127])
-        made.seed = 2**63 - 1
+        made = observing([127], seed=2**63 - 1)
         await rig.router.generate(
             made, max_response_tokens=20, temperature=1.0, tops=TopLogprobs(128), stop_texts=["x" * 1024]
         )

@@ -46,7 +46,7 @@ def test_nothing_is_asked(tmp_path: Path, step: int) -> None:
         finish_checkpoint=lambda wait: None, save_checkpoint=lambda *a: saved.append(a), export=None
     )
     loop.objective = None
-    loop.keep()
+    loop.finish_step()
     assert saved == ([] if step == 1 else [(step, None, None)])
     assert not any(loop.config.eval.due(step, last) for step in (0, 10) for last in (False, True))
     assert "no evaluations" in dict(describe_arithmetic(loop.config))["whole run"]
