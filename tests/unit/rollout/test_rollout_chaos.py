@@ -60,6 +60,8 @@ STEPS = 1000
 KILLS = 40
 """Of the rollout process; after them it is let live."""
 CHECKPOINT_EVERY = 5
+LONGEST_SESSION = 15
+"""Train steps of one rollout process while some are killed: not only chance decides how many are."""
 BUDGET = 24
 
 
@@ -94,7 +96,9 @@ class World:
         while self.saved < self.steps:
             session = asyncio.create_task(self.session())
             patience = self.rng.expovariate(1 / 6) if self.happened["killed"] < KILLS else None
-            await asyncio.wait({session}, timeout=patience)
+            self.long = asyncio.Event()
+            long = {asyncio.create_task(self.long.wait())} if patience is not None else set()
+            await asyncio.wait({session, *long}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if not session.done():
                 self.happened["killed"] += 1
             await self.end_everything_but(saboteur)
@@ -131,7 +135,10 @@ class World:
         coming = asyncio.create_task(members.watch())
         await self.manager.restore(self.saved)
         await self.push()
-        for step in range(self.saved + 1, self.steps + 1):
+        first = self.saved + 1
+        for step in range(first, self.steps + 1):
+            if step == first + LONGEST_SESSION:
+                self.long.set()
             taken = await self.take(step)
             self.check(taken)
             if self.joins:  # it trains: engines pass weights on between two pushes alone
@@ -178,13 +185,16 @@ class World:
             self.happened["rounds of a rolling push"] += left
 
     async def sabotage(self) -> None:
+        deeds: list[str] = []
         while True:
             await asyncio.sleep(self.rng.expovariate(1 / (0.2 if self.joins else 0.35)))
             engine = self.rng.choice(self.engines)
-            deeds = ["die", "preempt", "abort", "hang", "restart"]
-            deed = self.rng.choice(deeds + ["join", "send away"] * self.joins)
             if engine.dead or engine.hung:
                 continue
+            if not deeds:  # each kind once a round, in any order
+                deeds = ["die", "preempt", "abort", "hang", "restart", *["join", "send away"] * self.joins]
+                self.rng.shuffle(deeds)
+            deed = deeds.pop()
             self.happened[deed] += 1
             if deed == "join":
                 self.join()
@@ -194,7 +204,9 @@ class World:
                 engine.die()
                 await asyncio.sleep(self.rng.random() * 4)
                 engine.restart()
-            elif deed == "restart":
+            elif deed == "restart":  # between two probes; longer than a request takes, as each process does
+                engine.die()
+                await asyncio.sleep(0.1 + self.rng.random() / 5)
                 engine.restart()
             elif deed == "abort":  # somebody else's
                 engine._abort_request({"abort_all": True})
@@ -356,7 +368,7 @@ def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: d
     ledger = RunReader(folder).ledger()
     check_ledger(ledger)
     assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
-    assert world.happened["killed"] >= 3 and world.happened["die"] >= 3, world.happened
+    assert world.happened["killed"] >= 5 and world.happened["die"] >= 2, world.happened
 
 
 class Scouted(World):
@@ -431,7 +443,7 @@ def test_a_hundred_steps_of_trees(folder: Path) -> None:
     check_ledger(ledger)
     assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     assert ledger.inherited_tokens > 100 and ledger.discarded_tokens > 100 and world.happened["forked"] > 100
-    assert world.happened["killed"] >= 5 and world.happened["die"] >= 3, world.happened
+    assert world.happened["killed"] >= 3 and world.happened["die"] >= 2, world.happened
 
 
 @pytest.mark.gate
@@ -459,7 +471,7 @@ def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sectio
     assert copied >= 3, "from one another, without the trainer"
     served = [engine for engine in [*world.joined, *world.gone] if engine.started]
     assert len(served) >= 4 and world.happened["left in order"] >= 3, world.happened
-    assert world.happened["die"] >= 3 and world.happened["killed"] >= 5, world.happened
+    assert world.happened["die"] >= 2 and world.happened["killed"] >= 3, world.happened
 
 
 SCOUTS = {"pools": [{"name": "exact", "count": 2}, {"name": "scouts", "count": 1, "role": "explore"}]}
@@ -493,6 +505,6 @@ def test_sixty_steps_with_engines_that_explore_and_die(folder: Path) -> None:
     assert len(tried) > 100 and not tried & written and world.seeds <= written
     sizes = {int(name.split()[-1]) for name in world.happened if name.startswith("groups of")}
     assert {2, 4, 5, 6} <= sizes, "4 p (1 - p) is 0, 3/4 or 1 of four answers; 4 without any"
-    assert world.happened["die"] >= 3 and world.happened["killed"] >= 5, world.happened
+    assert world.happened["die"] >= 2 and world.happened["killed"] >= 3, world.happened
     assert any(m["explored_not"] for m in world.metrics) and any(m["explored"] > 9 for m in world.metrics)
     assert any(-1 <= m.get("explore_correlation", 2) <= 1 for m in world.metrics)
