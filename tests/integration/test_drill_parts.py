@@ -155,7 +155,8 @@ def test_nccl_is_started_and_its_refusal_recorded(
     gpu_checks.nccl(figures)
     assert figures.keys() == {"start_s", "version", "all_reduce_s"}
     answers: list[str] = []
-    gpu_checks._rank(0, 1, "nccl", 1.0, 0.0, SimpleNamespace(put=answers.append))
+    with mock.patch.dict(gpu_checks.os.environ):  # a rank is a process of its own
+        gpu_checks._rank(0, 1, "nccl", 1.0, 0.0, SimpleNamespace(put=answers.append))
     assert groups == ["nccl", "nccl"] and answers == ["rank 0: went through"]
     assert "set_device" in pretended_gpu
 
