@@ -24,8 +24,8 @@ LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-a
 
 help:
 	@echo "make quickstart   set up and train the small MoE model with every part real (3 to 6 minutes)"
-	@echo "make check        ruff, mypy and the unit tests: up to 3 minutes on two cores"
-	@echo "make test         the same, the longer unit tests, and a part of the tests on the real stack: up to 15 minutes on two cores"
+	@echo "make check        ruff, mypy and the unit tests: about 8 minutes on two cores"
+	@echo "make test         the same, the longer unit tests, and a part of the tests on the real stack: about half an hour on two cores"
 	@echo "make test-all     every test: hours"
 	@echo "make mutants      300 small changes to the code, which unit tests should detect: up to 90 minutes, nightly"
 	@echo "make locks        requirements/*.lock from pyproject.toml and the registry's current versions (needs uv)"

@@ -263,7 +263,7 @@ class EngineConfig(Section):
 
     @property
     def tps(self) -> list[int]:
-        """All tensor parallel sizes, each once, ascending."""
+        """Return the tensor parallel sizes, each once, ascending."""
         return sorted({self.tp_of(i) for i in range(self.count)})
 
     def pool_of(self, index: int | None, pool_name: str | None = None) -> PoolConfig | None:

@@ -194,7 +194,7 @@ class Sample:
 
     @property
     def sequences(self) -> list[Sample]:
-        """All sequences of the sample, the first one first."""
+        """Return all sequences of the sample, the first one first."""
         return [self, *self.extra_sequences]
 
     @property

@@ -528,8 +528,11 @@ def _values(array: Any) -> Any:
 
 
 def _unzstd(data: bytes) -> bytes:
-    """All frames; skippable ones, with which pzstd begins a file, hold no content. Raises ZstdError also for one that
-    is cut off."""
+    """Decompress all frames of a file; skippable ones, with which pzstd begins, have no content.
+
+    Raises:
+        ZstdError: a frame is damaged or truncated.
+    """
     frames = []
     while data:
         if data[1:4] == b"\x2a\x4d\x18" and data[0] >> 4 == 5:

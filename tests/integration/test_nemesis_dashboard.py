@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import resource
-import signal
 import subprocess
 import urllib.error
 import urllib.parse
@@ -21,11 +19,12 @@ import pytest
 
 from launch.ports import free_ports
 from rlsys.obs.metrics import MetricsWriter
+from tests.helpers.process_faults import ServerProcess
 from tests.helpers.proxy import Proxy
 from tests.helpers.seen_run import write_run
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import RLSYS
-from tests.integration.test_nemesis_services import disturb, draw, limit_files
+from tests.integration.test_nemesis_services import draw
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
@@ -43,7 +42,7 @@ def kind_of(error: Exception) -> str:
     return str(error.code) if isinstance(error, urllib.error.HTTPError) else type(error).__name__
 
 
-class Dash:
+class Dash(ServerProcess):
     """`rlsys dash`, started again at the same port, behind a link."""
 
     def __init__(self, run: Path) -> None:
@@ -78,27 +77,6 @@ class Dash:
             return None
         return found
 
-    def strike(self, fault: str, rng: random.Random) -> None:
-        """Begin it; `heal` ends it."""
-        if fault == "killed":
-            self.process.kill()
-            self.process.wait()
-            self.start()
-        elif fault == "stopped":
-            self.process.send_signal(signal.SIGSTOP)
-        elif fault == "disk full":
-            limit_files(self.process.pid, 0)
-        elif fault == "second owner":
-            done = subprocess.run(self.command(), cwd=ROOT, capture_output=True, text=True)
-            assert done.returncode == 2 and "in use" in done.stderr, done.stderr
-        elif fault != "none":
-            strike_link(self.link, fault, rng)
-
-    def heal(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        limit_files(self.process.pid, resource.RLIM_INFINITY)
-        self.link.mend()
-
     def close(self) -> None:
         self.heal()
         self.process.kill()
@@ -106,15 +84,6 @@ class Dash:
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.link.close()
-
-
-def strike_link(link: Proxy, fault: str, rng: random.Random) -> None:
-    if fault == "flipped":  # the first byte of what is sent: plain HTTP does not notice others
-        link.change(lambda data: bytes([data[0] ^ 1]) + data[1:])
-    elif fault == "doubled":
-        link.change(lambda data: data * 2)
-    else:
-        disturb(link, fault, rng)
 
 
 def reward_of(step: int) -> float:

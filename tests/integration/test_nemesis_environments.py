@@ -25,9 +25,10 @@ from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.environments.client import EnvironmentFailed, RemoteEpisode
 from rlsys.environments.serve import KEY
 from rlsys.generators.environment_services import Service
+from tests.helpers.process_faults import limit_files
 from tests.helpers.proxy import Proxy
 from tests.helpers.servers import ROOT
-from tests.integration.test_nemesis_services import draw, limit_files
+from tests.integration.test_nemesis_services import draw
 from tests.unit.environments.test_environment_services import OWN, processes, running
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import resource
-import signal
 import subprocess
 import sys
 import time
@@ -22,10 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launch.ports import free_ports
 from rlsys.obs.metrics import MetricsWriter
+from tests.helpers.process_faults import ServerProcess
 from tests.helpers.proxy import Proxy
 from tests.helpers.servers import ROOT
-from tests.integration.test_nemesis_dashboard import ask, kind_of, reward_of, strike_link
-from tests.integration.test_nemesis_services import draw, limit_files
+from tests.integration.test_nemesis_dashboard import ask, kind_of, reward_of
+from tests.integration.test_nemesis_services import draw
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -34,7 +33,7 @@ START_SECONDS = 120.0
 """A guard, no claim."""
 
 
-class Launch:
+class Launch(ServerProcess):
     """A launch on a folder, started again at the same port when it was killed, behind a link."""
 
     def __init__(self, folder: Path) -> None:
@@ -70,27 +69,6 @@ class Launch:
         assert found["rlsys_trainer_reward"] == reward_of(step) and step >= self._last_step, found
         self._last_step = step
         return step
-
-    def strike(self, fault: str, rng: random.Random) -> None:
-        """Begin a fault; `heal` ends it."""
-        if fault == "killed":
-            self.process.kill()
-            self.process.wait()
-            self.start()
-        elif fault == "stopped":
-            self.process.send_signal(signal.SIGSTOP)
-        elif fault == "disk full":
-            limit_files(self.process.pid, 0)
-        elif fault == "second owner":
-            done = subprocess.run(self.command(), cwd=ROOT, capture_output=True, text=True)
-            assert done.returncode == 2 and "in use" in done.stderr, done.stderr
-        elif fault != "none":
-            strike_link(self.link, fault, rng)
-
-    def heal(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        limit_files(self.process.pid, resource.RLIM_INFINITY)
-        self.link.mend()
 
     def wait_for(self, step: int) -> None:
         """Until this step is told; 0: until it answers."""

@@ -29,6 +29,7 @@ from rlsys.agents.remote import open_service
 from rlsys.core.weight_updates import EngineAddress
 from rlsys.weights.buckets import StagingBuffers, send_in_buckets
 from rlsys.weights.relay_push import RelayPush
+from tests.helpers.process_faults import disturb, limit_files
 from tests.helpers.proxy import Proxy, port_of
 from tests.helpers.relay_host import hosts
 from tests.helpers.servers import ROOT
@@ -48,33 +49,6 @@ def draw(rng: random.Random, faults: Sequence[str], more: int) -> list[str]:
     schedule = [*faults, *rng.choices(faults, k=more)]
     rng.shuffle(schedule)
     return schedule
-
-
-def limit_files(pid: int, size: int) -> None:
-    """Let no file of a process grow beyond `size` bytes, as on a full disk."""
-    with contextlib.suppress(ProcessLookupError):
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def disturb(proxy: Proxy, fault: str, rng: random.Random) -> None:
-    """Start a fault of a link."""
-    if fault == "cut":
-        proxy.cut()
-    elif fault == "delayed":
-        proxy.slow(rng.uniform(0.05, 0.5))
-    elif fault == "flipped":
-
-        def flip(data: bytes) -> bytes:
-            if rng.random() > 0.02:
-                return data
-            changed = bytearray(data)
-            changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-            return bytes(changed)
-
-        proxy.change(flip)
-    else:
-        assert fault == "doubled"
-        proxy.change(lambda data: data * 2 if rng.random() < 0.02 else data)
 
 
 # The relay

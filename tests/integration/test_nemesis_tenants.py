@@ -38,10 +38,11 @@ from rlsys.http_server.server import guarded_app, serving_in_thread
 from rlsys.tenants.keys import key_of
 from rlsys.tenants.ledger import FILE_NAME
 from tests.helpers import trainer_cases as cases
+from tests.helpers.process_faults import limit_files, strike_link
 from tests.helpers.proxy import Proxy, port_of
 from tests.helpers.servers import ROOT
-from tests.integration.test_nemesis_dashboard import kind_of, strike_link
-from tests.integration.test_nemesis_services import draw, limit_files
+from tests.integration.test_nemesis_dashboard import kind_of
+from tests.integration.test_nemesis_services import draw
 from tests.integration.test_tenants_front import passes, step
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1500)]

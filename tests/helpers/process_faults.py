@@ -1,0 +1,91 @@
+"""Faults of a server process behind a link: kill -9, stop, full disk, second owner, and those of the link."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import signal
+import subprocess
+from abc import ABC, abstractmethod
+
+from tests.helpers.proxy import Proxy
+from tests.helpers.servers import ROOT
+
+
+def disturb(proxy: Proxy, fault: str, rng: random.Random) -> None:
+    """Start a fault of a link."""
+    if fault == "cut":
+        proxy.cut()
+    elif fault == "delayed":
+        proxy.slow(rng.uniform(0.05, 0.5))
+    elif fault == "flipped":
+
+        def flip(data: bytes) -> bytes:
+            if rng.random() > 0.02:
+                return data
+            changed = bytearray(data)
+            changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            return bytes(changed)
+
+        proxy.change(flip)
+    else:
+        assert fault == "doubled"
+        proxy.change(lambda data: data * 2 if rng.random() < 0.02 else data)
+
+
+def limit_files(pid: int, size: int) -> None:
+    """Let no file of a process grow beyond `size` bytes, as on a full disk."""
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def strike_link(link: Proxy, fault: str, rng: random.Random) -> None:
+    """Start a fault of a link that carries plain HTTP."""
+    if fault == "flipped":  # the first byte of what is sent: plain HTTP does not notice others
+        link.change(lambda data: bytes([data[0] ^ 1]) + data[1:])
+    elif fault == "doubled":
+        link.change(lambda data: data * 2)
+    else:
+        disturb(link, fault, rng)
+
+
+class ServerProcess(ABC):
+    """Owns a server process and the link to it. Subclasses set `link` and call `start`, which sets `process`."""
+
+    process: subprocess.Popen[str] | subprocess.Popen[bytes]
+    link: Proxy
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the process again, at the same address."""
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """Return the command line, which a second owner uses, too."""
+
+    def second_owner(self) -> None:
+        """Start a second process on the same folder, which must be refused in words."""
+        done = subprocess.run(self.command(), cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and "in use" in done.stderr, done.stderr
+
+    def strike(self, fault: str, rng: random.Random) -> None:
+        """Begin a fault; `heal` ends it."""
+        if fault == "killed":
+            self.process.kill()
+            self.process.wait()
+            self.start()
+        elif fault == "stopped":
+            self.process.send_signal(signal.SIGSTOP)
+        elif fault == "disk full":
+            limit_files(self.process.pid, 0)
+        elif fault == "second owner":
+            self.second_owner()
+        elif fault != "none":
+            strike_link(self.link, fault, rng)
+
+    def heal(self) -> None:
+        """End all faults that last."""
+        self.process.send_signal(signal.SIGCONT)
+        limit_files(self.process.pid, resource.RLIM_INFINITY)
+        self.link.mend()
