@@ -113,10 +113,6 @@ def _check(args: argparse.Namespace, config: Config) -> HFConfig:
     """
     if not 1 <= args.skew < math.inf:
         raise UserError(f"--skew {args.skew}: expected 1 or more, and finite")
-    if config.trainer.lora is not None:
-        raise UserError(
-            "trainer.lora: a rehearsal counts the training of whole models; use trainer.lora=null"
-        )
     hf = read_model(config)
     check_layout(config, hf)
     check_requirements(config, hf)

@@ -78,6 +78,9 @@ _STUBS = (
     "unzip", "mlflow", "pytest",
 )  # fmt: skip
 """Recorded even where a script looks for them; each program without a file is recorded, too."""
+_HOME = "/home/rlsys-import"
+"""HOME of a script; `~` in the record, so that the config's reader expands it."""
+_HOME_PATH = re.compile(re.escape(_HOME) + r"(?![\w.-])")
 _ABSOLUTE = re.compile(r"(?<![\w./-])/(?:[\w.-]+/)+(?:python[\d.]*|ray|torchrun|pip3?|accelerate)(?![\w./-])")
 
 
@@ -147,9 +150,9 @@ def run_script(
         command = [bwrap, *_mounts(sealed, root, texts), "--clearenv"]
         environment = {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "HOME": "/root",
+            "HOME": _HOME,
             "LANG": "C.UTF-8",
-            "USER": "root",
+            **({"USER": os.environ["USER"]} if "USER" in os.environ else {}),
         }
         environment |= dict(variables or {})
         environment |= {"RLSYS_GPUS": str(gpus), "RLSYS_START": str(start)}
@@ -243,7 +246,7 @@ def _mounts(sealed: Path, root: Path, texts: str) -> list[str]:
         options += ["--symlink", str(root), alias]
     for name, target in (("bin", "/usr/bin"), ("stubs", "/run/stubs"), ("folder", "/run/folder")):
         options += ["--ro-bind", str(sealed / name), target]
-    options += ["--symlink", "usr/bin", "/bin", "--dir", "/tmp", "--dir", "/root", "--dir", str(root)]
+    options += ["--symlink", "usr/bin", "/bin", "--dir", "/tmp", "--dir", _HOME, "--dir", str(root)]
     for folder in (sealed, *sealed.rglob("*")):
         if not folder.is_symlink():
             folder.chmod(0o755)
@@ -312,7 +315,8 @@ def _parse(output: bytes) -> ScriptRun:
     while output:
         size, _, output = output.partition(b"\n")
         record, output = output[: int(size)], output[int(size) :]
-        kind, *fields = record.decode(errors="replace").removesuffix("\0").split("\0")
+        text = _HOME_PATH.sub("~", record.decode(errors="replace"))
+        kind, *fields = text.removesuffix("\0").split("\0")
         if kind == "run" and len(fields) > 1:
             run.commands.append(fields[1:])
             run.names[fields[0]] = " ".join(fields[1:])[:80]

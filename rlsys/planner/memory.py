@@ -283,7 +283,7 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> MemoryBudget:
     per_matrix = states - 4 * (config.trainer.optimizer == "muon")  # Muon has one moment
     copies = p.data_parallel * p.cp
     matrices = size.dense_of(layers)[0] / p.tp
-    trained, of_experts = dense, experts
+    trained, of_experts, adapters = dense, experts, 0.0
     if config.trainer.lora is not None:
         layer_factors = _adapter_sizes(config)
         stage_factors = [layer_factors[i] for i in layers]
@@ -291,6 +291,7 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> MemoryBudget:
             sum(f.dense for f in stage_factors),
             sum(f.experts for f in stage_factors) / p.ep,
         )
+        adapters = trained + of_experts
         matrices = 0.0
     states_held = states * (trained - matrices) / copies + per_matrix * (
         matrices / copies + of_experts / expert_copies
@@ -304,7 +305,7 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> MemoryBudget:
             sum(_rank_parameters(config, model_size(HFConfig.read(folder)), stage)) for folder in folders
         )
     return MemoryBudget(
-        weights=width * (dense + experts + teacher_parameters),
+        weights=width * (dense + experts + adapters + teacher_parameters),
         gradients=4.0 * (trained + of_experts),
         optimizer=(1 - config.trainer.offload_optimizer) * states_held,
         host=config.trainer.offload_optimizer * states_held,

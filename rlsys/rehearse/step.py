@@ -66,7 +66,7 @@ def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, 
 class _Weightless(Trainer):
     """Trainer without weight values: only shapes count."""
 
-    def _build_model(self) -> Chunks:
+    def _load_model(self) -> Chunks:
         return build_model(self.config, self.hf, self._device, load=lambda *_: None)
 
     def _transformer_engine(self) -> bool:

@@ -21,7 +21,7 @@ from rlsys.rehearse.collectives import tensors_of
 _aten = torch.ops.aten
 _FACTORIES = {
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default, _aten.ones.default,
-    _aten.full.default, _aten.randn.default, _aten.rand.default,
+    _aten.full.default, _aten.randn.default, _aten.rand.default, _aten.rand.generator,
 }  # fmt: skip
 BIG = 64 << 20
 """Bytes from which an integer tensor is fake as well."""

@@ -189,10 +189,13 @@ class Trainer:
         return control
 
     def _build_model(self) -> Chunks:
-        chunks = build_model(self.config, self.hf, self._device)
+        chunks = self._load_model()
         if (lora := self.config.trainer.lora) is not None:
             chunks.lora = Lora(chunks, self.hf, lora, self.config.run.seed)
         return chunks
+
+    def _load_model(self) -> Chunks:
+        return build_model(self.config, self.hf, self._device)
 
     def _build_prediction(self) -> tuple[Prediction | None, SeparateClipping | None]:
         """Build the loss of the MTP layer, and its clipping if no gradient leaves the layer."""

@@ -1,6 +1,7 @@
 """Real ranks take the step that is rehearsed. Under torchrun: `rehearsal_cases.py OUT LAYOUT...`.
 
-A layout is `tp=2,ep=2,etp=1`; rank r writes OUT/LAYOUT.r.json: bytes held, phases, collectives.
+A layout is `tp=2,ep=2,etp=1` or `dp=2,trainer.lora.rank=8`; rank r writes OUT/LAYOUT.r.json: bytes held, phases and
+collectives.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PROFILE = "profile"
 
 def overrides(layout: str) -> list[str]:
     """1,024 tokens, so that a step takes a second."""
-    sizes = [f"parallel.{size}" for size in layout.split(",") if size]
+    sizes = [size if "." in size else f"parallel.{size}" for size in layout.split(",") if size]
     return [*sizes, "trainer.token_budget=1024", "trainer.recompute=[]"]
 
 

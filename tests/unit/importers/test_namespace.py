@@ -104,6 +104,13 @@ def test_a_default_counts(text: str, tmp_path: Path) -> None:
     assert (result.commands[-1], result.branches) == (["python", "x", "3"], [])
 
 
+@pytest.mark.parametrize("word", ["$HOME/models", "~/models", '"${HOME}/models"'])
+def test_the_home_of_a_script_is_that_of_the_configs_reader(word: str, tmp_path: Path) -> None:
+    assert run(tmp_path, f"cd ~ || exit 1\npython {word} a:$HOME").commands == [["python", "~/models", "a:~"]]
+    assert run(tmp_path, f"python {word}", HOME="/given").commands == [["python", "/given/models"]]
+    assert run(tmp_path, "python /root/models").commands == [["python", "/root/models"]]
+
+
 def test_nothing_outside_is_read_written_or_reached(tmp_path: Path) -> None:
     repository, outside = tmp_path / "repository", tmp_path / "outside"
     repository.mkdir()
