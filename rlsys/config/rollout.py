@@ -33,7 +33,8 @@ class RolloutConfig(Section):
     tokens."""
     over_provision: Annotated[float, Field(ge=1, le=16)] | Literal["auto"] = 1.0
     """Samples in flight, as a multiple of groups_per_step * group_size. Above 1 is APRIL: long responses no
-    longer hold up a step, but groups wait over_provision - 1 steps on average. auto steers it to auto_share."""
+    longer hold up a step, but tokens get older: a sample is in flight for over_provision steps on average, a
+    group longer. auto steers it to auto_share."""
     auto_hold: Literal["off_policy", "idle"] = "off_policy"
     """What over_provision = auto steers: off_policy, the share of trained tokens that older weights sampled, or
     idle, the share of slots without a sample."""
@@ -50,7 +51,7 @@ class RolloutConfig(Section):
     """What happens at max_staleness. drop: the group is discarded. wait: the step waits for groups that only it
     can train. mask: the group is trained without its too old tokens."""
     max_resumes: NonNegative | None = None
-    """How often a sample may be resumed; after that it is not interrupted again and the step waits for it.
+    """How often a sample may be resumed; after that no take and no push interrupts it; they wait for it.
     Unset: no limit."""
     group_deadline: Seconds | None = None
     """Seconds after which an unfinished group is censored, counted from the moment it may start in this

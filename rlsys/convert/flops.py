@@ -25,19 +25,17 @@ def crossover_length(hf: HFConfig) -> float:
 
 def visited_parameters(hf: HFConfig) -> float:
     """Return the parameters that one token visits: all but the embedding and the experts it is not routed to."""
+    return sum(visited_by_kind(hf))
+
+
+def visited_by_kind(hf: HFConfig) -> tuple[float, float]:
+    """Return the parameters that one token visits, outside of experts and in experts."""
     layers = [*range(hf.layers), *(prediction_layers(hf) if hf.mtp else ())]
     rules = [rule for layer in layers for rule in hf.rules(layer)]
     rules += [rule for rule in hf.family.rules if not rule.per_layer][
         1:
     ]  # a tied embedding is the head as well
     rules += len(layers[hf.layers :]) * list(hf.family.mtp)
-    return sum(
-        (hf.experts_per_token if rule.per_expert else 1) * prod(hf.shape(letters))
-        for rule in rules
-        for letters in rule.hf.values()
-    )
-
-
-def forward_flops(hf: HFConfig, tokens: int) -> float:
-    """Return the FLOPs of the forward pass of one sequence."""
-    return 2 * visited_parameters(hf) * (tokens + tokens**2 / crossover_length(hf))
+    sizes = [(rule.per_expert, prod(hf.shape(letters))) for rule in rules for letters in rule.hf.values()]
+    dense = sum(size for per_expert, size in sizes if not per_expert)
+    return dense, hf.experts_per_token * sum(size for per_expert, size in sizes if per_expert)

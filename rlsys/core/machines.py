@@ -10,12 +10,26 @@ import yaml
 
 TRAIN_EFFICIENCY = 0.3
 """Fraction of the peak FLOPs that training reaches. An assumption, for MoE models."""
-PREFILL_EFFICIENCY = 0.4
-"""Fraction of the peak FLOPs that prefill reaches. An assumption."""
-DECODE_EFFICIENCY = 0.6
-"""Fraction of the memory bandwidth that decoding reaches. An assumption."""
 PASS_OVERHEAD_SECONDS = 0.003
 """Overhead of a forward pass: scheduling and sampling on the host. An assumption."""
+
+
+class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Fractions of a GPU's peak that an engine's kernels reach.
+
+    The defaults are assumptions, for GPUs without measurements.
+    """
+
+    dense_decode: float = 0.6
+    """Of the memory bandwidth, while weights other than those of experts are read for decoding."""
+    expert_decode: float = 0.6
+    """Of the memory bandwidth, while experts are read for decoding."""
+    cache: float = 0.6
+    """Of the memory bandwidth, while the KV cache is read."""
+    dense_prefill: float = 0.4
+    """Of the peak FLOPs, in matrices other than those of experts."""
+    expert_prefill: float = 0.4
+    """Of the peak FLOPs, in experts."""
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,6 +42,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: float
     """Memory in GB."""
     source: str
+    efficiency: Efficiency = Efficiency()
 
 
 @functools.cache

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
-from rlsys.convert.flops import crossover_length, forward_flops, visited_parameters
+from rlsys.convert.flops import crossover_length, visited_by_kind
 from rlsys.convert.prefixes import Sharing, cost, why_not_shared
 from rlsys.core.machines import (
-    DECODE_EFFICIENCY,
     PASS_OVERHEAD_SECONDS,
-    PREFILL_EFFICIENCY,
     TRAIN_EFFICIENCY,
     Machine,
 )
@@ -71,22 +69,24 @@ def estimate_costs(config: Config, hf: HFConfig, machine: Machine, tp: int | Non
     """Estimate the costs of a config's layout on such GPUs, from config.json only. `tp`: default engine.tp."""
     width, size, tp = value_bytes(config), model_size(hf), tp or config.engine.tp
     pushed = width * size.total
-    read = tp * machine.bandwidth * 1e12 * DECODE_EFFICIENCY
+    efficiency, bandwidth = machine.efficiency, tp * machine.bandwidth * 1e12
     peak = machine.tflops[config.model.dtype] * 1e12
-    flops = 2 * visited_parameters(hf)
+    dense, experts = visited_by_kind(hf)
+    prompt_token = 2 * (dense / efficiency.dense_prefill + experts / efficiency.expert_prefill) / (tp * peak)
     passes = 3 + ("layer" in config.trainer.recompute)
     cached = size.kv_values * width
     return Costs(
         pass_overhead=PASS_OVERHEAD_SECONDS,
-        weights=width * size.dense / read,
-        experts=width * size.experts / read,
+        weights=width * size.dense / (bandwidth * efficiency.dense_decode),
+        experts=width * size.experts / (bandwidth * efficiency.expert_decode),
         expert_fraction=size.experts_per_token / hf.experts if hf.experts else 1.0,
-        cached_token=cached / read,
-        decoded_token=flops / (tp * peak * PREFILL_EFFICIENCY),
-        prompt_token=forward_flops(hf, 1) / (tp * peak * PREFILL_EFFICIENCY),
+        cached_token=cached / (bandwidth * efficiency.cache),
+        decoded_token=prompt_token,
+        prompt_token=prompt_token,
         trained_token=passes
         * config.algo.epochs
-        * flops
+        * 2
+        * (dense + experts)
         / (config.parallel.world_size * peak * TRAIN_EFFICIENCY),
         crossover=crossover_length(hf),
         # Machines with rates are GPUs, whose hosts have Transformer Engine.

@@ -37,9 +37,9 @@ def test_the_rate_is_all_slots_over_the_time_of_a_pass() -> None:
 def test_more_tokens_than_one_core_takes_in_ask_for_workers() -> None:
     config = load_config(ROOT / "configs/quickstart.yaml", MANY)
     hf = read_model(config)
-    assert workers_needed(config, hf) == 10, "2,690,000 tokens a second, 280,000 of them for each"
+    assert workers_needed(config, hf) == 10, "2,680,000 tokens a second, 280,000 of them for each"
     facts, (odd,) = describe_traffic(config, hf)
-    assert "672% of a core in each of 1 rollout process(es)" in facts[0][1]
+    assert "670% of a core in each of 1 rollout process(es)" in facts[0][1]
     assert "expected rollout.workers = 4" in odd, "not more than there are engines"
     enough = load_config(
         ROOT / "configs/quickstart.yaml", [*MANY[:2], "engine.count=10", "rollout.workers=10"]

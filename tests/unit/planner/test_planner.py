@@ -208,10 +208,13 @@ def test_costs_of_a_machine_by_hand() -> None:
     made = load_config(BIG, ["parallel.pp=1"])
     hf = HFConfig.read(made.model.path)
     costs, gpu = estimate_costs(made, hf, machines()["h100"]), machines()["h100"]
-    read = made.engine.tp * gpu.bandwidth * 1e12 * 0.6
-    all_bytes = 2 * 30.5e9  # Qwen3-30B-A3B in bfloat16
-    assert costs.weights + costs.experts == pytest.approx(all_bytes / read, rel=0.01)
+    read = made.engine.tp * gpu.bandwidth * 1e12
+    # Qwen3-30B-A3B in bfloat16: 30.5 B parameters, 29 B of them in experts, of which a token visits 8 of 128.
+    assert costs.weights == pytest.approx(2 * 1.54e9 / (read * 0.73), rel=0.02)
+    assert costs.experts == pytest.approx(2 * 28.99e9 / (read * 0.70), rel=0.01)
     assert costs.expert_fraction == 8 / 128
+    flops = made.engine.tp * 989e12
+    assert costs.prompt_token == pytest.approx(2 * (1.23e9 / 0.73 + 1.81e9 / 0.22) / flops, rel=0.02)
     one, many = costs.decode(1, 0), costs.decode(10_000, 0)
     assert one == pytest.approx(costs.pass_overhead + costs.weights + costs.experts / 16)
     assert many > one
