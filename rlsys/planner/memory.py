@@ -26,8 +26,8 @@ PROMPT_TOKENS, MEAN_PROMPT_TOKENS = 2048, 512
 _ACTIVATION_BYTES = 34
 """In bfloat16; twice as much in float32."""
 _NORM_BYTES = 16
-"""In bfloat16 without GPUs, per token and hidden unit of a layer: its two norms keep their input and output in float32;
-counted by `rlsys rehearse`."""
+"""In bfloat16 without GPUs, per token and hidden unit of a layer: its two norms keep their input and output in
+float32; counted by `rlsys rehearse`."""
 _EXPERT_ACTIVATION_BYTES = 8
 """In bfloat16, per token, selected expert and intermediate unit: gate, up, their product, and its gradient's
 input."""
