@@ -129,7 +129,8 @@ class EvalConfig(Section):
     The next step waits for it, unless it runs in the background."""
     prompts: Annotated[int, Field(ge=0, le=65536)] = 128
     """Number of held-out prompts, which are never trained, except where a data set is too small for a split. More
-    prompts make the accuracy more exact and the evaluation longer. 0: no evaluations; what a source holds out is not trained all the same."""
+    prompts make the accuracy more exact and the evaluation longer. 0: no evaluations; what a source holds out is
+    not trained all the same."""
     seed: NonNegative = 999
     """Seed of the held-out prompts."""
     background: bool = False
