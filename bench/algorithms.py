@@ -140,7 +140,7 @@ def recipes(names: list[str], engine: Lent, work: Path, results: Results) -> Non
         key = f"recipes/{name}"
         if results.all.get(key, {}).get("ok"):
             continue
-        overrides = [f"run.dir={work / name}", "trainer.steps=3", "eval.prompts=8", "eval.every=100"]
+        overrides = [f"run.dir={work / name}", "trainer.steps=3", "eval.prompts=8", "eval.interval=100"]
         try:
             config = load_config(FOLDER / f"{name}.yaml", overrides)
             check(config)
@@ -159,7 +159,7 @@ def curves(names: list[str], engine: Lent, work: Path, results: Results, steps: 
             continue
         overrides = [
             f"run.dir={work / key.replace('/', '-')}", f"run.seed={seed}", f"trainer.steps={steps}",
-            "rollout.groups_per_step=4", "trainer.lr=2.5e-5", "eval.prompts=64", "eval.every=3",
+            "rollout.groups_per_step=4", "trainer.lr=2.5e-5", "eval.prompts=64", "eval.interval=3",
             "trainer.checkpoint_every=1000",
         ]  # fmt: skip
         if name in REPLAYED:

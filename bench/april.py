@@ -69,6 +69,7 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import direct_workers
 
 TRACE = Path(__file__).with_name("traces") / "long_tail.json"
 GPU_LIKE_SECONDS = 0.03
@@ -137,7 +138,8 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
         buffer = RolloutBuffer(config.run.dir / "rollouts.sqlite", identity(config), GROUP_SIZE)
         router, source = stage.router(mode.interruption), RandomPrompts()
         scorer = Scorer(lambda: nullcontext(reward_one), lambda _ids: "", 60.0)
-        manager = RolloutManager(config, buffer, router, source, scorer, Planning(config, source, None))
+        workers = direct_workers(config, router, scorer)
+        manager = RolloutManager(config, buffer, workers, source, scorer, Planning(config, source, None))
         loop = Loop(stage, config, manager)
         try:
             await manager.restore(0)

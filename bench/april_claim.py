@@ -65,7 +65,7 @@ def run(
         ROOT / CONFIG,
         [
             f"run.dir={folder}", f"run.seed={seed}", "trainer.warmup_steps=0", "trainer.steps=100000",
-            "trainer.checkpoint_every=100000", "eval.every=1", f"rollout.groups_per_step={size.groups}",
+            "trainer.checkpoint_every=100000", "eval.interval=1", f"rollout.groups_per_step={size.groups}",
             f"rollout.group_size={size.group}", f"rollout.max_response_tokens={size.longest}",
             f"rollout.over_provision={ratio:g}", f"rollout.max_staleness={0 if ratio == 1 else STALENESS}",
             f"engine.max_running_requests={2 * size.groups * size.group}",

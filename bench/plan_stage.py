@@ -81,7 +81,7 @@ def config_of(setting: Setting, size: Size, folder: Path, seed: int) -> Config:
             f"engine.extra_args=[--decode-log-interval,'{LOG_PASSES}']",
             f"launch.placement={setting.placement}",
             f"trainer.lr={FROZEN}", "trainer.steps=100000", "trainer.checkpoint_every=100000",
-            "eval.every=100000", "eval.prompts=1",
+            "eval.interval=100000", "eval.prompts=1",
         ],
     )  # fmt: skip
 

@@ -99,7 +99,7 @@ def run(name: str, task: Task, seed: int, folder: Path) -> Run:
     # No warm-up: TRL is told a constant learning rate, and the first steps decide who is at the target.
     config = [CONFIG, "trainer.warmup_steps=0", *task.overrides, f"run.seed={seed}"]
     if name == "rlsys":
-        command = ["-m", "rlsys.cli.main", "train", *config, f"run.dir={folder}/run", "eval.every=1"]
+        command = ["-m", "rlsys.cli.main", "train", *config, f"run.dir={folder}/run", "eval.interval=1"]
         out, paths, threads = folder / "run" / "metrics.jsonl", [ROOT], 1
     else:
         out = folder / "trl.jsonl"

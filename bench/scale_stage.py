@@ -38,7 +38,9 @@ from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
+from rlsys.worker.remote_worker import RemoteWorker
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import Workers, direct_workers, remote_workers
 
 PROMPT, CHUNK, VOCAB, EOS = 32, 32, 100_000, 1
 """Tokens of a prompt; of one event of a stream, where the rollout's config does not say (rlsys before it derived
@@ -268,21 +270,17 @@ def make_scorer() -> Scorer:
     return Scorer(lambda: nullcontext(reward), lambda ids: "x" * len(ids), 60)
 
 
-def make_workers(config: Config, args: argparse.Namespace) -> Any:
-    from rlsys.worker.workers import Workers  # an older checkout's rollout also runs this file
-
+def make_workers(config: Config, args: argparse.Namespace) -> Workers:
     (args.folder / "config.json").write_text(config.model_dump_json())
     names = ("engines", "port", "mean", "layers", "topk", "workers", "folder")
     common = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
-    return Workers(
+    return remote_workers(
         config, [[sys.executable, __file__, *common, "--worker", str(i)] for i in range(args.workers)]
     )
 
 
 async def work(args: argparse.Namespace) -> None:
     """A worker; when it is told to end, it writes down how late its loop was."""
-    from rlsys.generators.generator import build_generator
-    from rlsys.generators.turns import sampling_turns
     from rlsys.worker.worker import Worker, WorkerParts, exit_now, standard_input
 
     config, lag = Config.model_validate_json((args.folder / "config.json").read_text()), Lag()
@@ -293,16 +291,12 @@ async def work(args: argparse.Namespace) -> None:
 
     async with make_session() as session:
         router = make_router(args, session, single_router=False)
-        generator = build_generator(config, None, sampling_turns(config, router))
-        share = config.flush_tokens // args.workers
         watch = asyncio.create_task(lag.watch())
         parts = WorkerParts(
             config,
             router,
             make_scorer(),
-            generator,
-            args.folder,
-            share,
+            None,
             lambda url, tp, _pool: EngineClient(url, session),
         )
         await Worker(parts, end).serve(standard_input())
@@ -335,7 +329,11 @@ class Rollout:
         source: Any = Numbers()
         workers = getattr(args, "workers", 1)
         more: dict[str, Any] = {} if workers == 1 else {"holds_tokens": False}
-        self.router: Any = make_router(args, session) if workers == 1 else make_workers(self.config, args)
+        self.workers = (
+            direct_workers(self.config, make_router(args, session), make_scorer())
+            if workers == 1
+            else make_workers(self.config, args)
+        )
         planning = Planning(self.config, source, None)
         self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest
         if args.history:
@@ -345,17 +343,15 @@ class Rollout:
 
     async def begin(self) -> None:
         """Workers come up, where there are some."""
-        if (start := getattr(self.router, "start", None)) is not None:
-            await start(self.buffer)
+        await self.workers.start(self.buffer)
         source, planning = self.made
-        self.manager = RolloutManager(self.config, self.buffer, self.router, source, make_scorer(), planning)
+        self.manager = RolloutManager(self.config, self.buffer, self.workers, source, make_scorer(), planning)
 
     def pids(self) -> list[int]:
-        return [w.pid for w in getattr(self.router, "processes", ())]
+        return [w.pid for w in self.workers.workers if isinstance(w, RemoteWorker)]
 
     def stats(self) -> dict[str, float]:
-        found: dict[str, float] = getattr(self.router, "engines", self.router).stats()
-        return found
+        return self.workers.engines.stats()
 
     async def push(self) -> float:
         """Seconds from the interrupt to attested weights; no tensor moves."""
@@ -368,8 +364,7 @@ class Rollout:
     async def close(self) -> float:
         """Seconds to open the ledger again."""
         await self.manager.close()
-        if (end := getattr(self.router, "close", None)) is not None:
-            await end()
+        await self.workers.close()
         self.buffer.close()
         start = time.monotonic()
         RolloutBuffer(*self._file).close()
@@ -385,7 +380,7 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
                 answer.raise_for_status()
         await rollout.begin()
         gc.freeze()  # as the service does
-        beside = [asyncio.create_task(work) for work in (rollout.router.watch(), lag.watch())]
+        beside = [asyncio.create_task(work) for work in (*rollout.workers.watches(), lag.watch())]
         await rollout.manager.restore(args.history)
         await rollout.push()
 

@@ -181,11 +181,11 @@ def mode(config: Config) -> str:
 
 
 def evaluations(config: Config) -> int:
-    """Return the number of evaluations: before the first step, every eval.every steps, and after the last.
+    """Return the number of evaluations: before the first step, every eval.interval steps, and after the last.
 
     An evaluation of 0 prompts does not count.
     """
     if not config.eval.prompts:
         return 0
-    steps, interval = config.trainer.steps, config.eval.every
+    steps, interval = config.trainer.steps, config.eval.interval
     return 1 + -(-steps // interval)

@@ -124,7 +124,7 @@ class EvalSet(Section):
 
 
 class EvalConfig(Section):
-    every: Positive = 10
+    interval: Positive = 10
     """Train steps between two held-out evaluations. One more runs before the first step and one after the last.
     The next step waits for it, unless it runs in the background."""
     prompts: Annotated[int, Field(ge=0, le=65536)] = 128
@@ -142,7 +142,7 @@ class EvalConfig(Section):
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the weights of so many train steps are evaluated. `last`: they are the run's last."""
-        return self.prompts > 0 and (last or step % self.every == 0)
+        return self.prompts > 0 and (last or step % self.interval == 0)
 
     @model_validator(mode="after")
     def _names(self) -> Self:

@@ -25,6 +25,14 @@ _DELETED = {
 """Removed options, and the reasons."""
 _DELETED_VALUES = {("weights.method", "tensor"): "auto"}
 """Removed values of options, and the values that replace them."""
+_RENAMED = {
+    ("EvalConfig", "every"): "interval",
+    ("SyncReference", "every"): "interval",
+    ("Aoi", "shown"): "failed_responses",
+    ("AgentParams", "patience"): "idle_seconds",
+    ("LatrParams", "behind"): "max_gap",
+}
+"""(section or plug-in, former name of a field) -> its name."""
 _SYNONYMS = {
     "learning_rate": "lr",
     "num_generations": "group_size",
@@ -73,6 +81,8 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     dotted = ".".join([*path, key])
     if (reason := _DELETED.get(dotted)) is not None:
         return f"{dotted}: deleted; {reason}"
+    if (new_key := _RENAMED.get((at.__name__, key))) is not None:
+        return f"{dotted}: renamed; use {'.'.join([*path, new_key])}"
     for name in (key, _SYNONYMS.get(key, key)):
         if sections := _sections_with(name, model):
             return f"{dotted}: unknown key; did you mean {' or '.join(f'{s}.{name}' for s in sections)}?"

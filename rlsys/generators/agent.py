@@ -64,7 +64,7 @@ class AgentParams(Section):
     """Environment variables that it may read, beside the few that programs need."""
     max_calls: Positive = 256
     """Requests after which it counts as running away, and the sample is censored."""
-    patience: Annotated[float, Field(gt=0)] = 120.0
+    idle_seconds: Annotated[float, Field(gt=0)] = 120.0
     """Seconds that it may take between an answer and its next request, or its end; then the sample is censored."""
     environment: ServiceParams | None = None
     """An environment for the agent: its address and key are in RLSYS_ENVIRONMENT_URL and RLSYS_ENVIRONMENT_KEY
@@ -145,7 +145,7 @@ class AgentGenerator:
             async with self._running(sample, task) as (session, exit_future):
                 try:
                     end = await conversation.run(
-                        session.questions, exit_future, self._params.max_calls, self._params.patience
+                        session.questions, exit_future, self._params.max_calls, self._params.idle_seconds
                     )
                 except ToolFailed as e:
                     raise ToolFailed(f"the agent {self._params.name}: {e}") from None
@@ -190,7 +190,7 @@ class AgentGenerator:
         async with (
             nullcontext() if self._environments is None else self._environments.of_agent() as environment
         ):
-            session = endpoint.open(None if environment is None else environment.ask)
+            session = endpoint.open(None if environment is None else environment.request)
             variables = {}
             if sample.sample_id != EVALUATION:
                 variables[SAMPLE] = str(sample.sample_id)

@@ -128,7 +128,7 @@ class Conversation:
                 if not done:
                     raise ToolFailed(
                         f"did nothing for {idle_timeout:g} s after request {self._calls} "
-                        "(rollout.generator_params.patience)"
+                        "(rollout.generator_params.idle_seconds)"
                     )
                 for turn in turns & done:
                     turns.remove(turn)

@@ -113,8 +113,12 @@ class AgentEnvironment:
         """Under way."""
         self._hangs = False
 
-    async def ask(self, call: str, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer. Raises ConnectionError where the service has died meanwhile."""
+    async def request(self, call: str, body: bytes) -> tuple[int, bytes]:
+        """Return the status and the body of the service's response to a request of the agent.
+
+        Raises:
+            ConnectionError: the service has died meanwhile.
+        """
         try:
             question = msgspec.json.decode(body, type=dict[str, Any])
             lease = f"{self._name}-{question['lease']}"

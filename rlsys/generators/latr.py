@@ -35,8 +35,8 @@ class LatrParams(Section):
 
     second: Share = 0.15
     """The second token's probability is above this where a branch may fork."""
-    behind: Share = 0.25
-    """So much less probable than the first one it may be, at the most."""
+    max_gap: Share = 0.25
+    """The second token is less probable than the first one by at most this."""
     prune_after: list[Positive] = Field(default=[20, 30, 50], min_length=1)
     """Ages, in tokens, at which a branch is compared with the one that it came from."""
     suffix: Share = 0.2
@@ -119,7 +119,7 @@ class Latr(TreeGenerator):
             if len(tops) < 2:
                 continue
             (first, _), (second, token) = tops[:2]
-            if exp(second) > self._p.second and exp(first) - exp(second) < self._p.behind:
+            if exp(second) > self._p.second and exp(first) - exp(second) < self._p.max_gap:
                 forked = Branch(tree.fork(branch.sample, step, Forced(token, second)), step, branch)
                 branch.children.append(forked)
                 branches.append(forked)

@@ -55,7 +55,7 @@ SLIME = {
     "--rollout-temperature": "rollout.temperature",
     "--rollout-top-p": "rollout.top_p",
     "--rollout-top-k": "rollout.top_k",
-    "--eval-interval": "eval.every",
+    "--eval-interval": "eval.interval",
     "--advantage-estimator": "algo.advantage",
     "--use-kl-loss": "algo.loss=[clip, kl]",
     "--kl-loss-coef": "algo.loss=[clip, {name: kl, beta: X}]",
@@ -378,7 +378,7 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
         )
     _heldout(d)
     if d.is_present("--eval-interval"):
-        d.set_field("eval.every", d.integer("--eval-interval", 0), "--eval-interval")
+        d.set_field("eval.interval", d.integer("--eval-interval", 0), "--eval-interval")
     else:
         d.has_evaluation = False
         d.set_field("eval.prompts", 0, "--eval-interval")

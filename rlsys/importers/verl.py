@@ -87,7 +87,7 @@ VERL = {
     "trainer.nnodes": "launch.nodes",
     "trainer.n_gpus_per_node": "launch.gpus_per_node",
     "trainer.save_freq": "trainer.checkpoint_every",
-    "trainer.test_freq": "eval.every",
+    "trainer.test_freq": "eval.interval",
     "trainer.default_local_dir": "run.dir",
     "trainer.project_name": "run.dir",
     "trainer.experiment_name": "run.dir",
@@ -618,13 +618,13 @@ def _evaluation(d: Draft) -> None:
     d.consumed |= set(names)
     interval = d.integer("trainer.test_freq", -1)
     if interval > 0 or d.is_unresolved("trainer.test_freq"):
-        d.set_field("eval.every", interval, "trainer.test_freq")
+        d.set_field("eval.interval", interval, "trainer.test_freq")
     elif not d.flag("trainer.val_before_train") and d.is_present("trainer.val_before_train"):
         d.has_evaluation = False
         d.set_field("eval.prompts", 0, "trainer.test_freq", "trainer.val_before_train")
         d.config["eval"].pop("sets", None)
     else:
-        d.set_field("eval.every", NEVER, "trainer.test_freq")
+        d.set_field("eval.interval", NEVER, "trainer.test_freq")
 
 
 def _engines(d: Draft) -> None:

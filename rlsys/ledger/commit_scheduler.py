@@ -1,11 +1,11 @@
-"""CommitScheduler: the ledger is committed before a change is reported, and otherwise soon after it."""
+"""FlushScheduler: writes changes together, soon; CommitScheduler: commits the ledger so, and before reports."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
 
-from rlsys.core.errors import RunError
+from rlsys.core.errors import RlsysError
 from rlsys.core.types import Sample
 from rlsys.ledger.buffer import RolloutBuffer
 
@@ -14,14 +14,61 @@ FLUSH_SECONDS = 0.2
 """
 
 
-class CommitScheduler:
-    """Owns the timer of a buffer's commits. `on_failure` receives the error of a commit in the background."""
+class FlushScheduler:
+    """Owns the timer of flushes. `on_failure` receives the error of one in the background."""
+
+    def __init__(
+        self,
+        write: Callable[[], None],
+        seconds: float,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """Create a scheduler.
+
+        Args:
+            write: writes all changes.
+            seconds: longest time between a change and its flush.
+        """
+        self._write, self._seconds = write, seconds
+        self.on_failure = on_failure
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_flush: asyncio.Future[None] | None = None
+
+    def flush(self) -> None:
+        """Write all changes now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._write()
+        if self._next_flush is not None:
+            self._next_flush.set_result(None)
+            self._next_flush = None
+
+    async def wait_for_commit(self) -> None:
+        """Wait for the next flush, which is soon. Never returns if it fails, which ends the run."""
+        self.flush_soon()
+        if self._next_flush is None:
+            self._next_flush = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_flush)
+
+    def flush_soon(self) -> None:
+        """Schedule a flush."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._flush_now)
+
+    def _flush_now(self) -> None:
+        try:
+            self.flush()
+        except RlsysError as e:
+            self.on_failure(e)
+
+
+class CommitScheduler(FlushScheduler):
+    """Commits a buffer. It stores the samples of streams in this process."""
 
     def __init__(self, buffer: RolloutBuffer) -> None:
+        super().__init__(lambda: buffer.flush(), FLUSH_SECONDS)
         self._buffer = buffer
-        self._timer: asyncio.TimerHandle | None = None
-        self._next_commit: asyncio.Future[None] | None = None
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
 
     def save(self, samples: Iterable[Sample]) -> None:
         """Write the samples into the open transaction."""
@@ -30,31 +77,3 @@ class CommitScheduler:
     def unsaved(self, sample: Sample) -> bool:
         """Return whether the sample has tokens that are not saved."""
         return self._buffer.unsaved(sample)
-
-    def flush(self) -> None:
-        """Commit now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._buffer.flush()
-        if self._next_commit is not None:
-            self._next_commit.set_result(None)
-            self._next_commit = None
-
-    async def wait_for_commit(self) -> None:
-        """Wait for the next commit, at most FLUSH_SECONDS. Never returns if it fails, which ends the run."""
-        self.flush_soon()
-        if self._next_commit is None:
-            self._next_commit = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._next_commit)
-
-    def flush_soon(self) -> None:
-        """Schedule a commit within FLUSH_SECONDS."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush_now)
-
-    def _flush_now(self) -> None:
-        try:
-            self.flush()
-        except RunError as e:
-            self.on_failure(e)

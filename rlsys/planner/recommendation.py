@@ -172,7 +172,7 @@ def _sections(model: Path, hf: HFConfig, size: ModelSize, c: Candidate, gpus: in
             "checkpoint_every": Value(20, "train steps"),
         },
         "eval": {
-            "every": Value(20, "train steps"),
+            "interval": Value(20, "train steps"),
             "prompts": Value(512 if gpus else 64, "held-out prompts"),
         },
         "parallel": {

@@ -38,6 +38,7 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import direct_workers
 
 _NEVER = 366 * 86400.0
 """Seconds: disables the time limits of a run."""
@@ -220,7 +221,8 @@ class _Run:
         )
         planning = Planning(config, source, None, explorer=_explorer(config, router, scorer))
         buffer = RolloutBuffer(config.run.dir / FILE_NAME, identity(config), planning.largest)
-        manager = RolloutManager(config, buffer, router, source, scorer, planning)
+        workers = direct_workers(config, router, scorer)
+        manager = RolloutManager(config, buffer, workers, source, scorer, planning)
         tasks = [asyncio.create_task(engine.run()) for engine in engines]
         if self._reports_speed:
             tasks.append(asyncio.create_task(router.watch()))

@@ -52,8 +52,8 @@ class Collective:
 class Figures:
     """Figures of one rank.
 
-    `held`: bytes alive after the step, by kind. `guessed`: values of fake tensors that the code requested; it got 1.
-    `micro_batches` of `tokens` each, padding included.
+    `live_bytes`: bytes alive after the step, by kind. `guessed`: values of fake tensors that the code requested; it
+    got 1. `micro_batches` of `tokens` each, padding included.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Figures:
     micro_batches: int
     tokens: int
     longest: int
-    held: dict[str, int]
+    live_bytes: dict[str, int]
     phases: list[Phase]
     collectives: list[Collective]
     guessed: dict[str, int]

@@ -74,7 +74,7 @@ def figures(
         micro_batches=len(rehearsal.batch),
         tokens=math.prod(meter.from_neighbour[:1]) * p.cp * p.tp,
         longest=max(rehearsal.batch[0].sequence_lengths),
-        held=live,
+        live_bytes=live,
         phases=meter.phases,
         collectives=meter.collectives.calls,
         guessed=guessed,

@@ -81,7 +81,9 @@ def _table(figures: Sequence[Figures], engine_bytes: float) -> list[str]:
         rows.append((f"in the host's memory, {unit}", [f"{kinds.get(HOST, 0) / u:,.4g}" for kinds in peak]))
     if engine_bytes:
         rows.append((f"the engine beside it, {unit}", [f"{engine_bytes / u:,.4g}"] * len(figures)))
-    leftover = [sum(f.held.get(k, 0) for k in ("activations", "communication", "other")) for f in figures]
+    leftover = [
+        sum(f.live_bytes.get(k, 0) for k in ("activations", "communication", "other")) for f in figures
+    ]
     rows.append((f"left over after the step, {unit}", [f"{n / u:,.3g}" for n in leftover]))
     rows += _by_phase(figures, u, unit)
     rows.append(("hashed of a weight update, GB", [f"{f.hashed / GB:,.4g}" for f in figures]))

@@ -22,10 +22,8 @@ from rlsys.planning.teacher import build_teacher
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
 from rlsys.rewards.repairs import build_process_judge
-from rlsys.router.engines import Engines
-from rlsys.router.router import Router
 from rlsys.worker.assembly import ask_engines, build_router, build_scorer, client_maker
-from rlsys.worker.workers import Workers, worker_commands
+from rlsys.worker.workers import direct_workers, remote_workers, worker_commands
 
 
 class RolloutComponents:
@@ -67,15 +65,12 @@ class RolloutComponents:
         self.rewards = Rewards(config)
         self.scorer = build_scorer(config, self.rewards, self.tokenizer)
         self.engines = [launch_client(url, i) for i, url in enumerate(urls)]
-        self.router: Router | Workers
-        """Runs samples."""
-        self.engine_service: Engines
-        """Serves all other requests."""
         if config.rollout.workers > 1:
-            self.router = workers = Workers(config, worker_commands(config, urls))
-            self.engine_service = workers.engines
+            self.workers = remote_workers(config, worker_commands(config, urls))
         else:
-            self.router = self.engine_service = build_router(config, self.engines, self.tokenizer)
+            router = build_router(config, self.engines, self.tokenizer)
+            self.workers = direct_workers(config, router, self.scorer, self.tokenizer)
+        engines = self.workers.engines
         self.references: list[EngineClient] = []
         prompt_scores = None
         if reference is not None:
@@ -84,24 +79,20 @@ class RolloutComponents:
             )
             self.references = [client(reference, engine_key, adapter=None)]
             protected = self.tokenizer.special_ids
-            prompt_scores = ReferenceScores(
-                self.engine_service, self.references[0], protected, config.start_seconds
-            )
+            prompt_scores = ReferenceScores(engines, self.references[0], protected, config.start_seconds)
         engine_teacher = None if teacher is None else build_teacher(config, teacher, owner, session)
         if engine_teacher is not None:
             self.references.append(engine_teacher.client)
-        ask_model = partial(
-            ask_engines, self.engine_service, self.tokenizer, config.rollout.max_response_tokens
-        )
-        judge = build_judge(config, ask_model, lambda: self.engine_service.open)
+        ask_model = partial(ask_engines, engines, self.tokenizer, config.rollout.max_response_tokens)
+        judge = build_judge(config, ask_model, lambda: engines.open)
         repairs = None
         if (process_judge := build_process_judge(config)) is not None:
             seconds, budget = config.data.judge_timeout, config.rollout.max_response_tokens
             repairs = Repairs(process_judge, self.tokenizer, seconds, budget)
         explorer = None
         if config.engine.explorers:
-            assert isinstance(self.router, Router), "the config refuses it with several workers"
-            generate_turn = sampling_turns(config, self.router, explorers=True)
+            assert config.rollout.workers == 1, "the config refuses it with several workers"
+            generate_turn = sampling_turns(config, router, explorers=True)
             generate = build_generator(config, self.tokenizer, generate_turn)
             explorer = Explorer(generate, self.scorer, config.run.seed)
         self.planning = Planning(

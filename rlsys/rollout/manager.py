@@ -29,9 +29,7 @@ from rlsys.data import PromptSource, Tokenizer
 from rlsys.evaluation.eval_sets import EvalSetRunner
 from rlsys.evaluation.evaluator import Evaluator
 from rlsys.evaluation.results import EvalResult, EvalStatus
-from rlsys.generators.generator import build_generator
 from rlsys.generators.tools import ToolPenalties
-from rlsys.generators.turns import sampling_turns
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.commit_scheduler import CommitScheduler
 from rlsys.ledger.ledger import Ledger, check_conservation
@@ -47,12 +45,9 @@ from rlsys.rollout.run_metrics import RunMetrics
 from rlsys.rollout.runner import SampleRunner
 from rlsys.rollout.selection import Selection
 from rlsys.rollout.token_reconciliation import TokenReconciliation
-from rlsys.router.engines import Engines
-from rlsys.router.router import Router
-from rlsys.worker.run_replay import ReplaySchedule, ReplayStops, load_record
+from rlsys.worker.run_replay import ReplaySchedule, load_record
 from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.scoring import Scorer
-from rlsys.worker.streams import Streams
 from rlsys.worker.workers import Workers
 
 TAKE_PHASES = ("wait", "interrupt", "sleep", "commit")
@@ -60,13 +55,13 @@ TAKE_PHASES = ("wait", "interrupt", "sleep", "commit")
 
 
 class RolloutManager:
-    """Owns the trainer's position. The buffer owns groups, the runner samples, the router engines."""
+    """Owns the trainer's position. The buffer owns groups, the runner samples, the workers engines."""
 
     def __init__(
         self,
         config: Config,
         buffer: RolloutBuffer,
-        router: Router | Workers,
+        workers: Workers,
         source: PromptSource,
         scorer: Scorer,
         planning: Planning,
@@ -93,24 +88,12 @@ class RolloutManager:
         record = load_record(config)
         repeat = None if record is None else ReplaySchedule(record, buffer)
         self._commits = CommitScheduler(buffer)
-        self._router: Engines
-        self._streams: Streams | Workers
-        if isinstance(router, Workers):
-            router.attach(self._commits, self._spans)
-            self._router, self._streams = router.engines, router
-        else:
-            stops = None if record is None else ReplayStops(record)
-            generate_turn = sampling_turns(config, router) if stops is None else stops.turns(router, config)
-            self._router, self._streams = router, Streams(
-                config, router, scorer, build_generator(config, tokenizer, generate_turn), self._commits,
-                lambda s: buffer.groups[s.group_id], self._spans, config.flush_tokens, stops,
-            )  # fmt: skip
-        engines = self._router
+        workers.attach(buffer, self._commits, self._spans)
+        self._workers, self._engines = workers, workers.engines
+        engines = self._engines
         self._evaluator = Evaluator(config, engines, source, scorer, tokenizer, eval_sets)
-        self._runner = SampleRunner(
-            config, buffer, self._commits, planning, self._streams, repeat, self._spans
-        )
-        self._selection = Selection(config, buffer, repeat, self._streams.at_max_resumes)
+        self._runner = SampleRunner(config, buffer, self._commits, planning, workers, repeat, self._spans)
+        self._selection = Selection(config, buffer, repeat, workers.at_max_resumes)
         self._canaries = Canaries(source, config.eval.prompts, lambda: engines.limits)
         self._over_provision = OverProvision(config, buffer, self._runner)
         self._keep_budget = KeepBudget(config, buffer)
@@ -118,8 +101,7 @@ class RolloutManager:
             config, buffer, engines, self._runner, self._selection, self._is_preempted, self._censor_overdue
         )
         self._metrics = RunMetrics(config, buffer, engines, scorer, planning, self._counts)
-        counts_at_save = router.engines.counts_at_save if isinstance(router, Workers) else None
-        self._reconciliation = TokenReconciliation(buffer, engines, counts_at_save)
+        self._reconciliation = TokenReconciliation(buffer, engines)
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
@@ -222,7 +204,7 @@ class RolloutManager:
                     )
                 if self._config.launch.release_memory:
                     with phases.add("sleep"):
-                        await self._router.release_memory()
+                        await self._engines.release_memory()
             masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             metrics = self._metrics.step_metrics(train_step, version, groups)
             if new:
@@ -286,9 +268,9 @@ class RolloutManager:
                 self._keep_budget.steer(mismatch_kept)
                 await self._begin_version(rolls=bool(members))
             version = self._buffer.versions.newest
-            engines = await self._router.begin_push(version, only_stale=not first, members=members)
+            engines = await self._engines.begin_push(version, only_stale=not first, members=members)
             if members:
-                await self._streams.save_running()
+                await self._workers.save_running()
                 self._reconciliation.reconcile()
             self._commits.flush()
             return WeightUpdate(version, engines, self._canaries.sequences())
@@ -322,7 +304,7 @@ class RolloutManager:
         """Return the URLs of the engines of the next round; none after a restart, when no sample runs."""
         at_once = self._config.weights.rolling
         may_roll = at_once is not None and self._trained_steps is not None and self._push_due
-        return self._router.next_members(at_once or 0) if may_roll else []
+        return self._engines.next_members(at_once or 0) if may_roll else []
 
     async def end_push(
         self,
@@ -344,7 +326,7 @@ class RolloutManager:
                 raise RunError(
                     f"end_push of weight version {ticket.weight_version}, but version {version} was begun"
                 )
-            metrics = await self._router.end_push(version, canaries, checksums, left_out)
+            metrics = await self._engines.end_push(version, canaries, checksums, left_out)
             if not metrics["push_left"]:
                 self._trained_steps, self._push_due, self._rolling = self._done_steps, False, False
             self._continue_generation()
@@ -377,7 +359,7 @@ class RolloutManager:
             t = self._config.trainer
             self._commits.flush()
             check_conservation(await self._buffer.committed_ledger())
-            await self._streams.save_running()  # claims routes before the engines' files are deleted
+            await self._workers.save_running()  # claims routes before the engines' files are deleted
             self._buffer.prune(train_step - (t.keep_checkpoints - 1) * t.checkpoint_every)
             self._commits.flush()
 
@@ -429,7 +411,7 @@ class RolloutManager:
         """Return the counts of the generator, and of censored samples by cause."""
         censored = {f"censored_samples_{cause}": self._runner.censored[cause] for cause in CensorCause}
         rows = {} if self._rows is None else self._rows.metrics
-        return {**self._streams.counts, **censored, **rows}
+        return {**self._workers.counts, **censored, **rows}
 
     # Order of operations
 
@@ -440,11 +422,11 @@ class RolloutManager:
 
     def _is_preempted(self) -> bool:
         """Return whether something else comes first: an engine needs weights, or the run is leaving."""
-        return bool(self._router.stale_engines) or self._leave_by is not None
+        return bool(self._engines.stale_engines) or self._leave_by is not None
 
     def _generate(self, trained_steps: int) -> None:
         """Resume samples that wait for an engine, and start what may start."""
-        self._router.resume()
+        self._engines.resume()
         self._runner.advance(trained_steps)
 
     def _continue_generation(self) -> None:
@@ -476,7 +458,7 @@ class RolloutManager:
         wait_for_max_resumes = wait_for_max_resumes and not self._is_preempted()
         if not keep_serving:
             self._runner.pause()
-        parked = await self._streams.interrupt(
+        parked = await self._workers.interrupt(
             keep, keep_serving=keep_serving, wait_for_max_resumes=wait_for_max_resumes
         )
         self._buffer.replay_log.record_interrupts(parked)

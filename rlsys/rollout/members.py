@@ -10,7 +10,7 @@ from rlsys.config import Config
 from rlsys.core.membership import Member, read_members, remove_member
 from rlsys.core.owner import Owner
 from rlsys.engine.client import EngineClient
-from rlsys.router.engines import Engines
+from rlsys.worker.worker_engines import WorkerEngines
 
 POLL_SECONDS = 1.0
 LOST_SECONDS = 300.0
@@ -20,7 +20,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class Members:
-    """Owns the list of joined engines; the router owns the engines. Belongs to one event loop.
+    """Owns the list of joined engines; WorkerEngines the engines. Belongs to one event loop.
 
     Args:
         make_client: creates a client from URL, number of ranks and pool.
@@ -31,12 +31,12 @@ class Members:
         self,
         config: Config,
         owner: Owner,
-        router: Engines,
+        engines: WorkerEngines,
         make_client: Callable[[str, int, str | None], EngineClient],
         launch_clients: Sequence[EngineClient],
     ) -> None:
         self._max_engines, self._min_engines = config.launch.max_engines, config.launch.min_engines or 1
-        self._owner, self._router, self._make_client = owner, router, make_client
+        self._owner, self._engines, self._make_client = owner, engines, make_client
         self._launch_clients = {client.url: client for client in launch_clients}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._warned: set[str] = set()  # URLs of members that the log has said why they wait
@@ -52,7 +52,7 @@ class Members:
         """Add active members, evict inactive ones, and remove lost ones."""
         for url in [url for url, task in self._leaving.items() if task.done()]:
             self._leaving.pop(url).result()
-        states, members = self._router.engine_states(), read_members(self._owner)
+        states, members = self._engines.engine_states(), read_members(self._owner)
         for member in members:
             if member.active and member.url not in states:
                 self._add(member, len(states))
@@ -60,7 +60,7 @@ class Members:
                 self._evict(member)
             elif not member.active and member.url not in self._launch_clients:
                 remove_member(self._owner, member.url)
-            states = self._router.engine_states()
+            states = self._engines.engine_states()
         self._remove_lost({member.url for member in members})
 
     def _add(self, member: Member, engine_count: int) -> None:
@@ -71,14 +71,14 @@ class Members:
         client = (
             self._make_client(member.url, member.tp, member.pool) if launch_client is None else launch_client
         )
-        self._router.add_engine(client)
+        self._engines.add_engine(client)
         self._warned.discard(member.url)
         log.info("%s joined; it serves once it has the current weights", member.url)
 
     def _evict(self, member: Member) -> None:
         if member.url in self._leaving:
             return
-        figures = self._router.engine_figures()
+        figures = self._engines.engine_figures()
         remaining = sum(bool(engine["serving"]) for url, engine in figures.items() if url != member.url)
         serves = member.url in figures and figures[member.url]["serving"]
         if serves and remaining < self._min_engines:
@@ -87,13 +87,13 @@ class Members:
             )
             return
         log.info("%s is leaving; its samples continue on other engines", member.url)
-        self._leaving[member.url] = asyncio.create_task(self._router.evict_engine(member.url))
+        self._leaving[member.url] = asyncio.create_task(self._engines.evict_engine(member.url))
         self._warned.discard(member.url)
 
     def _remove_lost(self, member_urls: Collection[str]) -> None:
         """Remove dead engines that joined. An engine that is a member is removed by the process that started it."""
         time = asyncio.get_running_loop().time()
-        figures = self._router.engine_figures()
+        figures = self._engines.engine_figures()
         dead = {u for u, engine in figures.items() if not engine["alive"] and u not in self._launch_clients}
         self._dead_since = {url: self._dead_since.get(url, time) for url in dead}
         for url, dead_since in self._dead_since.items():
@@ -104,7 +104,7 @@ class Members:
                 "%s %s; removed", url, f"has not answered for {LOST_SECONDS:g} s" if is_lost else "died"
             )
             remove_member(self._owner, url)
-            self._leaving[url] = asyncio.create_task(self._router.evict_engine(url))
+            self._leaving[url] = asyncio.create_task(self._engines.evict_engine(url))
 
     def _warn_once(self, member: Member, reason: str) -> None:
         if member.url not in self._warned:

@@ -14,7 +14,7 @@ from rlsys.core.types import GroupState, SampleGroup
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.runner import SampleRunner, is_settled
 from rlsys.rollout.selection import Selection
-from rlsys.router.engines import Engines
+from rlsys.worker.worker_engines import WorkerEngines
 
 POLL_SECONDS = 0.5
 """Interval at which a waiting command checks for stale engines, failures and progress."""
@@ -32,7 +32,7 @@ class ProgressWatch:
         self,
         config: Config,
         buffer: RolloutBuffer,
-        router: Engines,
+        engines: WorkerEngines,
         runner: SampleRunner,
         selection: Selection,
         is_preempted: Callable[[], bool],
@@ -46,7 +46,7 @@ class ProgressWatch:
         """
         self._config = config
         self._buffer = buffer
-        self._router = router
+        self._engines = engines
         self._runner = runner
         self._selection = selection
         self._is_preempted = is_preempted
@@ -130,7 +130,7 @@ class ProgressWatch:
             while not task.done():
                 self._runner.raise_failure()
                 await asyncio.wait({task}, timeout=min(POLL_SECONDS, stall / 4))
-                no_engine = not self._router.stats()["engines_serving"]
+                no_engine = not self._engines.stats()["engines_serving"]
                 limit = stall + (start_seconds if no_engine else 0.0)
                 if (current := self._progress()) != progress:
                     progress, last_progress = current, loop.time()
@@ -139,7 +139,7 @@ class ProgressWatch:
                         f"no token and no reward for rollout.stall_timeout = {stall:g} s"
                         f"{f' and engine.start_timeout = {limit - stall:g} s' * no_engine}; "
                         f"waiting for {description}: "
-                        f"{self.missing()}; engines: {self._engines()}"
+                        f"{self.missing()}; engines: {self._describe_engines()}"
                     )
             self._runner.raise_failure()
             return task.result()
@@ -148,7 +148,7 @@ class ProgressWatch:
 
     def _progress(self) -> tuple[float, int]:
         """Return a value that changes with any progress."""
-        return self._router.stats()["received_tokens"], self._runner.settled_samples
+        return self._engines.stats()["received_tokens"], self._runner.settled_samples
 
     def missing(self) -> str:
         """Describe the oldest unfinished groups."""
@@ -163,5 +163,5 @@ class ProgressWatch:
         filtered_note = f", {filtered} filtered since the last step" if filtered > 0 else ""
         return f"{len(self._buffer.ready())} groups are ready{filtered_note}, {unfinished}"
 
-    def _engines(self) -> str:
-        return ", ".join(f"{url} {state}" for url, state in self._router.engine_states().items())
+    def _describe_engines(self) -> str:
+        return ", ".join(f"{url} {state}" for url, state in self._engines.engine_states().items())

@@ -12,8 +12,8 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.planning.planning import Planning
 from rlsys.rewards.code import missing_protections
 from rlsys.rollout.bias import BiasMonitor
-from rlsys.router.engines import Engines
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.worker_engines import WorkerEngines
 
 _BUSIEST = sorted(Status, key=lambda status: (status is not Status.IN_FLIGHT, status.terminal))
 """The status of a sample with several sequences is that of its busiest one."""
@@ -26,7 +26,7 @@ class RunMetrics:
         self,
         config: Config,
         buffer: RolloutBuffer,
-        router: Engines,
+        engines: WorkerEngines,
         scorer: Scorer,
         planning: Planning,
         counts: Callable[[], Mapping[str, int]],
@@ -38,7 +38,7 @@ class RunMetrics:
         """
         self._counts = counts
         self._buffer = buffer
-        self._router = router
+        self._engines = engines
         self._scorer = scorer
         self._planning = planning
         self._bias = BiasMonitor(config, buffer)
@@ -70,13 +70,13 @@ class RunMetrics:
             **self.counts(),
             **self.totals(),
             "weight_version": self._buffer.versions.newest,
-            "engines": self._router.engine_states(),
-            "engine_figures": self._router.engine_figures(),
+            "engines": self._engines.engine_states(),
+            "engine_figures": self._engines.engine_figures(),
         }
 
     def totals(self) -> dict[str, float]:
         """Return totals since this process started; `lost` since the start of the run."""
-        stats = self._router.stats()
+        stats = self._engines.stats()
         exported = (
             "received_tokens", "engine_tokens", "engines_serving", "engine_deaths", "engine_rank_seconds"
         )  # fmt: skip

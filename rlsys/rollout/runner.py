@@ -32,7 +32,6 @@ from rlsys.rollout.schedule import admission_capacity
 from rlsys.worker.run_replay import ReplaySchedule
 from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.scoring import set_turn_rewards
-from rlsys.worker.streams import Streams
 from rlsys.worker.workers import Workers
 
 CENSORED_STEPS = 2
@@ -61,7 +60,7 @@ class SampleRunner:
         buffer: RolloutBuffer,
         commits: CommitScheduler,
         planning: Planning,
-        streams: Streams | Workers,
+        workers: Workers,
         repeat: ReplaySchedule | None = None,
         spans: SampleSpans | None = None,
     ) -> None:
@@ -75,7 +74,7 @@ class SampleRunner:
         self._config = config
         self._buffer = buffer
         self._commits = commits
-        self._streams = streams
+        self._workers = workers
         self._repeat = repeat
         self._planning = planning
         self.wake = asyncio.Event()
@@ -111,7 +110,7 @@ class SampleRunner:
         self._trained_steps = trained_steps
         if self._repeat is not None:
             self._repeat.advance(trained_steps)
-            self._streams.advance(trained_steps)
+            self._workers.advance(trained_steps)
         self._fill()
         self._update_occupancy()
 
@@ -270,7 +269,7 @@ class SampleRunner:
         """Start the next sample; with gang start its whole group, regardless of slots."""
         group, sample = self._pending.popleft()
         self._start(group, sample)
-        while self._streams.gang_start and self._pending and self._pending[0][0] is group:
+        while self._workers.gang_start and self._pending and self._pending[0][0] is group:
             self._start(*self._pending.popleft())
 
     def _start(self, group: SampleGroup, sample: Sample) -> None:
@@ -288,7 +287,7 @@ class SampleRunner:
         prompt = self._prompts[group.group_id]
         self._spans.begin(sample)
         if not sample.status.terminal:
-            await self._streams.generate(sample, prompt)
+            await self._workers.generate(sample, prompt)
             self._generating.discard(sample.sample_id)
             self._fill()
             self._update_occupancy()
@@ -297,7 +296,7 @@ class SampleRunner:
         if sample.status is not Status.CENSORED and self._planning.teacher is not None:
             await self._score_with_teacher(self._planning.teacher, sample)
         if sample.status is not Status.CENSORED:
-            verdict = await self._streams.score(sample, prompt)
+            verdict = await self._workers.score(sample, prompt)
             reason = verdict.reason
             if reason is None and verdict.turns is not None:
                 reason = set_turn_rewards(sample, verdict.turns)

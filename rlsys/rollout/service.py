@@ -55,7 +55,6 @@ from rlsys.rollout.protocol import (
 )
 from rlsys.rollout.row_checks import RowChecks, check_same_rows
 from rlsys.rollout.startup_progress import open_with_progress
-from rlsys.router.router import Router
 from rlsys.worker.loop_watch import loop_watch
 from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.workers import Workers
@@ -206,7 +205,7 @@ class EngineWatch:
         engines: list[EngineClient],
         references: list[EngineClient],
         fewest: int,
-        router: Router | Workers,
+        workers: Workers,
         members: Members | None = None,
     ) -> None:
         """Create a watch.
@@ -216,7 +215,7 @@ class EngineWatch:
             members: engines that join and leave from then on.
         """
         self._engines, self._references, self._fewest = engines, references, fewest
-        self._router, self._members = router, members
+        self._workers, self._members = workers, members
         self.ready = False
         self._logged = False
 
@@ -224,8 +223,8 @@ class EngineWatch:
         while not await self._is_ready():
             await asyncio.sleep(PROBE_SECONDS)
         self.ready = True
-        watches = [self._router.watch()] + ([self._members.watch()] if self._members is not None else [])
-        await asyncio.gather(*watches)
+        members = [] if self._members is None else [self._members.watch()]
+        await asyncio.gather(*self._workers.watches(), *members)
 
     async def _is_ready(self) -> bool:
         clients = [*self._references, *self._engines]
@@ -302,16 +301,15 @@ async def _manage(
         prompts = ", ".join(str(p.index) for p in parts.scorer.scoring) or "none"
         return f"data.reward = {config.data.reward_name} in flight for prompts: {prompts}"
 
-    workers = parts.router if isinstance(parts.router, Workers) else None
-    if workers is not None:
-        await workers.start(buffer)
-    async with open_sets(config, parts.tokenizer, parts.engine_service) as sets:
+    workers = parts.workers
+    await workers.start(buffer)
+    async with open_sets(config, parts.tokenizer, workers.engines) as sets:
         spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
         rows = RowChecks(config, parts.source)
         manager = RolloutManager(
             config,
             buffer,
-            parts.router,
+            workers,
             parts.source,
             parts.scorer,
             parts.planning,
@@ -323,8 +321,8 @@ async def _manage(
         fewest, awaited = config.launch.min_engines, parts.engines
         if fewest is not None:  # only engines that generate samples are required
             awaited = [e for i, e in enumerate(parts.engines) if not config.engine.explores(i)]
-        members = Members(config, owner, parts.engine_service, parts.joiner, parts.engines)
-        watch = EngineWatch(awaited, parts.references, fewest or len(awaited), parts.router, members)
+        members = Members(config, owner, workers.engines, parts.joiner, parts.engines)
+        watch = EngineWatch(awaited, parts.references, fewest or len(awaited), workers, members)
         app = make_app(manager, lambda: watch.ready, owner)
         gc.freeze()  # permanent objects: exclude them from full collections
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
@@ -335,8 +333,7 @@ async def _manage(
                 await manager.close()
         except TimeoutError:
             log.warning("an engine does not respond; the tokens that it has streamed are kept")
-        if workers is not None:
-            await workers.close()
+        await workers.close()
 
 
 async def _serve_until(

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rlsys.core.errors import RunError
 from rlsys.ledger.buffer import RolloutBuffer
-from rlsys.router.engines import Engines
+from rlsys.worker.worker_engines import WorkerEngines
 
 
 class TokenReconciliation:
-    """Owns the number of lost tokens that the ledger has counted.
+    """Owns the number of lost tokens that the ledger has counted."""
 
-    `counts_at_save` returns the received and the saved tokens of samples as of the last interrupt; None: this
-    process has all tokens itself.
-    """
-
-    def __init__(
-        self,
-        buffer: RolloutBuffer,
-        router: Engines,
-        counts_at_save: Callable[[], tuple[int, int]] | None = None,
-    ) -> None:
-        self._counts_at_save = counts_at_save
+    def __init__(self, buffer: RolloutBuffer, engines: WorkerEngines) -> None:
         self._buffer = buffer
-        self._router = router
+        self._engines = engines
         self._lost_reported = 0
 
     def reconcile(self) -> None:
@@ -33,14 +21,9 @@ class TokenReconciliation:
         Raises:
             RunError: the numbers differ.
         """
-        stats = self._router.stats()
-        if self._counts_at_save is None:
-            received = int(stats["received_tokens"] - stats["evaluation_tokens"])
-            saved_tokens = self._buffer.added_tokens
-        else:
-            received, saved_tokens = self._counts_at_save()
+        received, saved_tokens = self._engines.counts_at_save()
         if received != saved_tokens:
             raise RunError(f"received {received} tokens for samples, but {saved_tokens} are in the ledger")
-        lost_tokens = int(stats["lost"])
+        lost_tokens = int(self._engines.stats()["lost"])
         self._buffer.add_lost_tokens(max(0, lost_tokens - self._lost_reported))
         self._lost_reported = lost_tokens

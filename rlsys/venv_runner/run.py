@@ -24,8 +24,8 @@ def _make_importable(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != here]  # ours are no packages of its
-    _make_importable("rlsys", here.parent)
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != folder]  # ours are no packages of its
+    _make_importable("rlsys", folder.parent)
     module = sys.argv.pop(1)
     importlib.import_module(module).main()

@@ -10,6 +10,7 @@ streamed messages, rows and verdicts, are typed.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import pickle
 import socket
 import struct
@@ -21,7 +22,9 @@ import msgspec
 from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnReward, VersionSpan
 from rlsys.core.types import CensorCause, Sample, Status
 from rlsys.ledger.sample_rows import NewTokens, SequenceUpdate
+from rlsys.router.router import Router
 from rlsys.worker.scoring import Verdict
+from rlsys.worker.streams import Streams
 
 _LENGTH = struct.Struct("<I")
 MAX_BATCH_MESSAGES = 512
@@ -185,7 +188,7 @@ class CallResult(msgspec.Struct, tag=True, array_like=True):
 
 
 class WorkerStatus(msgspec.Struct, tag=True, array_like=True):
-    """State of a worker's engines and counts of its generator.
+    """Report of a worker process.
 
     The fields are Router.tally, engine_states, engine_figures, stale_engines, next_members, is_rolling,
     hopeless, and Streams.at_max_resumes and counts.
@@ -201,6 +204,37 @@ class WorkerStatus(msgspec.Struct, tag=True, array_like=True):
     hopeless: bool = False
     at_max_resumes: list[str] = []
     generated: dict[str, int] = {}
+
+    def tally(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+        """See Router.tally."""
+        return self.counts, self.prefills
+
+
+class LiveStatus:
+    """State of a worker in this process: the fields of WorkerStatus, read from its router and its streams."""
+
+    def __init__(self, router: Router, streams: Streams) -> None:
+        self.tally = router.tally
+        self._readers: dict[str, Callable[[], Any]] = {
+            "states": router.engine_states,
+            "engines": router.engine_figures,
+            "stale": lambda: router.stale_engines,
+            "before_roll": router.next_members,
+            "is_rolling": lambda: router.is_rolling,
+            "hopeless": lambda: router.hopeless,
+            "at_max_resumes": streams.at_max_resumes,
+            "generated": lambda: dict(streams.counts),
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        """Read a field other than `counts` and `prefills`, which `tally` returns."""
+        return self._readers[name]()
+
+    def report(self, counts: Mapping[str, float]) -> WorkerStatus:
+        """Return a report of the current state, with `counts` in addition to the router's."""
+        router_counts, prefills = self.tally()
+        fields = {name: read() for name, read in self._readers.items()}
+        return WorkerStatus(router_counts | dict(counts), prefills, **fields)
 
 
 ToWorker = RunSample | CancelSamples | Call
@@ -280,6 +314,12 @@ class Link(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._on_lost()
+
+
+async def call_method(target: object, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Call a method, which may be a coroutine."""
+    result = getattr(target, name)(**arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 def pack(thing: object) -> bytes:

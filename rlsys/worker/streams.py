@@ -10,15 +10,16 @@ from typing import Protocol
 from rlsys.config import Config
 from rlsys.core.errors import GeneratorError, RunError
 from rlsys.core.types import Prompt, Sample, SampleGroup, Status
+from rlsys.data import Tokenizer
 from rlsys.generators.agent import AgentGenerator
 from rlsys.generators.censoring import prompt_name
 from rlsys.generators.environment import EnvironmentGenerator
-from rlsys.generators.generator import Generator, ReceivedTokens, check_response, respond
+from rlsys.generators.generator import Generator, ReceivedTokens, build_generator, check_response, respond
 from rlsys.generators.trees import TreeGenerator
-from rlsys.generators.turns import top_logprob_turns
+from rlsys.generators.turns import sampling_turns, top_logprob_turns
 from rlsys.router.router import Router
 from rlsys.worker.resume_order import resume_key
-from rlsys.worker.run_replay import ReplayStops
+from rlsys.worker.run_replay import ReplayStops, load_record
 from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.scoring import Scorer, Verdict
 
@@ -46,7 +47,7 @@ class SampleStore(Protocol):
 class Streams:
     """Owns the set of running samples: those inside a call of `generate`.
 
-    They run in this process, with all engines of a router; `workers.py` is the same over several processes.
+    They run in this process, with all engines of a router.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class Streams:
             else {}
         )
         """Live counts of the generator."""
+        self.grows_trees = isinstance(generator, TreeGenerator)
+        """Whether the generator generates all responses of a group together."""
         if isinstance(generator, TreeGenerator):
             generator.attach(self, top_logprob_turns(config, router))
         if isinstance(generator, AgentGenerator):
@@ -100,11 +103,6 @@ class Streams:
         router.on_tokens = self._on_tokens
         router.on_failure = self._save_soon
         router.priority = lambda sample: resume_key(self._order, sample, self._group_of(sample))
-
-    @property
-    def gang_start(self) -> bool:
-        """Whether all samples of a group must start at the same time."""
-        return False
 
     def runs(self, sample: Sample) -> bool:
         """Return whether generation of the sample has not finished."""
@@ -233,7 +231,6 @@ class Streams:
         keep: Callable[[Sample], bool] | None = None,
         *,
         keep_serving: bool = False,
-        wait_for_max_resumes: bool = False,
     ) -> list[Sample]:
         """Interrupt and save all running samples.
 
@@ -242,8 +239,6 @@ class Streams:
         Args:
             keep: see Router.interrupt.
             keep_serving: see Router.interrupt.
-            wait_for_max_resumes: several workers first wait until none is `at_max_resumes`; here the caller has
-                checked.
 
         Returns:
             the sequences that were in an engine and are parked now.
@@ -284,3 +279,29 @@ class Streams:
         # The whole sample, not only this sequence.
         self._save([self._running.get(sample.sample_id) or self._branches[sample.sample_id]])
         self._store.flush_soon()
+
+
+def build_streams(
+    config: Config,
+    router: Router,
+    scorer: Scorer,
+    tokenizer: Tokenizer | None,
+    store: SampleStore,
+    group_of: Callable[[Sample], SampleGroup],
+    spans: SampleSpans,
+    siblings_of: Callable[[Sample], Awaitable[Sequence[Sample]]] | None = None,
+) -> Streams:
+    """Create the streams of one of the run's workers, with the generator of the config.
+
+    Args:
+        tokenizer: required by generators with several turns.
+        siblings_of: see Streams.
+    """
+    record = load_record(config)
+    stops = None if record is None else ReplayStops(record)
+    generate_turn = sampling_turns(config, router) if stops is None else stops.turns(router, config)
+    generator = build_generator(config, tokenizer, generate_turn)
+    flush_tokens = max(1, config.flush_tokens // config.rollout.workers)
+    return Streams(
+        config, router, scorer, generator, store, group_of, spans, flush_tokens, stops, siblings_of
+    )

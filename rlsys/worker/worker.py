@@ -18,13 +18,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import Config, load_config
-from rlsys.config.rollout import Truncation
 from rlsys.config.slots import most_slots
 from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import RlsysError
@@ -35,9 +34,7 @@ from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.engine_requests import Limits
-from rlsys.generators.generator import Generator, build_generator
-from rlsys.generators.trees import TreeGenerator
-from rlsys.generators.turns import sampling_turns
+from rlsys.ledger.commit_scheduler import FlushScheduler
 from rlsys.ledger.sample_rows import NewTokens, StoredLengths, append_tokens, mutable_fields
 from rlsys.ledger.segments import SegmentFile
 from rlsys.obs.role import STACKS_VARIABLE, run_role
@@ -52,20 +49,20 @@ from rlsys.worker.link import (
     Failure,
     JoinedEngine,
     Link,
+    LiveStatus,
     RunSample,
     SampleRow,
     SampleVerdict,
     ToWorker,
-    WorkerStatus,
+    call_method,
     pack,
     sample_row,
     unpack,
 )
 from rlsys.worker.loop_watch import loop_watch
-from rlsys.worker.run_replay import ReplayStops, load_record
 from rlsys.worker.sample_spans import SampleSpans
 from rlsys.worker.scoring import Scorer
-from rlsys.worker.streams import Streams
+from rlsys.worker.streams import build_streams
 from rlsys.worker.worker_groups import WorkerGroups
 
 BATCH_SECONDS = 0.02
@@ -80,23 +77,18 @@ class WorkerParts:
     """Dependencies of a worker.
 
     Args:
-        folder: the run folder.
-        flush_tokens: most unsaved tokens of its samples.
+        tokenizer: required by generators with several turns.
         client: creates the client of a joined engine from URL, ranks and pool.
-        stops: stops of its samples when a run is replayed.
     """
 
     config: Config
     router: Router
     scorer: Scorer
-    generator: Generator
-    folder: Path
-    flush_tokens: int
+    tokenizer: Tokenizer | None
     client: Callable[[str, int, str | None], EngineClient]
-    stops: ReplayStops | None = None
 
 
-class Worker:
+class Worker(FlushScheduler):
     """Owns the tasks of its samples, their tokens in memory, and its segments."""
 
     def __init__(self, parts: WorkerParts, end: Callable[[], None]) -> None:
@@ -105,14 +97,19 @@ class Worker:
         Args:
             end: called when the coordinator is gone.
         """
+        super().__init__(
+            self._write_out, BATCH_SECONDS, lambda error: self._link.send(Failure(-1, pack(error)))
+        )
         self._parts = parts
         self._router = parts.router
         self._scorer = parts.scorer
         self._groups = WorkerGroups()
-        self._streams = Streams(
-            parts.config, parts.router, parts.scorer, parts.generator, self, self._groups.group_of, SampleSpans(None),
-            parts.flush_tokens, parts.stops, self._groups.complete,
+        self._streams = build_streams(
+            parts.config, parts.router, parts.scorer, parts.tokenizer, self, self._groups.group_of, SampleSpans(None),
+            self._groups.complete,
         )  # fmt: skip
+        self._status = LiveStatus(parts.router, self._streams)
+        self._folder = parts.config.run.dir
         self._link = Link(ToWorker, self._on_messages, end)
         self._file: SegmentFile | None = None
         self._stored_lengths: dict[int, list[StoredLengths]] = {}  # sample id -> lengths by sequence
@@ -123,8 +120,6 @@ class Worker:
         self._cancelling: set[asyncio.Task[None]] = set()  # cancelled, not ended yet
         self._calls: set[asyncio.Task[None]] = set()
         self._rows: list[SampleRow] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._next_commit: asyncio.Future[None] | None = None
 
     async def serve(self, end: socket.socket) -> None:
         """Serve the coordinator forever."""
@@ -135,15 +130,9 @@ class Worker:
             self._send_status()
 
     def _send_status(self) -> None:
-        counts, prefills = self._router.tally()
-        figures = WorkerStatus(
-            counts | {"reward_hung": self._scorer.timeouts, "reward_failed": self._scorer.failures}, prefills,
-            self._router.engine_states(), self._router.engine_figures(), self._router.stale_engines,
-            self._router.next_members(), self._router.is_rolling, self._router.hopeless,
-            self._streams.at_max_resumes(),
-            dict(self._streams.counts),
-        )  # fmt: skip
-        self._link.send(figures)
+        scorer = self._scorer
+        rewards = {"reward_hung": scorer.timeouts, "reward_failed": scorer.failures}
+        self._link.send(self._status.report(rewards))
 
     # Messages of the coordinator
 
@@ -168,9 +157,12 @@ class Worker:
             call.add_done_callback(self._calls.discard)
 
     async def _answer(self, call: Call) -> None:
-        """Execute a call. Its exception is raised in the coordinator."""
+        """Execute a call of do_NAME, or of the router. Its exception is raised in the coordinator."""
         result, error = b"", b""
-        work: Awaitable[Any] = getattr(self, f"do_{call.name}")(**unpack(call.arguments))
+        target, name = (
+            (self, f"do_{call.name}") if hasattr(self, f"do_{call.name}") else (self._router, call.name)
+        )
+        work = call_method(target, name, unpack(call.arguments))
         outcome: Any = (await asyncio.gather(work, return_exceptions=True))[0]
         if isinstance(outcome, Exception):
             if not isinstance(outcome, RlsysError | RefusedPrompt):
@@ -205,7 +197,7 @@ class Worker:
                 prompts.
         """
         launch_engines = list(self._router.engine_states())
-        self._file = SegmentFile(self._parts.folder, writer)
+        self._file = SegmentFile(self._folder, writer)
         if version:
             self._router.set_expected_version(version)
         for engine in joined_engines:
@@ -214,7 +206,7 @@ class Worker:
         if opened:
             self._router.resume()
         self._calls.add(asyncio.create_task(self._router.watch()))
-        return launch_engines, isinstance(self._parts.generator, TreeGenerator), self._router.limits
+        return launch_engines, self._streams.grows_trees, self._router.limits
 
     async def do_interrupt(
         self, keep: frozenset[int] | None, keep_serving: bool, wait_for_max_resumes: bool
@@ -229,48 +221,23 @@ class Worker:
     async def do_save(self) -> None:
         await self._streams.save_running()
 
-    async def do_resume(self) -> None:
-        self._router.resume()
-
     async def do_advance(self, trained_steps: int) -> None:
         self._streams.advance(trained_steps)
 
     async def do_add_engine(self, url: str, tp: int, pool: str | None) -> None:
         self._router.add_engine(self._parts.client(url, tp, pool))
 
-    async def do_evict_engine(self, url: str) -> None:
-        await self._router.evict_engine(url)
-
-    async def do_release_memory(self) -> None:
-        await self._router.release_memory()
-
     async def do_begin_push(self, version: int, only_stale: bool, members: Collection[str]) -> Any:
         if members:
             await self._streams.wait_until_interruptible(members)
         return await self._router.begin_push(version, only_stale=only_stale, members=members)
-
-    async def do_end_push(self, **arguments: Any) -> Any:
-        return await self._router.end_push(**arguments)
-
-    async def do_probe(self, *, truncation: list[Any] | None, **arguments: Any) -> Any:
-        limits = None if truncation is None else Truncation(*truncation)
-        return await self._router.probe(truncation=limits, **arguments)
-
-    async def do_prompt_logprobs(self, ids: list[int]) -> list[float]:
-        return await self._router.prompt_logprobs(ids)
-
-    async def do_pin(self) -> bool:
-        return self._router.pin()
-
-    async def do_unpin(self) -> None:
-        self._router.unpin()
 
     # Samples
 
     async def _run(self, sample: Sample, prompt: Prompt, tree_samples: int) -> None:
         if self._cancelling:  # it may be one of these samples, or of their group
             await asyncio.wait(set(self._cancelling))
-        with SegmentReader(self._parts.folder) as reader:
+        with SegmentReader(self._folder) as reader:
             sample = reader.load(sample)
         self._stored_lengths[sample.sample_id] = [StoredLengths.of(q) for q in sample.sequences]
         self._reported_fields |= {
@@ -333,36 +300,13 @@ class Worker:
         """Return whether the sample has tokens that are not saved."""
         return sample.all_tokens > sum(lengths.tokens for lengths in self._stored_lengths[sample.sample_id])
 
-    def flush(self) -> None:
+    def _write_out(self) -> None:
         """Write tokens to segments and send the rows."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if self._file is not None:
             self._file.write_out()
         for row in self._rows:
             self._link.send(row)
         self._rows.clear()
-        if self._next_commit is not None:
-            self._next_commit.set_result(None)
-            self._next_commit = None
-
-    async def wait_for_commit(self) -> None:
-        """Wait for the next flush."""
-        self.flush_soon()
-        if self._next_commit is None:
-            self._next_commit = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._next_commit)
-
-    def flush_soon(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(BATCH_SECONDS, self._flush_now)
-
-    def _flush_now(self) -> None:
-        try:
-            self.flush()
-        except RlsysError as e:
-            self._link.send(Failure(-1, pack(e)))
 
 
 async def serve(config: Config, number: int, urls: list[str], end: socket.socket) -> None:
@@ -387,17 +331,11 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
             if i % workers == number
         ]
         router = build_router(config, engines, tokenizer, single_router=False)
-        record = load_record(config)
-        stops = None if record is None else ReplayStops(record)
-        generate_turn = sampling_turns(config, router) if stops is None else stops.turns(router, config)
-        generator = build_generator(config, tokenizer, generate_turn)
 
         def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
             return client(url, engine_identity(owner, url), tp=tp, pool=pool)
 
-        parts = WorkerParts(
-            config, router, scorer, generator, config.run.dir, max(1, config.flush_tokens // workers), joiner, stops
-        )  # fmt: skip
+        parts = WorkerParts(config, router, scorer, tokenizer, joiner)
 
         def in_flight() -> str:
             return f"data.reward = {config.data.reward_name} in flight for {len(scorer.scoring)} prompts"

@@ -1,10 +1,10 @@
-"""WorkerEngines: the engines of all rollout workers behind the interface of one router (rlsys/router/engines.py)."""
+"""WorkerEngines: the engines of all rollout workers behind the interface of one router."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,9 +17,13 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine_requests import Limits
 from rlsys.router.push import PROBE_SECONDS, merge_push_metrics
 from rlsys.router.response_handler import with_cache_shares
-from rlsys.worker.link import JoinedEngine
-from rlsys.worker.worker_process import WorkerGone, WorkerProcess
+from rlsys.worker.direct_worker import DirectWorker
+from rlsys.worker.link import JoinedEngine, WorkerStatus
+from rlsys.worker.remote_worker import RemoteWorker
+from rlsys.worker.worker_calls import WorkerGone, call_each
 
+RolloutWorker = DirectWorker | RemoteWorker
+"""What the coordinator needs of a worker, both have."""
 EXPORTED_COUNTS = (
     "received_tokens", "evaluation_tokens", "cached_tokens", "prefilled_tokens", "resumes", "lost", "engine_tokens",
     "engine_deaths", "engines_serving",
@@ -28,35 +32,23 @@ EXPORTED_COUNTS = (
 
 
 class WorkerEngines:
-    """Owns the gate, the pin, the assignment of joined engines to workers, and the counts of dead workers.
+    """Owns the gate, the pin, the assignment of joined engines to workers, and the counts of dead workers."""
 
-    Args:
-        failed: called with an error that no caller waits for.
-        resumed: called when the gate opens.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        workers: Sequence[WorkerProcess],
-        failed: Callable[[BaseException], None],
-        resumed: Callable[[], None],
-    ) -> None:
-        self._timeout_s = config.start_seconds
+    def __init__(self, config: Config, workers: Sequence[RolloutWorker]) -> None:
+        self._timeout_s = config.start_seconds if len(workers) > 1 else None
+        """Time limit of a wait for an engine; None: the only router has its own."""
         self._workers = workers
-        self._failed, self._resumed = failed, resumed
         self._dead_counts: Counter[str] = Counter()
         self._dead_prefills: Counter[tuple[str, int]] = Counter()
         self._dead_generated: Counter[str] = Counter()
         self._dead_reported_tokens = 0
-        self._worker_of: dict[str, WorkerProcess] = {}
+        self._worker_of: dict[str, RolloutWorker] = {}
         """URL -> the worker of an engine that joined or was evicted; it returns to the same one."""
         self._joined_engines: dict[str, JoinedEngine] = {}
         """URL -> an engine that joined. Those of the launch are on the workers' command lines."""
         self._rolling = False
         """Whether a rolling push is under way; a worker whose engines are all updated does not know."""
-        self._pin: WorkerProcess | None = None
-        self._background: set[asyncio.Task[Any]] = set()
+        self._pin: RolloutWorker | None = None
         self.open = False
         """Whether samples may go to engines: not between an interrupt and the next `resume`."""
         self.trained_steps = -1
@@ -67,55 +59,42 @@ class WorkerEngines:
         """See Router.limits, equal in all workers."""
         return self._workers[0].limits
 
-    def on_worker_death(self, worker: WorkerProcess) -> None:
-        """Add the counts of a dead worker to the totals."""
-        figures = worker.take_status()
+    def on_worker_death(self, worker: RolloutWorker, figures: WorkerStatus, reported_tokens: int) -> None:
+        """Add the last status of a dead worker and the tokens of samples that it reported to the totals."""
         self._dead_counts.update(figures.counts)
         self._dead_generated.update(figures.generated)
         for source, (cached, prefilled) in figures.prefills.items():
             self._dead_prefills.update({(source, 0): cached, (source, 1): prefilled})
-        self._dead_reported_tokens += worker.reported_tokens
-        worker.counts_at_save = (0, 0)
+        self._dead_reported_tokens += reported_tokens
         if self._pin is worker:
             self._pin = None
 
-    def joined_engines(self, worker: WorkerProcess) -> list[JoinedEngine]:
-        """Return the engines that a new process of this worker must add."""
+    def state_for(self, worker: RolloutWorker) -> dict[str, Any]:
+        """Return the arguments of Worker.do_begin about engines for a new process of this worker."""
+        return {
+            "opened": self.open,
+            "joined_engines": self._joined_engines_of(worker),
+            "trained_steps": self.trained_steps,
+        }
+
+    def _joined_engines_of(self, worker: RolloutWorker) -> list[JoinedEngine]:
         return [engine for url, engine in self._joined_engines.items() if self._worker_of[url] is worker]
 
     async def call_all(self, call: str, **arguments: Any) -> list[Any]:
         """Call all workers. A worker that dies meanwhile returns no result: none of its samples is in flight."""
-        return await self._call(self._workers, call, **arguments)
-
-    async def _call(self, workers: Sequence[WorkerProcess], call: str, **arguments: Any) -> list[Any]:
-        results = await asyncio.gather(*(w.call(call, **arguments) for w in workers), return_exceptions=True)
-        for answer in results:
-            if isinstance(answer, BaseException) and not isinstance(answer, WorkerGone):
-                raise answer
-        return [a for a in results if not isinstance(a, BaseException)]
+        return await call_each([w.call(call, **arguments) for w in self._workers])
 
     def resume(self) -> None:
         """Open the gate; interrupted samples continue."""
         self.open = True
-        self._resumed()
-        self._post("resume", self._workers)
+        for worker in self._workers:
+            worker.resume()
 
     def advance(self, trained_steps: int) -> None:
         """Report to the workers that the engines have weights of this many train steps."""
         self.trained_steps = trained_steps
-        self._post("advance", self._workers, trained_steps=trained_steps)
-
-    def _post(self, call: str, workers: Sequence[WorkerProcess], **arguments: Any) -> None:
-        """Call workers without waiting for the result; a worker that dies meanwhile needs none."""
-        for worker in workers:
-            task = asyncio.create_task(worker.call(call, **arguments))
-            self._background.add(task)
-            task.add_done_callback(self._on_call_done)
-
-    def _on_call_done(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, WorkerGone):
-            self._failed(error)
+        for worker in self._workers:
+            worker.advance(trained_steps)
 
     async def release_memory(self) -> None:
         """See Router.release_memory."""
@@ -164,7 +143,7 @@ class WorkerEngines:
             "end_push", version=version, canaries=canaries, checksums=checksums, left_out=left_out
         )
         self._raise_if_hopeless()
-        metrics = merge_push_metrics(pushes)
+        metrics: dict[str, float] = pushes[0] if len(pushes) == 1 else merge_push_metrics(pushes)
         self._rolling = bool(metrics["push_left"])
         return metrics
 
@@ -179,23 +158,23 @@ class WorkerEngines:
         """See Router.add_engine. It is added to the worker with the fewest engines."""
         url = client.url
         home = self._worker_of.get(url) or min(self._workers, key=lambda w: len(self._engines_of(w)))
+        home.add_engine(client)
         if url not in home.launch_engines:
             self._joined_engines[url] = url, client.tp, client.pool
         self._worker_of[url] = home
-        self._post("add_engine", [home], url=url, tp=client.tp, pool=client.pool)
 
     async def evict_engine(self, url: str) -> None:
         """See Router.evict_engine."""
         home = next((w for w in self._workers if url in self._engines_of(w)), None)
         if home is not None:
             self._worker_of[url] = home
-            await self._call([home], "evict_engine", url=url)
+            await call_each([home.call("evict_engine", url=url)])
             self._joined_engines.pop(url, None)
 
-    def _engines_of(self, worker: WorkerProcess) -> list[str]:
+    def _engines_of(self, worker: RolloutWorker) -> list[str]:
         """Return the URLs of a worker's engines, including those just assigned to it."""
-        coming = [url for url, *_ in self.joined_engines(worker) if url not in worker.status.states]
-        return [*worker.status.states, *coming]
+        states = worker.status.states
+        return [*states, *(url for url, *_ in self._joined_engines_of(worker) if url not in states)]
 
     @property
     def stale_engines(self) -> list[str]:
@@ -204,7 +183,12 @@ class WorkerEngines:
 
     def engine_states(self) -> dict[str, str]:
         """See Router.engine_states."""
-        return {url: w.status.states.get(url, "joins") for w in self._workers for url in self._engines_of(w)}
+        return {
+            url: states.get(url, "joins")
+            for w in self._workers
+            for states in [w.status.states]
+            for url in self._engines_of(w)
+        }
 
     def generated(self) -> Mapping[str, int]:
         """Return the counts of generators, up to half a second old."""
@@ -233,17 +217,17 @@ class WorkerEngines:
 
         `reward_*` counts the rewards that workers computed.
         """
-        counts, prefills = dict.fromkeys(EXPORTED_COUNTS, 0.0), Counter(self._dead_prefills)
-        sources: list[Mapping[str, float]] = [self._dead_counts, *(w.status.counts for w in self._workers)]
+        counts: dict[str, float] = dict.fromkeys(EXPORTED_COUNTS, 0)
+        prefills = Counter(self._dead_prefills)
+        tallies = [w.status.tally() for w in self._workers]
+        sources: list[Mapping[str, float]] = [self._dead_counts, *(counts for counts, _ in tallies)]
         for source_counts in sources:
             for key, number in source_counts.items():
                 counts[key] = counts.get(key, 0) + number
-        for worker in self._workers:
-            for source, shares in worker.status.prefills.items():
+        for _, shares_by_source in tallies:
+            for source, shares in shares_by_source.items():
                 prefills.update({(source, i): n for i, n in enumerate(shares)})
-        counts["weight_version"] = max(
-            (w.status.counts.get("weight_version", 0) for w in self._workers), default=0
-        )
+        counts["weight_version"] = max(counts.get("weight_version", 0) for counts, _ in tallies)
         cache_sources = {source for source, _ in prefills}
         return with_cache_shares(
             counts, {source: (prefills[source, 0], prefills[source, 1]) for source in cache_sources}
@@ -282,7 +266,7 @@ class WorkerEngines:
         logprobs: list[float] = await self._call_any(None, "prompt_logprobs", ids=ids)
         return logprobs
 
-    async def _call_any(self, worker: WorkerProcess | None, call: str, **arguments: Any) -> Any:
+    async def _call_any(self, worker: RolloutWorker | None, call: str, **arguments: Any) -> Any:
         """Call one worker, or another one if it dies."""
         while True:
             target = worker or min(self._workers, key=lambda w: (not w.serving, w.pending_calls))
@@ -294,15 +278,14 @@ class WorkerEngines:
 
     def pin(self) -> bool:
         """See Router.pin. It chooses a worker with two serving engines."""
-        candidates = [w for w in self._workers if w.serving >= 2]
-        if self._pin is not None or not candidates:
+        if self._pin is not None:
             return False
-        self._pin = max(candidates, key=lambda w: w.serving)
-        self._post("pin", [self._pin])
-        return True
+        by_size = sorted(self._workers, key=lambda w: -w.serving)
+        self._pin = next((w for w in by_size if w.pin()), None)
+        return self._pin is not None
 
     def unpin(self) -> None:
         """See Router.unpin."""
         if self._pin is not None:
             worker, self._pin = self._pin, None
-            self._post("unpin", [worker])
+            worker.unpin()

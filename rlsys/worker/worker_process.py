@@ -7,15 +7,14 @@ import contextlib
 import itertools
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlsys.core.errors import RunError
 from rlsys.engine_requests import Limits
 from rlsys.obs.role import describe_exit
-from rlsys.router.pool import PinLost
 from rlsys.worker.link import Call, CallResult, Link, SampleMessage, ToCoordinator, WorkerStatus, pack, unpack
+from rlsys.worker.worker_calls import WorkerGone
 
 START_SECONDS = 120.0
 """Time limit of a start, which consists mostly of imports."""
@@ -25,10 +24,6 @@ _PRESENT = ("in_flight", "waiting", "_serving", "weight_version")
 """Suffixes of the router's counts that are current values and not totals."""
 
 
-class WorkerGone(PinLost):
-    """Raised when a rollout worker died during a call."""
-
-
 class WorkerProcess:
     """Owns one worker process at a time; it can be started again after `reap`."""
 
@@ -36,7 +31,7 @@ class WorkerProcess:
         self,
         number: int,
         command: Sequence[str],
-        on_samples: Callable[[WorkerProcess, list[SampleMessage]], None],
+        on_samples: Callable[[list[SampleMessage]], None],
     ) -> None:
         """Create a worker that is not started.
 
@@ -53,7 +48,8 @@ class WorkerProcess:
         self._numbers = itertools.count()
         self._up = asyncio.Event()
         self._down = asyncio.Event()
-        self._error: str | None = None
+        self.error: str | None = None
+        """Why there will be no further process."""
         self.writer = ""
         """Writer name of its segments."""
         self.status = WorkerStatus()
@@ -69,8 +65,6 @@ class WorkerProcess:
         """Tokens of samples that this process has reported."""
         self.deaths = 0
         """Deaths in a row without a token or a reward."""
-        self.groups: Counter[int] = Counter()
-        """Group id -> number of its samples in this worker."""
         self.last_message_at = 0.0
         """Time of its last message on the monotonic clock."""
 
@@ -121,7 +115,7 @@ class WorkerProcess:
 
     def take_status(self) -> WorkerStatus:
         """Return the status of a dead process and reset it: the next process counts from 0."""
-        figures = self.status
+        figures, self.counts_at_save = self.status, (0, 0)
         self.status = WorkerStatus(states=figures.states)
         return figures
 
@@ -139,13 +133,13 @@ class WorkerProcess:
             Exception: the exception of the method.
         """
         await self._up.wait()
-        if self._error is not None:
-            raise RunError(self._error)
+        if self.error is not None:
+            raise RunError(self.error)
         return await self._request(name, arguments)
 
     def give_up(self, error: str) -> None:
         """Let every call raise this error: there will be no further process."""
-        self._error = error
+        self.error = self.error or error
         self._up.set()
 
     async def _request(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -168,13 +162,13 @@ class WorkerProcess:
             if not isinstance(message, WorkerStatus | CallResult):
                 samples.append(message)
                 continue
-            self._on_samples(self, samples)
+            self._on_samples(samples)
             samples = []
             if isinstance(message, WorkerStatus):
                 self.status = message
             elif message.number in self._calls:
                 self._on_result(message)
-        self._on_samples(self, samples)
+        self._on_samples(samples)
 
     def _on_result(self, message: CallResult) -> None:
         name, answer = self._calls[message.number]

@@ -29,10 +29,11 @@ from rlsys.ledger.store import FILE_NAME
 from rlsys.obs.role import end_with_parent
 from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
+from rlsys.worker.remote_worker import RemoteWorker
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.worker_engines import WorkerEngines
 from rlsys.worker.worker_process import WorkerProcess
-from rlsys.worker.workers import Workers
+from rlsys.worker.workers import Workers, remote_workers
 from tests.helpers.engine_server import expected
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers
@@ -67,7 +68,7 @@ BOUNDARIES = {
     "a worker has begun": Boundary(WorkerProcess, "start", "after", at_once=True),
     "a step is given back": Boundary(RolloutBuffer, "restore", "after", at_once=True),
     "a group is issued": Boundary(RolloutBuffer, "issue", "after"),
-    "a sample is sent": Boundary(Workers, "_send", "after"),
+    "a sample is sent": Boundary(RemoteWorker, "_send_sample", "after"),
     "rows have come": Boundary(RolloutBuffer, "save_from_workers", "before"),
     "rows are written": Boundary(RolloutBuffer, "save_from_workers", "after"),
     "a group is decided": Boundary(RolloutBuffer, "finish", "after"),
@@ -77,9 +78,9 @@ BOUNDARIES = {
     "after a commit": Boundary(RolloutBuffer, "flush", "after"),
     "a take is in the journal": Boundary(RolloutBuffer, "take", "after"),
     "a take is told": Boundary(RolloutManager, "take", "after"),
-    "an interrupt goes out": Boundary(WorkerEngines, "call_all", "before", "interrupt"),
+    "an interrupt goes out": Boundary(Workers, "interrupt", "before"),
     "one worker has answered an interrupt": Boundary(WorkerProcess, "call", "after", "interrupt"),
-    "all have answered an interrupt": Boundary(WorkerEngines, "call_all", "after", "interrupt"),
+    "all have answered an interrupt": Boundary(Workers, "interrupt", "after"),
     "interrupts are written": Boundary(ReplayLog, "record_interrupts", "after"),
     "a push begins": Boundary(WorkerEngines, "call_all", "before", "begin_push"),
     "a push has begun at one worker": Boundary(WorkerProcess, "call", "after", "begin_push"),
@@ -140,7 +141,9 @@ class Stage:
         buffer = RolloutBuffer(folder / FILE_NAME, identity(config), planning.largest, holds_tokens=False)
         n = config.rollout.workers
         command = [sys.executable, "-m", "tests.helpers.worker_stage", sys.argv[1]]
-        self.workers = Workers(config, [[*command, *self.urls[i::n]] for i in range(n)])
+        self.workers = remote_workers(config, [[*command, *self.urls[i::n]] for i in range(n)])
+        processes: Any = self.workers.workers
+        self.processes = processes
         await self.workers.start(buffer)
         scorer: Any = Scorer(lambda: None, lambda ids: "", 5)  # type: ignore[arg-type, return-value]
         self.manager = RolloutManager(config, buffer, self.workers, Numbers(), scorer, planning)
@@ -169,7 +172,7 @@ class Stage:
             told.write(json.dumps([step, given]) + "\n")
         if self.kills and self.takes > 1 and not self.killed:
             self.killed = True
-            self.workers.processes[step % len(self.workers.processes)].kill()
+            self.processes[step % len(self.processes)].kill()
         await self.push()
         if step % CHECKPOINT_EVERY == 0:
             file = self.config.run.dir / SAVED

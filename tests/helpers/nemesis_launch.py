@@ -39,6 +39,7 @@ from rlsys.rollout.service import EngineWatch, make_app
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import direct_workers
 from tests.helpers.history import Saved, Training
 from tests.helpers.loaded import loaded
 from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed
@@ -88,8 +89,9 @@ class RolloutRole:
         scorer = Scorer(
             lambda: nullcontext(ground.reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
         )
-        self.manager = RolloutManager(config, self.buffer, router, Numbers(), scorer, planning)
-        watch = EngineWatch(clients, [], len(clients), router)
+        workers = direct_workers(config, router, scorer)
+        self.manager = RolloutManager(config, self.buffer, workers, Numbers(), scorer, planning)
+        watch = EngineWatch(clients, [], len(clients), workers)
         app = make_app(self.manager, lambda: watch.ready, self._launch.owner)
         app.freeze()
         self.app = app

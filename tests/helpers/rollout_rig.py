@@ -21,6 +21,7 @@ from rlsys.planning.teacher import EngineTeacher
 from rlsys.rewards.judges import JudgeWithTimeout
 from rlsys.rollout.manager import RolloutManager
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import direct_workers
 from tests.helpers.loaded import loaded
 from tests.helpers.scripted_router import ScriptedRouter
 
@@ -82,7 +83,8 @@ class Rig:
             lambda: nullcontext(reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
         )
         router: Any = self.router
-        self.manager = RolloutManager(config, self.buffer, router, Numbers(), self.scorer, planning)
+        workers = direct_workers(config, router, self.scorer, tokenizer)
+        self.manager = RolloutManager(config, self.buffer, workers, Numbers(), self.scorer, planning)
 
     async def push(self) -> None:
         await self.manager.end_push(await self.manager.begin_push(), [])

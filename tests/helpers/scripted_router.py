@@ -53,6 +53,7 @@ class ScriptedRouter:
         self.most_in_flight = 0
         self.lost = 0
         self.received = self.resumes = 0
+        self.is_rolling = self.hopeless = False
         self.check_sample: Callable[[Sample], None] = lambda sample: None
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
@@ -123,10 +124,16 @@ class ScriptedRouter:
     def resume(self) -> None:
         self._gate.set()
 
+    async def watch(self) -> None: ...
+
+    def add_engine(self, client: Any) -> None:
+        raise AssertionError("its only engine")
+
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Sequence[str] = ()
     ) -> list[EngineAddress]:
         self.rounds.append(list(members))
+        self.members = [url for url in self.members if url not in members]
         self.calls.append(f"begin {version}{' stale' if only_stale else ''}")
         if not only_stale and not members:
             await self.interrupt(keep=lambda _: True)
@@ -148,9 +155,8 @@ class ScriptedRouter:
             "push_left": self.left.pop(0) if self.left else 0,
         }  # fmt: skip
 
-    def next_members(self, at_most: int) -> list[str]:
-        taken, self.members = self.members[:at_most], self.members[at_most:]
-        return taken
+    def next_members(self, at_most: int | None = None) -> list[str]:
+        return self.members[:at_most]
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
         return await self.probe(prompt_ids, max_new_tokens, 0.0, 0)
@@ -178,6 +184,9 @@ class ScriptedRouter:
         n = len(prompt_ids)
         version = self.version if self.pinned is None or not evaluation else self.pinned
         return Segment(list(range(n)), [0.0] * n, [VersionSpan(version, 0, n)], "stop")
+
+    def tally(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+        return self.stats(), {}
 
     def stats(self) -> dict[str, float]:
         return {

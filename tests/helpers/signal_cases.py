@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
 SIGNALS = ("entropy", "values", "ref", "sum_pi_squared", "divergence")
 TEACHER = "algo.teacher={path: configs/models/quickstart-moe, top_k: 16}"
-SOONER = {"sync_ref": ("algo.hooks=[{name: sync_ref, every: 1}]",)}
+SOONER = {"sync_ref": ("algo.hooks=[{name: sync_ref, interval: 1}]",)}
 """Recipe -> what makes it act within two steps."""
 STALE_EVERY, STALE_BY = 7, 1.8
 OTHER = 1.3

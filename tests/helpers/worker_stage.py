@@ -11,12 +11,9 @@ from typing import Any
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from rlsys.generators.generator import build_generator
-from rlsys.generators.turns import sampling_turns
 from rlsys.obs.role import end_with_parent
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
-from rlsys.worker.run_replay import ReplayStops, load_record
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.worker import Worker, WorkerParts, exit_now, standard_input
 from tests.helpers.rollout_rig import length_reward
@@ -35,16 +32,11 @@ async def main() -> None:
     async with make_session() as session:
         router = router_of([EngineClient(url, session) for url in sys.argv[2:]], single_router=False)
         scorer = Scorer(lambda: nullcontext(length_reward), lambda ids: "x" * len(ids), 60)
-        record = load_record(config)
-        stops = None if record is None else ReplayStops(record)
-        speak = sampling_turns(config, router) if stops is None else stops.turns(router, config)
-        generator = build_generator(config, None, speak)
-        share = max(1, config.flush_tokens // config.rollout.workers)
 
         def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
             return EngineClient(url, session, tp=tp, pool=pool)
 
-        parts = WorkerParts(config, router, scorer, generator, config.run.dir, share, joiner, stops)
+        parts = WorkerParts(config, router, scorer, None, joiner)
         await Worker(parts, exit_now).serve(standard_input())
 
 

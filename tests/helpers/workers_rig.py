@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rlsys.planning.planning import Planning
 from rlsys.rollout.manager import RolloutManager
 from rlsys.segments.records import FOLDER
 from rlsys.worker.scoring import Scorer
-from rlsys.worker.workers import Workers
+from rlsys.worker.workers import remote_workers
 from tests.helpers.engine_server import expected, served
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, make_config
@@ -48,7 +48,8 @@ class Run:
         n = config.rollout.workers
         command = [sys.executable, "-m", "tests.helpers.worker_stage", str(file)]
         own = engines[: config.engine.count]
-        self.workers = Workers(config, [[*command, *(e.url for e in own[i::n])] for i in range(n)])
+        self.workers = remote_workers(config, [[*command, *(e.url for e in own[i::n])] for i in range(n)])
+        self.processes: Sequence[Any] = self.workers.workers
         self._planning = planning
         self.pushes: Counter[str] = Counter()
         self.rounds: list[list[str]] = []
@@ -81,7 +82,7 @@ class Run:
         return taken
 
     def pids(self) -> list[int]:
-        return [w.pid for w in self.workers.processes]
+        return [w.pid for w in self.processes]
 
 
 @asynccontextmanager

@@ -69,7 +69,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "rollout.generator=environment", f"rollout.generator_params={{connector: '{OWN}:Tries', max_turns: 2}}",
     ),
     "tree": (
-        "rollout.generator=latr", "rollout.generator_params={second: 0.02, behind: 0.9}",
+        "rollout.generator=latr", "rollout.generator_params={second: 0.02, max_gap: 0.9}",
         "algo.advantage=branch_grpo",
     ),
 }  # fmt: skip
@@ -160,7 +160,7 @@ def test_a_run_outlives_one_item_of_each_bad_kind_a_step(
         f"{STEPS + 1 + 1} rows cannot be read" in explained.stdout
     )  # those of the steps, and a held-out one
     assert f"{STEPS + 1 + 1} rows are too long" in explained.stdout
-    on_policy = ("rollout.over_provision=1", "rollout.max_staleness=0", "eval.every=4")
+    on_policy = ("rollout.over_provision=1", "rollout.max_staleness=0", "eval.interval=4")
     session = Session(run, f"trainer.steps={STEPS}", *on_policy, *overrides)
     try:
         code, output = session.end()

@@ -18,7 +18,7 @@ from tests.helpers.runs import ROOT
 
 pytestmark = pytest.mark.integration
 
-SMALL = ("trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4", "eval.every=2")
+SMALL = ("trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4", "eval.interval=2")
 
 
 @pytest.mark.parametrize(

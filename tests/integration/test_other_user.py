@@ -44,7 +44,7 @@ pytestmark = [
 UID = 54777
 NEVER = "1000"
 """Steps of the run: it is at work as long as the attack takes."""
-OVERRIDES = ("rollout.max_response_tokens=64", "eval.every=1000", "launch.grace_seconds=10")
+OVERRIDES = ("rollout.max_response_tokens=64", "eval.interval=1000", "launch.grace_seconds=10")
 SHARED = ("/dev/shm/", "/tmp/", "/var/tmp/", "/run/")
 OWNER_SECONDS = 60.0
 """Time limit of a request of the servers' own user during the attack: a guard, no claim."""

@@ -15,7 +15,7 @@ from tests.helpers.runs import ROOT
 
 pytestmark = pytest.mark.integration
 
-SMALL = ("trainer.steps=3", "rollout.groups_per_step=4", "eval.every=3")
+SMALL = ("trainer.steps=3", "rollout.groups_per_step=4", "eval.interval=3")
 
 
 @pytest.mark.parametrize("peer", PEERS)

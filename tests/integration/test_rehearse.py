@@ -45,7 +45,7 @@ def traffic(calls: list[Collective]) -> dict[tuple[Any, ...], tuple[int, int]]:
 
 def must_agree(real: dict[str, Any], found: Figures) -> None:
     """Exact: parameters, gradients, optimizer, every collective's calls and bytes. Peaks within 5 %, FLOPs 1 %."""
-    assert {k: found.held[k] for k in LASTING} == {k: real["held"][k] for k in LASTING}
+    assert {k: found.live_bytes[k] for k in LASTING} == {k: real["held"][k] for k in LASTING}
     assert traffic(found.collectives) == traffic([Collective(**c) for c in real["collectives"]])
     for phase in (Phase(**p) for p in real["phases"]):
         mine = found.phase(phase.name)

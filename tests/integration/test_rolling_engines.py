@@ -28,6 +28,7 @@ from rlsys.router.router import Router
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import direct_workers
 from tests.helpers.engine_stack import ENGINE_TENSORS, logprobs, tensors, worst_gap
 from tests.helpers.loaded import loaded
 from tests.helpers.servers import running_engine
@@ -71,8 +72,9 @@ class Run:
 
         scorer = Scorer(lambda: nullcontext(one), lambda _ids: "", 60.0)
         source = Numbers()
+        workers = direct_workers(config, self.router, scorer)
         self.manager = RolloutManager(
-            config, self.buffer, self.router, source, scorer, Planning(config, source, None)
+            config, self.buffer, workers, source, scorer, Planning(config, source, None)
         )
         self.sync = GatheredPush(config)
         self.made = Counter[str]()

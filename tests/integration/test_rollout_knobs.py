@@ -37,6 +37,7 @@ from rlsys.router.router import Router
 from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.resume_order import resume_key
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import direct_workers
 from tests.helpers.engine_stack import (
     EOS,
     PROMPT,
@@ -111,7 +112,8 @@ class Run:
 
         scorer = Scorer(lambda: nullcontext(one), lambda _ids: "", 60.0)
         planning = Planning(config, source, None)
-        self.manager = RolloutManager(config, self.buffer, self.router, source, scorer, planning)
+        workers = direct_workers(config, self.router, scorer)
+        self.manager = RolloutManager(config, self.buffer, workers, source, scorer, planning)
         self._sync = GatheredPush(config)
         self._step = 0
 

@@ -48,7 +48,7 @@ SPANS = is_available()
 """The extra otel is installed."""
 APRIL = (
     f"trainer.steps={STEPS}", "rollout.over_provision=2", "rollout.max_staleness=6", "rollout.keep_groups=4",
-    "rollout.max_response_tokens=160", "eval.every=5", "engine.start_timeout=300", "launch.metrics_port=0",
+    "rollout.max_response_tokens=160", "eval.interval=5", "engine.start_timeout=300", "launch.metrics_port=0",
     f"run.trackers=[{','.join(TRACKERS)}]", f"run.spans={str(SPANS).lower()}",
 )  # fmt: skip
 MONITORING = ROOT / "configs" / "monitoring"

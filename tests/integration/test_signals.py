@@ -169,7 +169,7 @@ STATEFUL = (
 CRITIC = ("algo.advantage=gae", "algo.loss=[clip,value]")
 FOLLOWED = (
     "algo.loss=[clip,{name: kl, beta: 0.1}]", "algo.anchor=ewma", "algo.minibatches=2",
-    "algo.hooks=[ewma,{name: sync_ref, every: 2, alpha: 0.3}]",
+    "algo.hooks=[ewma,{name: sync_ref, interval: 2, alpha: 0.3}]",
 )  # fmt: skip
 LONGER = (*STATEFUL, "algo.epochs=2", "algo.minibatches=2")
 

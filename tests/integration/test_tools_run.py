@@ -24,7 +24,7 @@ CALLS = "{opens: <answer>, closes: </answer>, max_turns: 2}"
 """The quickstart's model has not learned to call: what it says in its first turn is taken for one."""
 SMALL = (
     "trainer.steps=2", "trainer.checkpoint_every=2", "rollout.groups_per_step=4", "rollout.group_size=4",
-    "rollout.max_response_tokens=160", "eval.every=100", "eval.prompts=8", "engine.max_running_requests=32",
+    "rollout.max_response_tokens=160", "eval.interval=100", "eval.prompts=8", "engine.max_running_requests=32",
 )  # fmt: skip
 
 

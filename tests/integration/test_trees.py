@@ -27,7 +27,7 @@ from tests.helpers.tree_cases import depth_wise_advantages, token_names
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 
-LATR = {"second": 0.005, "behind": 0.9, "chunk": 8, "most_steps": 60, "suffix": 0.9, "rouge": 0.95}
+LATR = {"second": 0.005, "max_gap": 0.9, "chunk": 8, "most_steps": 60, "suffix": 0.9, "rouge": 0.95}
 ECHO = {"window": 8, "widest": 6, "most_steps": 60}
 
 

@@ -60,7 +60,7 @@ def meet() -> Iterator[Meet]:
 def session(meet: Meet, run: Path, steps: int, *overrides: str) -> Session:
     """Of the policy that its folder is named by."""
     url = f"rollout.generator_params.url=http://127.0.0.1:{meet.port}/{run.name}"
-    ends = (f"trainer.steps={steps}", f"eval.every={steps}")
+    ends = (f"trainer.steps={steps}", f"eval.interval={steps}")
     return Session(run, *ends, url, *overrides, config=f"examples/relay/{run.name}.yaml")
 
 

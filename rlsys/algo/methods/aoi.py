@@ -26,7 +26,7 @@ class Aoi(Planner):
     """Groups with at most this success rate are mined."""
     samples: GroupLimit = 4
     """Further samples, with the guidance."""
-    shown: PositiveInt = 2
+    failed_responses: PositiveInt = 2
     """Failed responses that the judge reads; the first ones."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
@@ -47,7 +47,7 @@ class Aoi(Planner):
         if group.group_id in self._mined or success_rate(group, self.correct) > self.below:
             return ()
         failed = [s.index for s in group.samples if s.reward is not None and s.reward <= self.correct]
-        return failed[: self.shown]
+        return failed[: self.failed_responses]
 
     def receive_guidance(self, group_id: int, prompt_ids: Sequence[int]) -> None:
         self._guided[group_id] = tuple(prompt_ids)

@@ -22,7 +22,7 @@ class SyncReference(Hook):
     paper: ClassVar[str] = "Trust-region methods for alignment (TR-DPO, arXiv 2404.09656); TRL sync_ref_model"
     evidence: ClassVar[str] = "R"
     prefix: ClassVar[str] = "reference."
-    every: Annotated[int, Field(gt=0)] = 512
+    interval: Annotated[int, Field(gt=0)] = 512
     """N, in train steps (TRL counts optimizer updates)."""
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
     """Share of the policy; 1 makes the reference a copy of it."""
@@ -35,7 +35,7 @@ class SyncReference(Hook):
 
     def after_version(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
         self._steps += 1
-        if self._steps % self.every == 0:
+        if self._steps % self.interval == 0:
             for name, parameter in parameters:
                 self._reference[name].mul_(1 - self.alpha).add_(_on_host(parameter), alpha=self.alpha)
 

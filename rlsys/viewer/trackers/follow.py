@@ -81,7 +81,7 @@ class Follower:
             for name, value in entry.items()
             if isinstance(value, int | float) and name not in ("step", "time")
         }
-        rows = self._rows(step) if kind == "step" and step % self._config.eval.every == 0 else []
+        rows = self._rows(step) if kind == "step" and step % self._config.eval.interval == 0 else []
         for name in lack:
             self._trackers[name].write(kind, step, time, values, rows)
             self._last_steps[name][kind] = step

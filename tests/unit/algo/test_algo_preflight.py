@@ -104,7 +104,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             r"algo.hooks \(SyncReference\) moves the reference model, but no .*; add kl",
         ),
         (
-            ["algo.loss=[clip,kl]", "algo.hooks=[sync_ref, {name: sync_ref, every: 8}]"],
+            ["algo.loss=[clip,kl]", "algo.hooks=[sync_ref, {name: sync_ref, interval: 8}]"],
             "move the reference model more than once",
         ),
         (

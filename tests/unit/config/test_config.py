@@ -66,6 +66,7 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
             "weights.uncompared: deleted; it follows from model.fp8 and engine.extra_args",
         ),
         ("weights.method=tensor", "weights.method = 'tensor': deleted; use auto"),
+        ("eval.every=5", "eval.every: renamed; use eval.interval"),
         ("rolout.group_size=4", "rolout: unknown key; did you mean rollout?"),
         ("steps=4", "steps: unknown key; did you mean trainer.steps?"),
         ("trainer.group_size=4", "trainer.group_size: unknown key; did you mean rollout.group_size?"),
@@ -151,7 +152,7 @@ def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\nrollout:\n  group_size: 4\n  group_size: 8\n")
     assert error(path=file) == f"{file}:4:3: not valid YAML: duplicate key group_size"
-    file.write_text("model: {path: m}\nengine: &e {count: 2}\neval: {every: 2}\nmodel: {path: n}\n")
+    file.write_text("model: {path: m}\nengine: &e {count: 2}\neval: {interval: 2}\nmodel: {path: n}\n")
     assert "duplicate key model" in error(path=file)
 
 
@@ -184,7 +185,13 @@ def test_a_base_file_is_read_first_and_circles_are_refused(tmp_path: Path) -> No
 
 
 def test_identity_ignores_what_may_change_between_two_starts() -> None:
-    same = ["trainer.steps=999", "run.dir=/elsewhere", "parallel.ep=2", "engine.port=31000", "eval.every=3"]
+    same = [
+        "trainer.steps=999",
+        "run.dir=/elsewhere",
+        "parallel.ep=2",
+        "engine.port=31000",
+        "eval.interval=3",
+    ]
     assert identity(load_config(QUICKSTART, same)) == identity(load_config(QUICKSTART))
     for other in ("run.seed=5", "rollout.group_size=4", "trainer.lr=1e-3", "model.path=/other"):
         assert identity(load_config(QUICKSTART, [other])) != identity(load_config(QUICKSTART))

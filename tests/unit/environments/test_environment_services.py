@@ -284,7 +284,7 @@ def ask(service: Service, path: str, body: dict[str, Any], key: str | None = Non
 @pytest.mark.gate
 async def test_somebody_elses_service_is_asked_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as theirs, theirs.of_agent() as environment, Endpoint().listening() as endpoint:
-        session = endpoint.open(environment.ask)
+        session = endpoint.open(environment.request)
         url = f"{session.url}/environment"
         monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", session.key)
         async with running(connector=None, url=url) as services:
@@ -298,7 +298,7 @@ async def test_somebody_elses_service_is_asked_by_its_url_and_key(monkeypatch: p
 @pytest.mark.gate
 async def test_an_agent_finds_the_environment_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as services, services.of_agent() as environment, Endpoint().listening() as endpoint:
-        for name, value in endpoint.open(environment.ask).environment().items():
+        for name, value in endpoint.open(environment.request).environment().items():
             monkeypatch.setenv(name, value)
 
         def agent() -> tuple[str, float]:
@@ -320,7 +320,7 @@ async def agents(services: Services, number: int) -> AsyncIterator[list[Session]
     async with contextlib.AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(Endpoint().listening())
         environments = [await stack.enter_async_context(services.of_agent()) for _ in range(number)]
-        yield [endpoint.open(each.ask) for each in environments]
+        yield [endpoint.open(each.request) for each in environments]
 
 
 def episode_of(session: Session, task: dict[str, Any] = TASK, seconds: float = 60.0) -> RemoteEpisode:

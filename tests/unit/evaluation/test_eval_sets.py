@@ -351,7 +351,9 @@ def loop_of(rollout: Told, tmp_path: Path, step: int) -> Any:
     Line.lines = []
     loop: Any = object.__new__(Loop)
     layout = {"launch": {"placement": "disaggregated"}, "engine": {"count": 2}}
-    loop.config = make_config(tmp_path, eval={"background": True, "every": 2}, trainer={"steps": 5}, **layout)
+    loop.config = make_config(
+        tmp_path, eval={"background": True, "interval": 2}, trainer={"steps": 5}, **layout
+    )
     loop.rollout, loop.recorder, loop.on_main, loop.step, loop.evaluating = (
         rollout,
         Line(),

@@ -173,7 +173,7 @@ async def test_a_model_that_goes_on_for_ever_is_truncated_and_no_fault_of_the_ag
         ("raises", {}, r"plain.py:raises: KeyError: '3\+4\+\(2\+2\)' \(.*plain.py:\d+\)"),
         ("silent", {}, "plain.py:silent: ended without an answer of the model"),
         ("runs_away", {"max_calls": 3}, r"runs_away: made more than 3 requests \(.*max_calls\)"),
-        ("stands_still", {"patience": 0.2}, r"stands_still: did nothing for 0.2 s after request 1"),
+        ("stands_still", {"idle_seconds": 0.2}, r"stands_still: did nothing for 0.2 s after request 1"),
         ("is_always_killed", {}, "is_always_killed: killed 3 times, at last by signal 9"),
         ("hot", {}, r"RuntimeError: 400 temperature = 0.3, but rollout.temperature = 1.0: .*plain.py:\d+"),
     ],

@@ -645,7 +645,7 @@ async def test_what_is_unusual_and_well_formed_is_answered() -> None:
 async def test_samples_that_a_worker_tells_together_are_decided_once(tmp_path: Path) -> None:
     """Several workers: all samples of a group are censored before the first of their tasks goes on."""
     async with rig(make_config(tmp_path, rollout={"groups_per_step": 4})) as r:
-        streams = r.manager._runner._streams
+        streams = r.manager._runner._workers
         generate = streams.generate
 
         async def told_together(sample: Sample, prompt: Prompt) -> None:

@@ -155,7 +155,7 @@ def test_a_script_of_verl(
     assert (
         found["trainer"]["warmup_steps"],
         found["trainer"]["checkpoint_every"],
-        found["eval"]["every"],
+        found["eval"]["interval"],
     ) == (10, 20, 5)
     assert "algorithm.made_up = 3: no counterpart is known" in told
     assert (found["rollout"]["top_p"], found["rollout"]["top_k"]) == (0.9, 1024)

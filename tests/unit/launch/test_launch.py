@@ -148,7 +148,7 @@ def test_fine_tuning_needs_the_trainer_alone() -> None:
 
 def test_the_arithmetic_is_spelled_out() -> None:
     told = describe_arithmetic(
-        config("rollout.groups_per_step=16", "rollout.group_size=8", "trainer.steps=60", "eval.every=10")
+        config("rollout.groups_per_step=16", "rollout.group_size=8", "trainer.steps=60", "eval.interval=10")
     )
     text = dict(told)
     assert text["one step trains"] == "16 groups x 8 samples = 128 samples"
@@ -158,7 +158,7 @@ def test_the_arithmetic_is_spelled_out() -> None:
 
 @pytest.mark.parametrize(("steps", "every", "expected"), [(60, 10, 7), (61, 10, 8), (5, 10, 2), (0, 10, 1)])
 def test_evaluations(steps: int, every: int, expected: int) -> None:
-    assert evaluations(config(f"trainer.steps={steps}", f"eval.every={every}")) == expected
+    assert evaluations(config(f"trainer.steps={steps}", f"eval.interval={every}")) == expected
 
 
 def test_three_numbers_make_the_mode() -> None:

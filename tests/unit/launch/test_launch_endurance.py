@@ -89,6 +89,9 @@ async def test_a_run_begins_with_a_quorum_of_256_engines() -> None:
         async def watch(self) -> None:
             watched.set()
 
+        def watches(self) -> list[Any]:
+            return [self.watch()]
+
     fewest = 230
     last = sorted(comes)[fewest - 1]
     engines, router = cast(Any, [Engine(at) for at in comes]), cast(Any, Routing())

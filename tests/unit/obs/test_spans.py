@@ -18,6 +18,7 @@ from rlsys.obs.metrics import read_run_id, run_id
 from rlsys.obs.otlp import SpanSender, check_spans, is_available
 from rlsys.obs.spans import Span, child_of, sample_span, step_spans
 from rlsys.trainer.recorder import Recorder
+from rlsys.worker.direct_worker import DirectWorker
 from rlsys.worker.sample_spans import SampleSpans
 from tests.helpers.otlp_receiver import Receiver, receiving
 from tests.helpers.rollout_rig import Rig, abandon, make_config, rig, slow_group_zero
@@ -53,7 +54,10 @@ class Kept:
 
 def watched(r: Rig, sender: Kept | SpanSender) -> None:
     """As the service gives a manager its spans."""
-    r.manager._spans = r.manager._runner._spans = r.manager._streams._spans = SampleSpans(sender)
+    spans = r.manager._spans = r.manager._runner._spans = SampleSpans(sender)
+    (worker,) = r.manager._workers.workers
+    assert isinstance(worker, DirectWorker)
+    worker._streams._spans = spans
 
 
 async def take_until(r: Rig, group_id: int) -> TrainBatch:

@@ -389,7 +389,7 @@ async def test_a_group_without_success_gets_a_hint_made_of_its_failures_and_is_t
     def wrong_in_group_zero(sample: Sample) -> int:
         return 4 if sample.group_id == 0 else 3
 
-    config = config_of(tmp_path, planners=[{"name": "aoi", "samples": 3, "shown": 1}])
+    config = config_of(tmp_path, planners=[{"name": "aoi", "samples": 3, "failed_responses": 1}])
     patient = JudgeWithTimeout(judge, 5.0)
     async with rig(config, wrong_in_group_zero, judge=patient, tokenizer=Lengths()) as r:
         await r.start()

@@ -43,6 +43,7 @@ from rlsys.router.router import Router
 from rlsys.segments.records import FOLDER, SegmentReader
 from rlsys.segments.route_records import load_with_routes
 from rlsys.worker.scoring import Scorer
+from rlsys.worker.workers import direct_workers
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, abandon, make_config
 from tests.helpers.scripted_engine import (
@@ -129,9 +130,10 @@ class World:
         )
         planning = self.planning(router, scorer)
         self.buffer = RolloutBuffer(self.config.run.dir / FILE_NAME, "run", planning.largest)
-        self.manager = RolloutManager(self.config, self.buffer, router, Numbers(), scorer, planning)
+        workers = direct_workers(self.config, router, scorer)
+        self.manager = RolloutManager(self.config, self.buffer, workers, Numbers(), scorer, planning)
         self.watch = asyncio.create_task(router.watch())
-        members = Members(self.config, self.owner, router, self.client, own)
+        members = Members(self.config, self.owner, workers.engines, self.client, own)
         coming = asyncio.create_task(members.watch())
         await self.manager.restore(self.saved)
         await self.push()

@@ -55,7 +55,7 @@ async def test_a_worker_that_is_killed_at_any_moment_costs_nothing_twice(
         async def kill() -> None:
             for _ in range(6):
                 await asyncio.sleep(rng.expovariate(2.0))
-                while not (able := [w for w in r.workers.processes if w.reported_tokens and w.serving]):
+                while not (able := [w for w in r.processes if w.reported_tokens and w.serving]):
                     await asyncio.sleep(0.01)
                 rng.choice(able).kill()
 
@@ -75,7 +75,7 @@ async def test_what_a_worker_wrote_and_did_not_tell_is_cut_off_and_counted(tmp_p
         await r.manager.restore(0)
         await r.push()
         await r.take(1)
-        (worker, *_) = r.workers.processes
+        (worker, *_) = r.processes
         file = max((tmp_path / FOLDER).glob(f"{worker.writer}-*.seg"))
         size = file.stat().st_size
         with file.open("ab") as end:
@@ -106,7 +106,7 @@ async def _killed_for_ever(folder: Path) -> None:
 
         killer = asyncio.create_task(kill())
         try:
-            await r.workers.watch()
+            await asyncio.gather(*r.workers.watches())
         finally:
             killer.cancel()
 

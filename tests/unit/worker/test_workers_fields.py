@@ -118,24 +118,22 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
         for url in urls[2:]:
             write_member(owner, url, 1, active=True)
         step = await until(1, set(urls))
-        homes = [set(w.status.states) for w in r.workers.processes]
+        homes = [set(w.status.states) for w in r.processes]
         assert [len(home) for home in homes] == [2, 2], "each worker has got one"
 
         before = r.pids()
-        r.workers.processes[1].kill()
+        r.processes[1].kill()
         while before == r.pids():
             await asyncio.sleep(0.01)
         step = await until(step, set(urls))
-        assert homes == [set(w.status.states) for w in r.workers.processes], "and keeps it"
+        assert homes == [set(w.status.states) for w in r.processes], "and keeps it"
 
         for url in (urls[0], urls[3]):
             write_member(owner, url, 1, active=False)
         step = await until(step, {urls[1], urls[2]})
         write_member(owner, urls[0], 1, active=True)
         await until(step, {urls[0], urls[1], urls[2]})
-        assert urls[0] in r.workers.processes[0].status.states, (
-            "an engine of the launch comes back where it was"
-        )
+        assert urls[0] in r.processes[0].status.states, "an engine of the launch comes back where it was"
 
 
 async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> 
                 assert sample.reward == float(judged % 2)
             assert taken.metrics["lost"] == 0
             if step in (2, 4):
-                r.workers.processes[step % 2].kill()
+                r.processes[step % 2].kill()
             await r.push()
         assert r.manager.status()["resumes_total"] > 0  # type: ignore[operator]
 
@@ -179,7 +177,7 @@ async def test_trees_and_repairs_outlive_a_worker(planners: list[str], tmp_path:
                     forked += sample.fork is not None
             assert taken.metrics["lost"] == 0
             if step in (3, 5):
-                r.workers.processes[step % 2].kill()
+                r.processes[step % 2].kill()
             await r.push()
         ledger = r.buffer.ledger()
         assert forked > 20 and ledger.inherited_tokens > 20 and ledger.discarded_tokens > 20

@@ -1,0 +1,85 @@
+"""DirectWorker: the only worker of a run, in the coordinator's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlsys.config import Config
+from rlsys.core.types import Sample
+from rlsys.data import Tokenizer
+from rlsys.engine_requests import Limits
+from rlsys.ledger.buffer import RolloutBuffer
+from rlsys.ledger.commit_scheduler import CommitScheduler
+from rlsys.router.router import Router
+from rlsys.worker.link import LiveStatus, call_method
+from rlsys.worker.sample_spans import SampleSpans
+from rlsys.worker.scoring import Scorer
+from rlsys.worker.streams import Streams, build_streams
+
+
+class DirectWorker:
+    """A worker whose calls are direct calls of its router and its streams; for the methods see RemoteWorker.
+
+    It works on the coordinator's own samples, and the ledger saves their tokens.
+    """
+
+    grows_trees = False  # the group of each sample is here in any case
+    pending_calls = 0
+
+    def __init__(
+        self, config: Config, router: Router, scorer: Scorer, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self._config, self._router, self._scorer, self._tokenizer = config, router, scorer, tokenizer
+        self.launch_engines = list(router.engine_states())
+        self.watch, self.resume = router.watch, router.resume
+        self.add_engine, self.pin, self.unpin = router.add_engine, router.pin, router.unpin
+
+    def attach(self, buffer: RolloutBuffer, commits: CommitScheduler, spans: SampleSpans) -> None:
+        """See Workers.attach."""
+        self._buffer = buffer
+        self._streams: Streams = build_streams(
+            self._config, self._router, self._scorer, self._tokenizer, commits,
+            lambda sample: buffer.groups[sample.group_id], spans,
+        )  # fmt: skip
+        streams = self._streams
+        self.status = LiveStatus(self._router, streams)
+        self.generate, self.score = streams.generate, streams.score
+        self.save_running, self.advance = streams.save_running, streams.advance
+
+    async def open(self, *_: Any) -> None:
+        """Do nothing: the router and the scorer exist."""
+
+    async def close(self) -> None:
+        """Do nothing: the samples are parked, and no process runs."""
+
+    def give_up(self, error: str) -> None:
+        """Do nothing: a call raises its own error."""
+
+    def load(self, group_id: int) -> tuple[float, ...]:
+        return ()
+
+    async def interrupt(
+        self, keep: Callable[[Sample], bool] | None, *, keep_serving: bool, wait_for_max_resumes: bool
+    ) -> list[Sample]:
+        """See Streams.interrupt. The coordinator has waited already: it reads the same state."""
+        return await self._streams.interrupt(keep, keep_serving=keep_serving)
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        return await call_method(self._router, name, arguments)
+
+    @property
+    def limits(self) -> Limits:
+        return self._router.limits
+
+    @property
+    def serving(self) -> int:
+        """Number of its serving engines."""
+        counts, _ = self._router.tally()
+        return int(counts["engines_serving"])
+
+    @property
+    def counts_at_save(self) -> tuple[int, int]:
+        """Received and saved tokens of samples. They are equal when all samples are saved."""
+        counts, _ = self._router.tally()
+        return int(counts["received_tokens"] - counts["evaluation_tokens"]), self._buffer.added_tokens
