@@ -315,10 +315,15 @@ def engine_attention() -> type[Any]:
             packed_seq_params: PackedSequences,
             **kwargs: Any,
         ) -> Tensor:
-            attention = self.packed_attention if packed_seq_params.prefixes else super()
-            output: Tensor = attention.forward(
-                query, key, value, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
-            )
+            output: Tensor
+            if packed_seq_params.prefixes:
+                output = self.packed_attention(
+                    query, key, value, attention_mask, packed_seq_params=packed_seq_params
+                )
+            else:
+                output = super().forward(
+                    query, key, value, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
+                )
             return output
 
     return EngineAttention

@@ -196,7 +196,9 @@ async def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None
         assert (stats["engine_tokens"], stats["lost"]) == (len(s.response_ids) + canary, 0)
 
 
-async def test_an_engine_counts_its_tokens_once_after_the_last_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_counts_its_tokens_once_after_the_last_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its counter is slow to read: a push does not wait for it again after the interrupt of the train step."""
     reads: list[str] = []
 
