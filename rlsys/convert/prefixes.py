@@ -29,11 +29,14 @@ def why_not_shared(config: Config, hf: HFConfig, transformer_engine: bool) -> st
         return f"trainer.mtp_loss = {config.trainer.mtp_loss:g}: its layer looks two tokens ahead"
     teacher = config.algo.teacher
     folders = [] if teacher is None else list(teacher.folders.values())
+    engine = transformer_engine and config.trainer.lora is None
     for model, path in ((hf, config.model.path), *((HFConfig.read(folder), folder) for folder in folders)):
         if model.delta is not None:
             return f"the states of a gated delta net, which {path} has, are of one sequence"
-    if transformer_engine and config.trainer.lora is None:
-        return "Transformer Engine attends, to a sequence's own keys only"
+        if engine and model.megatron.get("softmax_type", "vanilla") != "vanilla":
+            return (
+                f"Transformer Engine computes the attention sinks of {path}, with a sequence's own keys only"
+            )
     return None
 
 

@@ -25,13 +25,13 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, flops: int, count: CountFlops) -> Tensor:
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        sums = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = torch.empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.flops, ctx.count = flops, count
         _ring(key, value)
         count(flops)
-        return out.view(out.shape[0], -1)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -86,25 +86,38 @@ class GroupedGemm(torch.autograd.Function):
         return (torch.empty_like(x), None, *(torch.empty_like(w) for w in weights))
 
 
-def attention(count: CountFlops) -> Callable[..., Tensor]:
-    """Return a replacement of PackedAttention.forward."""
+def attention(upstream: Callable[..., Tensor], count: CountFlops) -> Callable[..., Tensor]:
+    """Return a replacement of PackedAttention.forward, for kernels that take sequences of different lengths.
+
+    A micro-batch with shared tokens is padded, as it is with any kernel (`padded_attention`).
+    """
 
     def forward(
         self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attn_mask_type: Any = None,
         attention_bias: Any = None, packed_seq_params: Any = None,
     ) -> Tensor:  # fmt: skip
+        if packed_seq_params.prefixes:
+            return upstream(self, query, key, value, None, packed_seq_params=packed_seq_params)
         ranks = parallel_state.get_context_parallel_group().size()
-        packed = packed_seq_params
-        prefixes = [len(tokens) for tokens in packed.prefixes] or [0] * len(packed.lengths)
-        # Two FLOPs each, half of them masked; pairs with shared keys count for the sequence's own queries only.
-        pairs = sum((n + k) ** 2 - k**2 for n, k in zip(packed.lengths, prefixes, strict=True))
-        if any(prefixes):
-            key, value = (t.index_select(0, packed.padding.to_keys) for t in (key, value))
+        # Two FLOPs each, half of them masked.
+        pairs = sum(n**2 for n in packed_seq_params.lengths)
         flops = pairs * query.shape[1] * (query.shape[2] + value.shape[2]) // ranks
         out: Tensor = FlashAttention.apply(query, key, value, flops, count)
-        return out
+        return out.flatten(1)
 
     return forward
+
+
+def padded_attention(count: CountFlops) -> Callable[..., Tensor]:
+    """Return a replacement of `without_sinks`. A kernel skips half of a causal square, and no part of a mask."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        pairs = q.shape[:-1].numel() * k.shape[2] * (1 if mask is None else 2)
+        by_token = (t.transpose(1, 2) for t in (q, k, v))
+        out: Tensor = FlashAttention.apply(*by_token, pairs * (q.shape[3] + v.shape[3]), count)
+        return out.transpose(1, 2)
+
+    return attend
 
 
 def norm(self: torch.nn.RMSNorm, x: Tensor) -> Tensor:

@@ -30,8 +30,7 @@ from rlsys.rehearse.meter import Meter
 from rlsys.rehearse.routes import routing_map
 from rlsys.trainer import passes
 from rlsys.trainer.logprobs import Scores
-from rlsys.trainer.model import weights
-from rlsys.trainer.model.attention import PackedAttention
+from rlsys.trainer.model import attention, weights
 from rlsys.trainer.model.routing import LayerReplay
 from rlsys.trainer.model.weights import LocalWeights
 from rlsys.trainer.pack import MicroBatch
@@ -249,7 +248,13 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "flash_attention", "gpu", "ours", "on a CPU attention falls back to a kernel that keeps the scores",
-        PackedAttention, "forward", ("packed_seq_params.padding",), lambda _, s: kernels.attention(s.meter.add_flops),
+        attention.PackedAttention, "forward", ("packed_seq_params.padding",),
+        lambda upstream, s: kernels.attention(upstream, s.meter.add_flops),
+    ),
+    StandIn(
+        "padded_attention", "gpu", "ours", "the same, for sequences that share tokens",
+        attention, "without_sinks", ("scaled_dot_product_attention(",),
+        lambda _, s: kernels.padded_attention(s.meter.add_flops),
     ),
     StandIn(
         "grouped_gemm", "gpu", "megatron-core 0.16.1 - 0.19.2",

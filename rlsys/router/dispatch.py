@@ -107,6 +107,7 @@ class Dispatcher:
             tokens: number of prompt tokens.
         """
         engine.flights[flight.rid] = flight
+        engine.uncounted = True
         engine.unread += flight.unread
         flight.last_token_at = asyncio.get_running_loop().time() if engine.load <= engine.slots else None
         self.add_tokens(engine, flight, tokens)

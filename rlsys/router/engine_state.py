@@ -109,6 +109,7 @@ class EngineState:
     lost_now: int = 0
     lost_before: int = 0
     counting: bool = False  # False: counting restarts with the next push
+    uncounted: bool = True  # it may have generated tokens since its count was read
     deaths: int = 0
     first_response_at: float | None = None  # loop time of its first response
     unanswered_probes: int = 0  # in a row
@@ -274,9 +275,10 @@ class EngineState:
     async def count(self) -> None:
         """Read the engine's counter of generated tokens; keep the last value if it does not respond.
 
-        Does nothing before `start_counting`: the counter includes requests of other clients.
+        Does nothing before `start_counting`: the counter includes requests of other clients. Nor if no request has
+        run since the last call: SGLang takes long to answer.
         """
-        if not self.counting:
+        if not (self.counting and self.uncounted):
             return
         try:
             self.generated = await self.client.generated_tokens() - self._counter_start
@@ -284,6 +286,7 @@ class EngineState:
             self.mark_dead()
         else:
             self.lost_now = max(0, self.generated - self.received)
+            self.uncounted = bool(self.flights)
 
     def missed_push(self) -> None:
         """Count a push that failed on a live engine, and quarantine it after several.

@@ -238,7 +238,7 @@ class WeightPush:
             engine.match = await self._compare(engine, checksums)
         await self._dispatcher.unpause(engine)
         counting = engine.counting
-        engine.counting = False  # a push that ends here leaves uncounted tokens
+        engine.counting, engine.uncounted = False, True  # a push that ends here leaves uncounted tokens
         with phases.concurrent("canaries"):
             answers = await asyncio.gather(*(self._canary_logprobs(engine, c) for c in canaries))
         refusals = answers.count(None)

@@ -86,8 +86,8 @@ class Passes:
             device: Device of the model.
             zero_grad: The optimizer's method, if there is one.
             prediction: Loss of an MTP layer.
-            by_position: Whether the models' rotary embeddings take positions of tokens
-                (rlsys.trainer.model.attention).
+            by_position: Whether the models' rotary embeddings take positions of tokens in every micro-batch, not
+                only where tokens are shared (rlsys.trainer.model.attention).
             shared: Whether common first tokens of sequences are computed once.
         """
         self._config, self._models, self._routing = config, list(models), routing
@@ -236,7 +236,7 @@ class Passes:
         return results
 
     def _packed_sequences(self, share: Share) -> PackedSequences:
-        positions = share.position_ids if self._by_position else None
+        positions = share.position_ids if self._by_position or share.prefixes else None
         return PackedSequences.of(
             share.lengths, self._device, share.gathered_index, share.prefixes, positions
         )

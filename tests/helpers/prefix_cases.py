@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import sys
 from pathlib import Path
@@ -142,6 +143,19 @@ def gaps(trainer: Trainer) -> dict[str, Any]:
     found["biases"] = alone["biases"] == shared["biases"]
     found["routing"] = alone["routing"], shared["routing"]
     return found | {"share": shared["shared_share"], "without": alone["shared_share"]}
+
+
+def check(layout: str, gaps: dict[str, Any]) -> None:
+    """Assert that gaps are those of rounding."""
+    assert gaps["share"] > 0.2, layout
+    assert gaps["without"] == 0
+    assert gaps["largest gradient"] > 1e-2, layout
+    for name in ("logp", "entropy", "loss", "gradient"):
+        assert gaps[name] < 1e-5, (layout, name, gaps)
+    assert gaps["biases"], layout
+    alone, shared = gaps["routing"]
+    assert shared.keys() == alone.keys(), layout
+    assert all(math.isclose(shared[name], alone[name], rel_tol=1e-6) for name in alone), layout
 
 
 def trainer_of(workplace: Path, layout: str) -> Trainer:

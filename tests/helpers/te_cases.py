@@ -1,16 +1,20 @@
 """Trains, saves, loads and converts tiny models: with plain torch, or with tests/te_stub for Transformer Engine.
 
-Run as a script `te_cases.py plain|stub|back WORKPLACE [FAMILY...]`: what it saw is in WORKPLACE/plain.json and so on.
-`plain` and `stub` train; `stub` loads what `plain` saved and converts; `back` loads what `stub` saved without it.
+Run as a script `te_cases.py plain|stub|back|prefixes WORKPLACE [FAMILY|LAYOUT...]`: what it saw is in
+WORKPLACE/plain.json and so on. `plain` and `stub` train; `stub` loads what `plain` saved and converts; `back` loads
+what `stub` saved without it. `prefixes` compares micro-batches that share tokens with others, on the stub.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen2ForCausalLM")
@@ -71,18 +75,57 @@ def converted(workplace: Path, families: Sequence[str]) -> dict[str, bool]:
     return same
 
 
+def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
+    """Of each layout: what a trainer shares, and its gaps, and which attention computed how many layers."""
+    import transformer_engine.pytorch as te
+
+    from rlsys.trainer.model.attention import PackedAttention
+    from tests.helpers import prefix_cases as prefixes
+    from tests.helpers import trainer_cases as cases
+
+    cases.write_model(workplace / "model")
+    for name, made in (cases.MODELS | prefixes.MODELS).items():
+        cases.write_model(workplace / name, **made)
+    calls: Counter[str] = Counter()
+
+    def counted(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            packed = kwargs.get("packed_seq_params")
+            calls[f"{name} of shared tokens" if packed is not None and packed.prefixes else name] += 1
+            return forward(*args, **kwargs)
+
+        return count
+
+    seen: dict[str, Any] = {}
+    for layout in layouts:
+        with (
+            mock.patch.object(PackedAttention, "forward", counted(PackedAttention.forward, "packed")),
+            mock.patch.object(
+                te.DotProductAttention, "forward", counted(te.DotProductAttention.forward, "engine")
+            ),
+            closing(prefixes.trainer_of(workplace, layout)) as trainer,
+        ):
+            seen[layout] = {"sharing": trainer.passes.pack.shared}
+            if trainer.passes.pack.shared != "no":
+                calls.clear()
+                seen[layout] |= {"gaps": prefixes.gaps(trainer), "calls": dict(calls)}
+    return seen
+
+
 def main(which: str, workplace: Path, families: Sequence[str]) -> None:
     sys.path.insert(0, str(ROOT))
     import megatron_patches
 
-    if which == "stub":
+    if which in ("stub", "prefixes"):
         sys.path.insert(0, str(ROOT / "tests/te_stub"))
         megatron_patches.have_transformer_engine = lambda: True
     megatron_patches.apply()
     seen: dict[str, Any] = {}
-    if which != "back":
+    if which == "prefixes":
+        seen = shared(workplace, families)
+    elif which != "back":
         seen["trained"] = trained(which, workplace, families)
-    if which != "plain":
+    if which in ("stub", "back"):
         seen["loaded"] = loaded("plain" if which == "stub" else "stub", workplace, families)
     if which == "stub":
         seen["converted"] = converted(workplace, families)

@@ -1,7 +1,8 @@
 """A trainer's life on a pretended GPU: `two_device_life.py FILE WORK CASE...`, a case being FAMILY[:VARIANT].
 
-FAMILY is one of tests.helpers.tiny, VARIANT one of VARIANTS. FILE gets `{case: {part: record}}`, a record being
-`refused`, `stacks`, `counts` (totals) and `places` (the largest of each count).
+FAMILY is one of tests.helpers.tiny, VARIANT one of VARIANTS; with an `engine` among them all cases use tests/te_stub.
+FILE gets `{case: {part: record}}`, a record being `refused`, `stacks`, `counts` (totals) and `places` (the largest of
+each count).
 Three cases are of another kind: `critic` (a policy with a critic of its own), `recipes` (a train step of every
 shipped recipe, one part each), `planted` (a host tensor in the loss).
 """
@@ -9,6 +10,7 @@ shipped recipe, one part each), `planted` (a host tensor in the loss).
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -35,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"trainer": {"equal_lengths": True}},
     "support": {"rollout": {"top_k": 8}},
     "bias": {"trainer": {"balance_rate": 0.01}},
+    "engine": {},
+    "engine_replay": {"trainer": {"replay": "engine"}, "engine": {"return_routes": True}},
 }
 
 
@@ -140,7 +144,17 @@ def planted(case: str, work: Path) -> dict[str, Any]:
 OTHERS = {"critic": critic, "recipes": recipes, "planted": planted}
 
 
+def use_engine_stub() -> None:
+    import megatron_patches
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "te_stub"))
+    megatron_patches.have_transformer_engine = lambda: True
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+
+
 def main(file: Path, work: Path, todo: list[str]) -> None:
+    if any(":engine" in case for case in todo):
+        use_engine_stub()
     import_trainer()
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]  # of the pretended GPU
     recorded: dict[str, Any] = {}

@@ -53,22 +53,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(layout: str, gaps: dict) -> None:
-    assert gaps["share"] > 0.2, layout
-    assert gaps["without"] == 0
-    assert gaps["largest gradient"] > 1e-2, layout
-    for name in ("logp", "entropy", "loss", "gradient"):
-        assert gaps[name] < 1e-5, (layout, name, gaps)
-    assert gaps["biases"], layout
-    alone, shared = gaps["routing"]
-    assert shared == pytest.approx(alone), layout
-
-
 @pytest.mark.parametrize("layout", ALONE)
 def test_a_shared_prefix_changes_no_number(layout: str, workplace: Path) -> None:
     trainer = prefixes.trainer_of(workplace, layout)
     try:
-        check(layout, prefixes.gaps(trainer))
+        prefixes.check(layout, prefixes.gaps(trainer))
     finally:
         trainer.close()
 
@@ -96,4 +85,4 @@ def test_nor_does_it_in_any_layout(workplace: Path) -> None:
     assert tuple(found) == ON_TWO
     for layout, of_ranks in found.items():
         for gaps in of_ranks:
-            check(layout, gaps)
+            prefixes.check(layout, gaps)

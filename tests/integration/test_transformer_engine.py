@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.prefix_cases import check
 from tests.helpers.python_path import python_path
 from tests.helpers.servers import ROOT
 from tests.helpers.te_cases import FAMILIES
@@ -17,21 +19,45 @@ from tests.helpers.te_cases import FAMILIES
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By kind of process: a process has one idea of whether Transformer Engine is there."""
-    folder = tmp_path_factory.mktemp("te")
+def run(which: str, folder: Path, *todo: str) -> dict[str, Any]:
+    """What a process of its own saw: a process has one idea of whether Transformer Engine is there."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": python_path(ROOT),
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }  # fmt: skip
-    found = {}
-    for which in ("plain", "stub", "back"):
-        command = [sys.executable, "tests/helpers/te_cases.py", which, str(folder)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found[which] = json.loads((folder / f"{which}.json").read_text())
+    command = [sys.executable, "tests/helpers/te_cases.py", which, str(folder), *todo]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads((folder / f"{which}.json").read_text())
     return found
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By kind of process."""
+    folder = tmp_path_factory.mktemp("te")
+    return {which: run(which, folder) for which in ("plain", "stub", "back")}
+
+
+SHARED = (
+    "dense", "run", "deepseek", "replay", "balance", "support", "tied", "padded",
+    "balance,replay,recompute", "deepseek,recompute", "recompute,selective",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run("prefixes", tmp_path_factory.mktemp("te-prefixes"), *SHARED)
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_a_shared_prefix_changes_no_number_of_transformer_engines_layers(
+    shared: dict[str, Any], layout: str
+) -> None:
+    """A micro-batch with shared tokens goes to PackedAttention, each other one to Transformer Engine's kernels."""
+    assert shared[layout]["sharing"] == ("by route" if "replay" in layout else "yes")
+    check(layout, shared[layout]["gaps"])
+    assert shared[layout]["calls"].keys() == {"packed of shared tokens", "engine"}
 
 
 SAME = 1e-6

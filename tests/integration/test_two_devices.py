@@ -23,6 +23,7 @@ VARIANTS = (
     "qwen3:bfloat16", "qwen3-moe:bfloat16", "deepseek-v3:bfloat16", "qwen3:support", "qwen3-moe:lora",
     "deepseek-v3:lora", "deepseek-v3:mtp", "glm-4.5:mtp_trunk", "qwen3-moe:muon", "deepseek-v3:muon",
     "qwen3-moe:replay", "qwen3-moe:recompute", "qwen3-moe:padded", "deepseek-v3:bias",
+    "qwen3:engine", "qwen3-moe:engine", "qwen3-moe:engine_replay",
 )  # fmt: skip
 PARTS = {"build", "steps", "score", "shared prefixes", "canaries", "push", "save", "load", "step after load"}
 

@@ -1,4 +1,4 @@
-"""Core attention over packed sequences without Transformer Engine.
+"""Core attention over packed sequences without Transformer Engine, and with it where sequences share tokens.
 
 Shapes: T packed tokens of this rank, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`, key
 and value `[T, g, d]` (Megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence; a
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +170,7 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def padding(self) -> Padding:
-        """Index maps for all layers, computed once; not used with Transformer Engine."""
+        """Index maps for all layers, computed once; Transformer Engine's kernels do not need them."""
         return Padding.of(self.lengths, self.cu_seqlens_q.device, self.prefixes)
 
 
@@ -280,16 +280,53 @@ class PackedAttention(DotProductAttention):
         if mask is not None and q.shape[1] != k.shape[1]:
             # On a GPU, torch's only kernel for masks with grouped heads stores all scores.
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        attended = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return attended.transpose(1, 2)
+        return without_sinks(q, k, v, mask, self.softmax_scale).transpose(1, 2)
+
+
+def without_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention by one of torch's kernels, causal without a mask. Shapes as in `with_sinks`."""
+    grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+@cache
+def engine_attention() -> type[Any]:
+    """Return Transformer Engine's core attention; PackedAttention replaces its kernels where tokens are shared.
+
+    The kernels take no mask in which a sequence attends to the keys of another one. The class has the parameters and
+    the checkpoint of Transformer Engine's, none without sinks.
+    """
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class EngineAttention(TEDotProductAttention):
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            self.packed_attention = PackedAttention(config, *args, **kwargs)
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            *args: Any,
+            packed_seq_params: PackedSequences,
+            **kwargs: Any,
+        ) -> Tensor:
+            output: Tensor
+            if packed_seq_params.prefixes:
+                output = self.packed_attention(
+                    query, key, value, attention_mask, packed_seq_params=packed_seq_params
+                )
+            else:
+                output = super().forward(
+                    query, key, value, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
+                )
+            return output
+
+    return EngineAttention
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from rlsys.convert.fit import stage_layers
 from rlsys.convert.table import entries
 from rlsys.core.errors import UserError
 from rlsys.trainer.checkpoints import checkpoint
-from rlsys.trainer.model.attention import PackedAttention, rotate_by_position
+from rlsys.trainer.model.attention import PackedAttention, engine_attention, rotate_by_position
 from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
 from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
 from rlsys.trainer.model.entropy import MASKED_LOGIT
@@ -53,10 +53,10 @@ def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
 
 
 def rotates_by_position(config: Config, hf: HFConfig) -> bool:
-    """Whether the model takes positions of packed tokens.
+    """Whether the model takes the positions of packed tokens in every micro-batch, not only of shared ones.
 
-    It does not under context parallelism, where Megatron computes the positions, nor with Transformer Engine, which
-    takes sequence lengths for both.
+    It does not under context parallelism, where Megatron computes the positions, nor with Transformer Engine, whose
+    rotary and attention kernels take the same sequence lengths.
     """
     return config.parallel.cp == 1 and not uses_transformer_engine(config, hf)
 
@@ -263,6 +263,9 @@ def block_spec(
                 # Not sharded, as in Transformer Engine's spec. The local spec shards them and silently loses the
                 # other ranks' part of the gradient of the keys' rotary half.
                 parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
+    elif transformer.softmax_type == "vanilla":  # sinks are parameters of Transformer Engine's attention
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = engine_attention()
     for layer in spec.layer_specs:
         set_experts(layer.submodules)
     if hf.family.head_norms:
@@ -365,8 +368,7 @@ def chunk(
         vp_stage=stage,
         **options,
     )
-    if not transformer_engine:
-        rotate_by_position(model)
+    rotate_by_position(model)
     if model.pre_process:
         model.embedding.register_forward_hook(_contiguous_strides)
     if model.post_process and hf.padded_vocab_size > hf.vocab_size:

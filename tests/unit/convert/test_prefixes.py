@@ -22,7 +22,11 @@ from tests.helpers.trainer_cases import config_of
         ("qwen3", {"parallel": {"cp": 2}}, False, "parallel.cp = 2"),
         ("deepseek-v3", {"trainer": {"mtp_loss": 0.3}}, False, "trainer.mtp_loss = 0.3"),
         ("qwen3-next", {}, False, "gated delta net"),
-        ("qwen3", {}, True, "Transformer Engine"),
+        ("qwen3", {}, True, None),
+        ("qwen3-moe", {"trainer": {"replay": "engine"}, "engine": {"return_routes": True}}, True, None),
+        ("gpt-oss", {}, True, "attention sinks"),
+        ("gpt-oss", {}, False, None),
+        ("gpt-oss", {"trainer": {"lora": {"rank": 4, "alpha": 8}}}, True, None),
         ("qwen3", {"trainer": {"lora": {"rank": 4, "alpha": 8}}}, True, None),
     ],
 )

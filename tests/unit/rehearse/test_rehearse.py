@@ -18,7 +18,7 @@ from rlsys.cli import main, rehearse
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.core.errors import UserError
-from rlsys.rehearse import stand_ins
+from rlsys.rehearse import kernels, stand_ins
 from rlsys.rehearse.figures import HOST, PHASES, Collective, Figures, Phase
 from rlsys.rehearse.kinds import (
     Request,
@@ -159,6 +159,26 @@ def test_flops_and_phases_of_a_real_step() -> None:
     passes, update = meter.phases
     assert (passes.name, passes.flops, update.flops) == ("passes", 2 * 4 * 8 * 16, 0)
     assert passes.peak == {"weights": 4 * 8 * 16, "activations": 4 * (4 * 8 + 4 * 16)}
+
+
+@pytest.mark.parametrize(("queries", "masked"), [(5, False), (3, True)])
+def test_attention_of_shared_tokens_keeps_no_scores(
+    queries: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a causal square is computed, and all of a mask."""
+    monkeypatch.setattr(kernels, "_ring", lambda *_: None)
+    rows, heads, keys, d = 2, 4, 5, 8
+    q, k = torch.ones(rows, heads, queries, d, requires_grad=True), torch.ones(rows, heads, keys, d)
+    counted: list[int] = []
+    mask = torch.ones(queries, keys, dtype=torch.bool) if masked else None
+    with Meter(lambda rank: 0, None) as meter:
+        meter.begin("passes")
+        out = kernels.padded_attention(counted.append)(q, k, k, mask, 1.0)
+        meter.begin("")
+    assert out.shape == q.shape
+    assert counted == [rows * heads * queries * keys * 2 * d * (2 if masked else 1)]
+    floats = (queries + keys) * d + queries * (d + 1)  # inputs, output, one number for each query
+    assert meter.phases[0].peak == {"activations": 4 * rows * heads * floats}
 
 
 # -- report ------------------------------------------------------------------------------------------------------

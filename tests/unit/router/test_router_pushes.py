@@ -8,6 +8,7 @@ import pytest
 
 from rlsys.core.types import Status
 from rlsys.core.weight_updates import Canary
+from rlsys.engine.client import EngineClient
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
 from tests.helpers.router_rig import (
@@ -193,6 +194,34 @@ async def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None
         stats = await rig.settle()
         canary = 1
         assert (stats["engine_tokens"], stats["lost"]) == (len(s.response_ids) + canary, 0)
+
+
+async def test_an_engine_counts_its_tokens_once_after_the_last_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its counter is slow to read: a push does not wait for it again after the interrupt of the train step."""
+    reads: list[str] = []
+
+    async def read(self: EngineClient) -> int:
+        reads.append(self.url)
+        return await generated_tokens(self)
+
+    generated_tokens = EngineClient.generated_tokens
+    monkeypatch.setattr(EngineClient, "generated_tokens", read)
+    async with routing() as rig:
+        for canaries in (1, 2, 3):
+            await rig.push()
+            s = await rig.start(sample(canaries))
+            reads.clear()
+            stats = await rig.settle()
+            assert reads == [A]
+            assert stats["lost"] == 0
+            assert stats["engine_tokens"] == canaries * (len(s.response_ids) + 1)
+            await rig.settle()
+            assert reads == [A]
+        reads.clear()
+        await rig.push()
+        assert not reads
 
 
 def test_canary_gaps_are_quantiles() -> None:
