@@ -252,6 +252,15 @@ def test_mssr_by_hand() -> None:
     assert method.state_dict()["record"]["8"] == pytest.approx([1.96 * eta + 1, 0.96 * eta])
 
 
+def test_mssr_takes_a_half_for_a_prompt_without_a_record() -> None:
+    """Records 1.96, 0.96 and 0.96, 1.96: v = 0.5 + d, 0.5 - d with d = 0.5 / 2.92; a new prompt has v = 0.5. Rewards
+    1: r - v = 0.5 - d, 0.5 + d, 0.5, of deviation d."""
+    method = build("advantage", "mssr", lam=0.0)
+    method(table([1, 0], [0, 1], prompt_index=torch.tensor([8, 9])))
+    got = method(table([1, 1, 1], [0, 1, 2], prompt_index=torch.tensor([8, 9, 7])))
+    close(got, vector(-1, 1, 0), atol=1e-4, rtol=0)
+
+
 def test_mssr_bonus_by_hand() -> None:
     """a + min(|a| / 0.4, 2 H): a = -1 with H = 0.5 gives -1 + 1; with H = 9 it is bounded: -1 + 2.5."""
     method, samples = build("advantage", "mssr"), table([1], [0], prompt_index=torch.tensor([1]))

@@ -73,6 +73,14 @@ def test_kl_cov_holds_the_share_that_covaries_most() -> None:
         assert figures["held_share"].tolist() == held
 
 
+def test_covariance_is_about_the_mean_of_the_advantages() -> None:
+    """One more for each advantage: mean 1, and the covariances 3, 0, -0.5, 4.5 as before. About -1 the first of them
+    would be the largest, 5."""
+    batch = batch_of()
+    batch.advantages = vector(*ADVANTAGES) + 1
+    assert gradient("kl_cov", batch, share=0.25)[1]["held_share"].tolist() == [0, 0, 0, 1]
+
+
 def test_rounding_at_the_anchor_gives_no_token_a_direction() -> None:
     """A token that has not moved but for 1e-7 of rounding has no penalty to speak of, whichever sign that has."""
     for noise in (1e-7, -1e-7):

@@ -130,10 +130,12 @@ def test_largest_cap_by_hand() -> None:
     assert cap == pytest.approx(math.sqrt(0.07), abs=1e-6)
 
 
-def test_m2po_mask_by_hand() -> None:
+@pytest.mark.parametrize("anchor", [0.0, -2.0])
+def test_m2po_mask_by_hand(anchor: float) -> None:
     """Log-ratios 0.1, 0.2, 0.3, 1: the last two drop out of the budget; the kept have -r A and its gradient."""
-    now = [0.1, 0.2, 0.3, 1.0]
-    loss, grad, sums = losses("m2po", tokens(1, -1, 1, -1, current=now), now, prepare=True, form="mask")
+    now = [anchor + gap for gap in (0.1, 0.2, 0.3, 1.0)]
+    batch = tokens(1, -1, 1, -1, mu=[anchor] * 4, current=now)
+    loss, grad, sums = losses("m2po", batch, now, prepare=True, form="mask")
     close(loss, vector(-math.exp(0.1), math.exp(0.2), 0, 0))
     close(grad, loss)
     assert sums["clipped"] == 2

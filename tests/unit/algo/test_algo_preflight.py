@@ -206,6 +206,17 @@ def test_a_method_known_from_an_abstract_alone_says_so() -> None:
     assert notes(load_config(CONFIGS / "algorithms" / "grpo.yaml")) == []
 
 
+def test_a_method_that_counts_successes_says_so_of_a_reward_that_may_be_any_number() -> None:
+    """The built-in rewards of weight 1 are 0 or 1: above 0.5 is a success."""
+    method = "algo.loss=[clip, {name: positive_nll, correct: 0.25}]"
+    assert notes(load_config(CONFIGS / "quickstart.yaml", [method, "data.reward=math"])) == []
+    doubled = load_config(CONFIGS / "quickstart.yaml", [method, "data.reward=[{name: math, weight: 2}]"])
+    assert notes(doubled) == [
+        "algo.loss[1] (PositiveNll) counts a reward above its parameter correct = 0.25 as a success; see that this "
+        "fits data.reward = math"
+    ]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

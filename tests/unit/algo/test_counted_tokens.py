@@ -39,6 +39,17 @@ def test_metrics_are_of_counted_tokens() -> None:
     assert float(sums["mismatch_clipped"].sum()) == 0
 
 
+def test_a_token_is_effective_if_it_has_weight_and_advantage_and_is_not_clipped() -> None:
+    """Log-ratios 0, 1, 0, 0: ratio e is clipped; the third token has no advantage, the last no weight. Where the
+    sum is 0, the trainer leaves the update out."""
+    objective = Objective(section(loss=["clip"]))
+    batch = packed([4], mu=[-1.0] * 4, advantages=[1.0, 1.0, 0.0, 1.0], weight=[1.0, 1.0, 1.0, 0.0])
+    _, sums = objective(batch.mu + torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=DOUBLE), batch)
+    assert int(sums["effective"]) == 1
+    _, sums = objective(batch.mu + torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=DOUBLE), batch)
+    assert int(sums["effective"]) == 0
+
+
 def test_the_effective_sample_size_leaves_dropped_samples_out_whatever_made_them_packed() -> None:
     algo: dict[str, Any] = {"selectors": ["overlong_filter"], "hooks": ["vcpo"], "anchor": "old"}
     world = World(seed=5, scale=0.5)
