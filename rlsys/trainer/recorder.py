@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlsys.config import Config
@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self, config: Config, steps_done: int) -> None:
         self._config = config
         self._metrics = MetricsWriter(config.run.dir, resume_step=steps_done)
-        steps, evals = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+        steps, evals = list[dict[str, Any]](), list[dict[str, Any]]()
         if steps_done:  # lines of earlier sessions, up to the checkpoint of this one
             earlier = read_metrics(config.run.dir)
             steps, evals = (
