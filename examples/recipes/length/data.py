@@ -1,4 +1,4 @@
-"""Rows of the recipe: short questions without a right answer, `python examples/recipes/length/data.py FOLDER`.
+"""Rows of the recipe: short questions and the length of a response, `python examples/recipes/length/data.py FOLDER`.
 
 Combined by the seed from the words below, which are ours: no licence to keep. TRL's example takes posts of Reddit.
 """
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 SEED = 0
+LENGTH = 20
+"""Characters of the best response, as in TRL's example."""
 HELD_OUT = 128
 """Rows of heldout.jsonl; train.jsonl has the rest."""
 FORMS = (
@@ -33,7 +35,7 @@ def write(folder: Path) -> None:
     random.Random(SEED).shuffle(questions)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("heldout", questions[:HELD_OUT]), ("train", questions[HELD_OUT:])):
-        rows = "".join(json.dumps({"prompt": question, "answer": ""}) + "\n" for question in part)
+        rows = "".join(json.dumps({"prompt": question, "answer": LENGTH}) + "\n" for question in part)
         (folder / f"{name}.jsonl").write_text(rows, encoding="utf-8")
 
 
