@@ -20,10 +20,11 @@ CHECK  := -m "not full and not slow and not gate"
 LOCK   := uv pip compile pyproject.toml --universal --python-version 3.11 --no-annotate --quiet --upgrade \
           --custom-compile-command "make locks"
 
-.PHONY: help setup setup-dev setup-test quickstart check statics test test-all mutants baseline locks
+.PHONY: help setup setup-dev setup-test quickstart recipes check statics test test-all mutants baseline locks
 
 help:
 	@echo "make quickstart   set up and train the small MoE model with every part real (3 to 6 minutes)"
+	@echo "make recipes      the short form of each recipe of examples/recipes against its recorded scores; continues after a kill"
 	@echo "make check        ruff, mypy and the unit tests: about 8 minutes on two cores"
 	@echo "make test         the same, the longer unit tests, and a part of the tests on the real stack: about half an hour on two cores"
 	@echo "make test-all     every test: hours"
@@ -43,6 +44,10 @@ setup-test:
 
 quickstart: setup
 	@$(VENV)/rlsys train configs/quickstart.yaml $(ARGS)
+
+# Some need a package with a model, which is not installed here: examples/recipes/README.md.
+recipes: setup
+	@$(VENV)/python bench/recipes.py --short $(ARGS)
 
 check: setup-dev statics
 	$(UNIT) $(CHECK)

@@ -70,6 +70,8 @@ class History:
 
     steps: Sequence[Entry]
     evals: Sequence[Entry] = ()
+    max_staleness: int = 0
+    """The config's bound of `staleness_max`."""
 
     def last(self, key: str, count: int = WINDOW) -> list[float]:
         """Return the values of the last `count` steps; empty unless all have one."""
@@ -312,6 +314,24 @@ def router_collapse(history: History) -> Symptom | None:
     )
 
 
+def staleness_at_bound(history: History) -> Symptom | None:
+    """Detect that every recent step trains groups of the maximum age. Age 1 alone is usual for one step ahead."""
+    bound, ages = history.max_staleness, history.last("staleness_max")
+    expired = history.last("expired")
+    discarded = int(expired[-1] - expired[0]) if expired else 0
+    if not bound or not ages or min(ages) < bound or (bound == 1 and discarded <= 0):
+        return None
+    return Symptom(
+        "staleness_at_bound",
+        f"for {WINDOW} steps the oldest trained group has the maximum age, rollout.max_staleness = {bound}"
+        + (f", and {discarded} groups expired" if discarded > 0 else ""),
+        "More samples are in flight than the steps can train, or responses take many steps to finish. Updates on "
+        "old tokens are less reliable, and groups that expire are mostly those with long responses",
+        "Lower rollout.over_provision; correct for old tokens (configs/algorithms/decoupled_ppo.yaml, m2po.yaml) or "
+        "lower trainer.lr if held-out accuracy falls; if groups expire and it does not, raise rollout.max_staleness",
+    )
+
+
 def many_side_requests(history: History) -> Symptom | None:
     """Detect agents with most requests outside the main conversation; counts since the rollout process started."""
     calls, side_calls = history.last("agent_calls"), history.last("agent_side_calls")
@@ -336,6 +356,7 @@ RULES = (
     entropy_collapse,
     mismatch_grows,
     router_collapse,
+    staleness_at_bound,
     many_side_requests,
 )
 
@@ -346,13 +367,15 @@ class SymptomMonitor:
     Only trainer rank 0 has one. A resumed run initialises it with the lines of earlier sessions.
     """
 
-    def __init__(self, steps: Sequence[Entry] = (), evals: Sequence[Entry] = ()) -> None:
-        self._steps, self._evals = list(steps), list(evals)
+    def __init__(
+        self, steps: Sequence[Entry] = (), evals: Sequence[Entry] = (), max_staleness: int = 0
+    ) -> None:
+        self._steps, self._evals, self._max_staleness = list(steps), list(evals), max_staleness
         self._last_steps: dict[str, int] = {}
         """Name of a symptom -> the last step with it."""
         for end in range(max(0, len(steps) - QUIET), len(steps)):
             at = steps[end]["step"]
-            self._note(at, find_symptoms(History(steps[: end + 1], [e for e in evals if e["step"] <= at])))
+            self._note(at, self._symptoms(steps[: end + 1], [e for e in evals if e["step"] <= at]))
 
     def add(self, entry: Entry) -> list[Symptom]:
         """Return the symptoms that this `step` or `eval` line shows for the first time, or again after a pause."""
@@ -360,7 +383,10 @@ class SymptomMonitor:
             k: v for k, v in entry.items() if not isinstance(v, list)
         }  # without histograms, since all steps are kept
         (self._evals if entry["kind"] == "eval" else self._steps).append(lean)
-        return self._note(entry["step"], find_symptoms(History(self._steps, self._evals)))
+        return self._note(entry["step"], self._symptoms(self._steps, self._evals))
+
+    def _symptoms(self, steps: Sequence[Entry], evals: Sequence[Entry]) -> list[Symptom]:
+        return find_symptoms(History(steps, evals, self._max_staleness))
 
     def _note(self, step: int, symptoms: Sequence[Symptom]) -> list[Symptom]:
         new = [s for s in symptoms if step - self._last_steps.get(s.name, -QUIET) >= QUIET]

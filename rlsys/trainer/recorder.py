@@ -26,13 +26,13 @@ class Recorder:
     def __init__(self, config: Config, steps_done: int) -> None:
         self._config = config
         self._metrics = MetricsWriter(config.run.dir, resume_step=steps_done)
-        self._watch = SymptomMonitor()
+        steps, evals = list[dict[str, Any]](), list[dict[str, Any]]()
         if steps_done:  # lines of earlier sessions, up to the checkpoint of this one
             earlier = read_metrics(config.run.dir)
             steps, evals = (
                 [e for e in kind if e["step"] <= steps_done] for kind in (earlier.steps, earlier.evals)
             )
-            self._watch = SymptomMonitor(steps, evals)
+        self._watch = SymptomMonitor(steps, evals, config.rollout.max_staleness)
         self._groups: Sequence[SampleGroup] = ()
         self._spans = SpanSender(config.run.dir, "trainer") if config.run.spans else None
 

@@ -136,6 +136,35 @@ def test_a_pretrained_model_that_loses_what_it_had_learned() -> None:
     assert names(History(steps, steady)) == [], "entropy falls while a model learns"
 
 
+def aged(bound: int, *ages: int, expired: tuple[int, ...] = ()) -> History:
+    """Healthy steps, the last of which have these ages of their oldest group."""
+    steps = [healthy(n) | {"staleness_max": 0, "expired": 0} for n in range(1, 16)]
+    for i, age in enumerate(ages):
+        late = {"staleness_max": age, "expired": expired[i] if expired else 0}
+        steps.append(healthy(16 + i) | late)
+    return History(steps, max_staleness=bound)
+
+
+def test_staleness_that_stays_at_its_bound() -> None:
+    (symptom,) = find_symptoms(aged(8, 8, 8, 8, 8, 8, expired=(1, 1, 4, 5, 7)))
+    assert symptom.name == "staleness_at_bound"
+    assert "rollout.max_staleness = 8, and 6 groups expired" in symptom.observation
+    assert "rollout.over_provision" in symptom.knob
+    assert names(aged(2, 2, 2, 2, 2, 2)) == ["staleness_at_bound"]
+    assert names(aged(8, 8, 8, 7, 8, 8)) == [], "it comes and goes, as with every long response"
+    assert names(aged(8, 5, 7, 8, 3, 7)) == [], "the quickstart"
+    assert names(aged(0, 0, 0, 0, 0, 0)) == [], "on-policy"
+    assert names(aged(1, 1, 1, 1, 1, 1)) == [], "one step ahead, as intended"
+    assert names(aged(1, 1, 1, 1, 1, 1, expired=(0, 1, 2, 3, 4))) == ["staleness_at_bound"]
+
+
+def test_the_monitor_knows_the_bound() -> None:
+    steps = aged(2, 2, 2, 2, 2, 2).steps
+    monitor = SymptomMonitor(steps[:-1], max_staleness=2)
+    assert [s.name for s in monitor.add(steps[-1])] == ["staleness_at_bound"]
+    assert SymptomMonitor(steps[:-1]).add(steps[-1]) == []
+
+
 def guesses(*of: tuple[float, float, float], rising: bool = False) -> History:
     """Evaluations of (accuracy, share of the commonest answer, accuracy of the best constant one)."""
     late = {} if rising else {"reward": 0.3}

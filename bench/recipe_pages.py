@@ -1,0 +1,121 @@
+"""Figures of examples/recipes: the texts between marks in its pages, and the learning curves as pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from measure import ROOT
+
+FOLDER = ROOT / "examples" / "recipes"
+BEGIN, END = "<!-- figures: python bench/recipes.py --record -->", "<!-- end of figures -->"
+KEYS = ("base", "start", "end")
+UNKNOWN = "not yet measured"
+PICTURE = "curve.svg"
+
+
+def names() -> list[str]:
+    return sorted(path.parent.name for path in FOLDER.glob("*/recipe.yaml"))
+
+
+def curve_lines(curve: Sequence[Sequence[float]]) -> list[str]:
+    """Return a learning curve as text, one line for each evaluation."""
+    return [f"  step {step:>4}  {value:6.3f}  {'#' * round(40 * value)}" for step, value in curve]
+
+
+def expected_figures(name: str) -> dict[str, Any]:
+    """Return expected.json of a recipe; empty without one."""
+    path = FOLDER / name / "expected.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def cell(figures: Mapping[str, Any], key: str) -> str:
+    """Return a mean and its interval as text."""
+    if key not in figures:
+        return "" if figures else UNKNOWN
+    mean, interval = figures[key]["mean"], figures[key]["interval"]
+    return f"{mean:.3f} ({interval[0]:.3f} to {interval[1]:.3f})" if interval else f"{mean:.3f}"
+
+
+def index_lines() -> Iterator[str]:
+    """Yield the table of all recipes, full forms."""
+    yield "| recipe | example of | model | score | base | before RL | after RL | seeds | gain by RL |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name in names():
+        recipe = yaml.safe_load((FOLDER / name / "recipe.yaml").read_text(encoding="utf-8"))
+        figures = expected_figures(name).get("full", {})
+        cells = [
+            f"[{name}]({name}/README.md)", recipe["peer"], recipe["model"], recipe["score"],
+            *(cell(figures, key) for key in KEYS), str(len(figures.get("seeds", ()))), figures.get("gain", UNKNOWN),
+        ]  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def recipe_lines(expected: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the figures of a recipe: a row for each run, and the curves."""
+    forms = {form: expected[form] for form in ("full", "short") if form in expected}
+    if not forms:
+        yield f"{UNKNOWN.capitalize()}."
+        return
+    yield "| form | run.seed | base | before RL | after RL | wall seconds | CPU seconds |"
+    yield "|---|---|---|---|---|---|---|"
+    for form, figures in forms.items():
+        for seed, run in figures["seeds"].items():
+            scores = [f"{run[key]:.3f}" if key in run else "" for key in KEYS]
+            sums = [
+                f"{sum(stage[key] for stage in run['stages'].values()):.0f}"
+                for key in ("wall_seconds", "cpu_seconds")
+            ]
+            yield f"| {' | '.join([form, seed, *scores, *sums])} |"
+    for form, figures in forms.items():
+        end = figures["end"]
+        interval = f"{cell(figures, 'end')}; one more run: {end['range']}" if end["range"] else UNKNOWN
+        yield ""
+        yield f"{form.capitalize()} form, {figures['score']} on {figures['prompts']} held-out prompts."
+        yield f"Interval of five seeds after RL: {interval}. Gain by RL: {figures['gain']}."
+    if "full" in forms:
+        yield ""
+        yield f"![learning curve]({PICTURE})"
+
+
+def replace_figures(path: Path, lines: Sequence[str]) -> str:
+    """Return the text of a page with these lines between the marks."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + BEGIN, *lines, END + after])
+
+
+def pages() -> dict[Path, str]:
+    """Return the path and the current text of each page with figures."""
+    texts = {FOLDER / "README.md": replace_figures(FOLDER / "README.md", list(index_lines()))}
+    for name in names():
+        path = FOLDER / name / "README.md"
+        texts[path] = replace_figures(path, list(recipe_lines(expected_figures(name))))
+    return texts
+
+
+def write_pages() -> None:
+    """Write the pages and the pictures."""
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+    for name in names():
+        if figures := expected_figures(name).get("full"):
+            draw(figures, FOLDER / name / PICTURE)
+
+
+def draw(figures: Mapping[str, Any], path: Path) -> None:
+    """Draw the curves of all seeds; equal figures give an equal file."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "recipes", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(5, 3), layout="tight")
+        axes = figure.subplots()
+        for seed, run in figures["seeds"].items():
+            axes.plot(*zip(*run["curve"], strict=True), marker="o", label=f"seed {seed}")
+        axes.set(xlabel="train step", ylabel=f"{figures['score']}, held out")
+        axes.legend()
+        figure.savefig(path, metadata={"Date": None})

@@ -1,0 +1,424 @@
+"""Do the recipes of examples/recipes reach their recorded scores?
+
+    python bench/recipes.py [NAME ...] [--seeds 0 1 2 3 4] [--short] [--model FOLDER] [--out FOLDER]
+    python bench/recipes.py [NAME ...] --record
+    python bench/recipes.py --turn COMMIT --short
+
+A recipe is a folder with recipe.yaml, data.py, sft.yaml (optional), rl.yaml, eval.yaml and expected.json. One run
+makes the data and the model, evaluates the model (full form, before a warm start), and runs sft.yaml and rl.yaml with
+`run.seed`. OUT/NAME/FORM-SEED has the run folders, and record.json when all is done. The same command continues after
+a kill: finished records and stages are not run again, and a run folder continues from its checkpoint.
+
+`--short` has fewer steps (`short` of recipe.yaml) and its own recorded range. `--record` writes the scores, curves
+and seconds of all finished records into expected.json, and the pages. `--turn` selects one recipe whose short form
+needs no package and has a range; commits take turns.
+
+    score   accuracy or mean reward on the held-out prompts: `base` of the model, `start` before RL, `end` after it
+    interval, of five seeds or more: 95 % of the mean, by Student's t
+    range   of `end`, for one more run: Student's prediction interval, at least as wide as Wilson's for the prompts
+
+Exit code 1: a score below its range, whose curve is printed, or a stage that failed. 2: a model's package, a recipe
+or a file is missing or different.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import yaml
+from april_claim import T_975, interval
+from measure import ROOT, machine, say
+from recipe_pages import FOLDER, curve_lines, names, write_pages
+
+from launch.environment import CPU_HOST
+from rlsys.core.errors import RlsysError, RunError, UserError
+from rlsys.evaluation.pass_at_k import wilson
+from rlsys.obs.metrics import read_metrics
+
+RUNS = "runs/recipes/"
+"""Start of the paths in the recipes' configs that this bench moves to OUT."""
+
+
+class Model(NamedTuple):
+    """`path`: as the recipes' configs name it. `program`: makes the folder. `package`: pip installs it first."""
+
+    path: str
+    program: str | None = None
+    package: bool = False
+
+
+MODELS = {
+    "smollm2": Model(RUNS + "models/SmolLM2-135M-Instruct", "examples/recipes/smollm2.py", package=True),
+    "quickstart": Model("configs/models/quickstart-moe"),
+    "tools": Model(RUNS + "models/quickstart-tools", "examples/tools/model.py"),
+}
+"""Values of `model` in recipe.yaml."""
+FORMS = ("full", "short")
+MIN_SEEDS = 5
+DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One folder. `score`: metric of an `eval` line. `data`: file -> sha256. `short`: stage -> overrides."""
+
+    folder: Path
+    model: str
+    score: str
+    data: Mapping[str, str]
+    short: Mapping[str, list[str]]
+
+    @classmethod
+    def read(cls, name: str) -> Recipe:
+        """Read NAME/recipe.yaml. Raises UserError for a name that is no recipe."""
+        if name not in names():
+            raise UserError(f"{name}: no such recipe; expected one of {', '.join(names())}")
+        fields = yaml.safe_load((FOLDER / name / "recipe.yaml").read_text(encoding="utf-8"))
+        return cls(FOLDER / name, fields["model"], fields["score"], fields.get("data", {}), fields["short"])
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return ("sft", "rl") if (self.folder / "sft.yaml").is_file() else ("rl",)
+
+    def expected(self, form: str) -> dict[str, Any]:
+        path = self.folder / "expected.json"
+        return dict(json.loads(path.read_text(encoding="utf-8")).get(form, {})) if path.is_file() else {}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one run of a recipe is: OUT, and the folder of its form, seed and model."""
+
+    out: Path
+    recipe: Recipe
+    form: str
+    seed: int
+    model: Path | None = None
+    """Another model than the recipe's."""
+
+    @property
+    def folder(self) -> Path:
+        suffix = f"-{self.model.name}" if self.model else ""
+        return self.out / self.recipe.name / f"{self.form}-{self.seed}{suffix}"
+
+    @property
+    def base(self) -> Path:
+        """Folder of the evaluation of the untrained model, which no seed changes."""
+        return self.out / self.recipe.name / f"base-{self.model.name if self.model else self.recipe.model}"
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "record.json"
+
+    @property
+    def model_folder(self) -> Path:
+        return self.model or self.moved(MODELS[self.recipe.model].path)
+
+    def moved(self, path: str) -> Path:
+        """Return the place of a path of the recipe's configs: data and models are shared by all runs."""
+        if not path.startswith(RUNS):
+            return ROOT / path
+        first, _, rest = path.removeprefix(RUNS).partition("/")
+        shared = first == "models" or rest.partition("/")[0] == "data"
+        return self.out / first / rest if shared else self.folder / rest
+
+    def overrides(self, stage: str) -> list[str]:
+        """Return the overrides that move the paths of a stage's config here, and set seed and form."""
+        config = yaml.safe_load((self.recipe.folder / f"{stage}.yaml").read_text(encoding="utf-8"))
+        own = MODELS[self.recipe.model].path
+        lines = [
+            f"{field}={self.model_folder if value == own else self.moved(value)}"
+            for field, value in paths(config)
+            if value == own or value.startswith(RUNS)
+        ]
+        short = self.recipe.short.get(stage, []) if self.form == "short" else []
+        return [*lines, f"run.seed={self.seed}", *short]
+
+
+def paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text of nested sections with its field; lists are not searched."""
+    for key, value in config.items():
+        if isinstance(value, str):
+            yield prefix + key, value
+        elif isinstance(value, dict):
+            yield from paths(value, f"{prefix}{key}.")
+
+
+def command(argv: Sequence[str], log: Path) -> dict[str, float]:
+    """Run a command of this Python to its end; its output is appended to `log`.
+
+    Returns:
+        Wall seconds, and CPU seconds of it and all its descendants.
+
+    Raises:
+        UserError: Its exit code is 2. The message is its last line.
+        RunError: Another exit code than 0.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began, used = time.monotonic(), cpu_seconds()
+    with log.open("ab") as out:
+        env = {**os.environ, **CPU_HOST, "HF_HUB_OFFLINE": "1"}
+        code = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, stdout=out, stderr=out).returncode
+    if code:
+        last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""])[-1]
+        raise (UserError if code == 2 else RunError)(
+            last.removeprefix("error: ") if code == 2 else f"{log}: exit code {code}: {last}"
+        )
+    return {
+        "wall_seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(cpu_seconds() - used, 1),
+    }
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of all ended descendants so far."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write completely or not at all: a file that exists is whole."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def prepare(place: Place) -> None:
+    """Make data and model, unless they exist. Raises UserError for other data, or a missing package."""
+    recipe, log = place.recipe, place.out / "prepare.log"
+    program = MODELS[recipe.model].program
+    if not place.model and program and not place.model_folder.is_dir():
+        command([program, str(place.model_folder)], log)
+    if not place.model_folder.is_dir():
+        raise UserError(f"{place.model_folder}: no such model folder")
+    folder = place.out / recipe.name / "data"
+    if recipe.data and not all((folder / name).is_file() for name in recipe.data):
+        command([str(recipe.folder / "data.py"), str(folder)], log)
+    for name, digest in recipe.data.items():
+        found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        if found != digest:
+            raise UserError(f"{folder / name}: sha256 is {found}; expected {digest} (recipe.yaml)")
+
+
+def run_stage(stage: str, place: Place) -> dict[str, Any]:
+    """Run a stage, or continue it; return its seconds. `resumed`: without those before a kill."""
+    done, run = place.folder / f"{stage}.json", place.folder / stage
+    if done.is_file():
+        return dict(json.loads(done.read_text(encoding="utf-8")))
+    resumed = run.is_dir()
+    word, config = ("sft" if stage == "sft" else "train"), str(place.recipe.folder / f"{stage}.yaml")
+    say(f"{place.folder}: {stage}{' continues' if resumed else ''}")
+    seconds: dict[str, Any] = command(
+        ["-m", "rlsys.cli.main", word, config, *place.overrides(stage)], place.folder / f"{stage}.log"
+    )
+    seconds |= {"resumed": True} if resumed else {}
+    write_json(done, seconds)
+    return seconds
+
+
+def base_score(place: Place) -> dict[str, Any]:
+    """Evaluate the untrained model, once for all seeds."""
+    done = place.base / "score.json"
+    if not done.is_file():
+        say(f"{place.base}: eval")
+        lines = [line for line in place.overrides("eval") if not line.startswith("run.")]
+        seconds = command(
+            [
+                "-m", "rlsys.cli.main", "eval", str(place.recipe.folder / "eval.yaml"),
+                *rl_paths(place), *lines, f"run.dir={place.base}",
+            ],
+            place.base / "eval.log",
+        )  # fmt: skip
+        newest = max((place.base / "evaluations").iterdir(), key=lambda path: path.stat().st_mtime)
+        entry = read_metrics(newest).evals[-1]
+        write_json(done, {"eval": {k: v for k, v in entry.items() if isinstance(v, int | float)}, **seconds})
+    return dict(json.loads(done.read_text(encoding="utf-8")))
+
+
+def rl_paths(place: Place) -> list[str]:
+    """Return the overrides for the data of rl.yaml, which eval.yaml is based on."""
+    return [line for line in place.overrides("rl") if line.startswith("data.")]
+
+
+def run(place: Place) -> dict[str, Any]:
+    """Return the record of a run, which runs now unless it exists."""
+    if place.record.is_file():
+        return dict(json.loads(place.record.read_text(encoding="utf-8")))
+    prepare(place)
+    recipe = place.recipe
+    scores: dict[str, float] = {}
+    stages: dict[str, Any] = {}
+    if "sft" in recipe.stages and place.form == "full":
+        base = base_score(place)
+        scores["base"] = base["eval"][recipe.score]
+        stages["base"] = {key: base[key] for key in ("wall_seconds", "cpu_seconds")}
+    for stage in recipe.stages:
+        stages[stage] = run_stage(stage, place)
+    metrics = read_metrics(place.folder / "rl")
+    curve = [[e["step"], round(e[recipe.score], DIGITS)] for e in metrics.evals]
+    record = {
+        "recipe": recipe.name, "form": place.form, "seed": place.seed, "model": place.model_folder.name,
+        "score": recipe.score, "prompts": metrics.evals[-1]["prompts"],
+        **scores, "start": curve[0][1], "end": curve[-1][1], "curve": curve,
+        "rewards": [round(s["reward"], DIGITS) for s in metrics.steps],
+        "warnings": [w["name"] for w in metrics.warnings], "stages": stages, "machine": machine(),
+    }  # fmt: skip
+    write_json(place.record, record)
+    for stage in recipe.stages:  # gigabytes, and nothing continues from them
+        shutil.rmtree(place.folder / stage / "checkpoints", ignore_errors=True)
+    return record
+
+
+def prediction(values: Sequence[float], prompts: int) -> list[float]:
+    """Range of one more score like these: 95 % by Student's t, at least as wide as Wilson's interval."""
+    n, middle = len(values), mean(values)
+    half = T_975[n - 2] * stdev(values) * (1 + 1 / n) ** 0.5
+    low, high = wilson(min(1.0, max(0.0, middle)), prompts)
+    return [round(min(low, middle - half), DIGITS), round(max(high, middle + half), DIGITS)]
+
+
+def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of expected.json for the records of one form. An interval of fewer seeds is null."""
+    figures: dict[str, Any] = {}
+    for key in ("base", "start", "end"):
+        values = [r[key] for r in records if key in r]
+        if not values:
+            continue
+        enough = MIN_SEEDS <= len(values) <= len(T_975) + 1
+        bounds = interval(values) if enough else None
+        figures[key] = {
+            "mean": round(mean(values), DIGITS),
+            "interval": [round(x, DIGITS) for x in bounds] if bounds else None,
+        }
+        if key == "end":
+            figures[key]["range"] = prediction(values, records[0]["prompts"]) if enough else None
+    start, end = figures["start"]["interval"], figures["end"]["interval"]
+    figures["gain"] = "not yet measured" if not start else "shown" if end[0] > start[1] else "no gain shown"
+    keys = ("base", "start", "end", "curve", "stages", "warnings", "machine")
+    figures["seeds"] = {str(r["seed"]): {k: r[k] for k in keys if k in r} for r in records}
+    return figures
+
+
+def write_expected(recipe: Recipe, out: Path) -> None:
+    """Write the figures of all records of the recipe's own model into expected.json."""
+    path = recipe.folder / "expected.json"
+    expected = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    files = sorted((out / recipe.name).glob("*/record.json"))
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    own = Path(MODELS[recipe.model].path).name
+    for form in FORMS:
+        if own_records := [r for r in records if r["form"] == form and r["model"] == own]:
+            figures = summary(sorted(own_records, key=lambda r: r["seed"]))
+            expected[form] = {"score": recipe.score, "prompts": own_records[0]["prompts"], **figures}
+    if expected:
+        write_json(path, {"model": own, **expected})
+    say(f"{recipe.name}: {len(records)} records")
+
+
+def regression(record: Mapping[str, Any], expected: Mapping[str, Any], own_model: bool) -> bool:
+    """Print the result of a record, and return whether its score is below the recorded range."""
+    title = (
+        f"{record['recipe']} {record['form']} seed {record['seed']}: {record['score']} {record['end']:.3f}"
+    )
+    bounds = expected.get("end", {}).get("range")
+    if not own_model:
+        mean_end = expected.get("end", {}).get("mean")
+        base = (
+            f"{record['base']:.3f} before training" if "base" in record else f"{record['start']:.3f} at first"
+        )
+        print(
+            f"{title} with {record['model']} ({base}); the recipe's own model: {mean_end}, {bounds}. Not compared."
+        )
+        print("\n".join(curve_lines(record["curve"])))
+        return False
+    if not bounds:
+        print(f"{title}; no range recorded: not yet measured")
+        return False
+    low, high = bounds
+    if record["end"] >= low:
+        print(f"{title}, {'within' if record['end'] <= high else 'above'} {low:.3f} to {high:.3f}")
+        return False
+    print(f"{title}, REGRESSION: expected {low:.3f} to {high:.3f}")
+    print("\n".join(curve_lines(record["curve"])))
+    return True
+
+
+def turn(commit: str, candidates: Sequence[str]) -> list[str]:
+    """Return the recipe whose turn it is, by the commit's hash; none without candidates."""
+    return [candidates[int(commit, 16) % len(candidates)]] if candidates else []
+
+
+def without_package() -> list[str]:
+    """Return the recipes that need no package and whose short form has a range."""
+    recipes = map(Recipe.read, names())
+    return [
+        r.name
+        for r in recipes
+        if not MODELS[r.model].package and r.expected("short").get("end", {}).get("range")
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes (default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="values of run.seed (default: 0)")
+    parser.add_argument("--short", action="store_true", help="the short form")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder instead of the recipe's model")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "recipes", help="folder of data, models and runs"
+    )
+    parser.add_argument("--record", action="store_true", help="write expected.json from the finished records")
+    parser.add_argument(
+        "--turn", metavar="COMMIT", help="only the recipe whose turn it is, without a package"
+    )
+    args = parser.parse_args()
+    out, form = args.out.resolve(), FORMS[args.short]
+    model = args.model and args.model.resolve()
+    code, regressions = 0, 0
+    try:
+        selected = [
+            Recipe.read(name)
+            for name in (turn(args.turn, without_package()) if args.turn else args.names or names())
+        ]
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return e.exit_code
+    if not selected:
+        print("no recipe that needs no package has a recorded range of its short form: nothing to compare")
+    for recipe in selected:
+        if args.record:
+            write_expected(recipe, out)
+            continue
+        try:
+            for seed in args.seeds:
+                record = run(Place(out, recipe, form, seed, model))
+                regressions += regression(record, recipe.expected(form), own_model=model is None)
+        except RlsysError as e:  # the other recipes run all the same
+            print(f"error: {recipe.name}: {e}", file=sys.stderr)
+            code = max(code, e.exit_code)
+    if args.record:
+        write_pages()
+    return 1 if regressions else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
