@@ -11,7 +11,7 @@ from recipes import Place, Recipe, run
 
 pytestmark = pytest.mark.integration
 
-SMALL = ["trainer.steps=2", "rollout.groups_per_step=4", "eval.every=1", "eval.prompts=8"]
+SMALL = ["trainer.steps=2", "rollout.groups_per_step=4", "eval.interval=1", "eval.prompts=8"]
 
 
 def test_a_recipe_runs_once_from_nothing_to_its_record(tmp_path: Path) -> None:
