@@ -6,8 +6,10 @@
     both    the program and then the tests in one process, which the program can deceive
 
 Tests and program exchange plain values as JSON, over a socket. A value of another type stays in the program's
-process, and the tests hold a reference to it (`Remote`), which is equal to no plain value. So the program can change
-a verdict only through the return values of its functions.
+process, and the tests hold a reference to it (`Remote`), which is equal to no plain value. Its operators get no plain
+operand, which may be the expected value (`f(x) - 0.5`), unless the tests made it with a class of the program, which
+they name with a capital letter. So the program can change a verdict only through the return values of what the
+tests call by name.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ _CONTAINERS: dict[str, Any] = {
     "q": collections.deque,
     "n": iter,
 }
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _SPECIAL_METHODS = (
-    "len", "getitem", "setitem", "delitem", "contains", "str", "repr", "bool", "int", "float", "index", "neg", "abs",
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "enter", "exit", "next", "call",
+    *_OPERATORS, "len", "getitem", "setitem", "delitem", "str", "repr", "bool", "int", "float", "index", "neg", "abs",
+    "enter", "exit", "next", "call",
 )  # fmt: skip
 
 
@@ -173,13 +176,20 @@ class Program:
         self._channel = channel
 
     def request(
-        self, kind: str, target: int, name: str, args: tuple[Any, ...] = (), keywords: Any = None
+        self,
+        kind: str,
+        target: int,
+        name: str,
+        args: tuple[Any, ...] = (),
+        keywords: Any = None,
+        of_class: bool = False,
     ) -> Any:
         """Send a request to the program's process, and return its value.
 
         Args:
             kind: `name`, `attribute` or `call`.
             target: handle of the object; 0 is the program's namespace.
+            of_class: whether an object in the value is of a class that the tests name.
 
         Raises:
             Exception: the built-in exception type that the program raised, or Exception.
@@ -208,11 +218,8 @@ class Program:
             raise error_type(str(answer.get("words")))
         for arg, after in zip(args, answer["args"], strict=True):
             if isinstance(arg, list | dict | set | collections.deque):
-                _update(arg, decode(after, self._object))
-        return decode(answer["value"], self._object)
-
-    def _object(self, handle: int) -> Remote:
-        return Remote(self, int(handle))
+                _update(arg, decode(after, lambda handle: Remote(self, int(handle), False)))
+        return decode(answer["value"], lambda handle: Remote(self, int(handle), of_class))
 
 
 def _with_handles(data: Any, handles: list[int]) -> Any:
@@ -238,16 +245,20 @@ def _update(value: Any, updated: Any) -> None:
 
 
 class Remote:
-    """Reference to an object of the program. It equals no plain value, whatever its `__eq__` returns."""
+    """Reference to an object of the program. It equals no plain value, whatever its `__eq__` returns.
 
-    def __init__(self, program: Program, handle: int) -> None:
+    `of_class`: it is a class that the tests name, or came from such a class.
+    """
+
+    def __init__(self, program: Program, handle: int, of_class: bool) -> None:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_handle", handle)
+        object.__setattr__(self, "_of_class", of_class)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _program_of(self).request("attribute", _handle_of(self), name)
+        return _program_of(self).request("attribute", _handle_of(self), name, of_class=_is_of_class(self))
 
     def __eq__(self, value: object) -> bool:
         return isinstance(value, Remote) and bool(
@@ -258,7 +269,14 @@ class Remote:
         return _handle_of(self)
 
     def __iter__(self) -> Any:
-        return iter(_program_of(self).request("call", _handle_of(self), "__iter__"))
+        of_class = _is_of_class(self)
+        return iter(_program_of(self).request("call", _handle_of(self), "__iter__", of_class=of_class))
+
+    def __contains__(self, value: object) -> bool:
+        """Compare the items here, unless the tests named the class."""
+        if not _is_of_class(self):
+            return any(item == value for item in self)
+        return bool(_program_of(self).request("call", _handle_of(self), "__contains__", (value,)))
 
 
 def _program_of(remote: Remote) -> Program:
@@ -271,9 +289,19 @@ def _handle_of(remote: Remote) -> int:
     return handle
 
 
+def _is_of_class(remote: Remote) -> bool:
+    of_class: bool = object.__getattribute__(remote, "_of_class")
+    return of_class
+
+
 def _forward(name: str) -> Any:
+    is_operator = name.strip("_") in _OPERATORS
+
     def method(self: Remote, *args: Any, **keywords: Any) -> Any:
-        return _program_of(self).request("call", _handle_of(self), name, args, keywords)
+        of_class = _is_of_class(self)
+        if is_operator and not of_class and not all(isinstance(arg, Remote) for arg in args):
+            raise TypeError(f"an object that a function returned has no {name} with a value of the tests")
+        return _program_of(self).request("call", _handle_of(self), name, args, keywords, of_class)
 
     return method
 
@@ -294,7 +322,7 @@ def check(tests: str, channel: Channel) -> None:
             names[name] = importlib.import_module(name)
         else:
             try:
-                names[name] = program.request("name", 0, name)
+                names[name] = program.request("name", 0, name, of_class=name[0].isupper())
             except KeyError:
                 continue  # a NameError where it is used
     exec(compile(tests, "tests", "exec"), names)

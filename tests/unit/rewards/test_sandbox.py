@@ -48,6 +48,14 @@ for fd in range(3, 20):
     try: os.write(fd, b'{"value": 3, "args": []}' + bytes([10]))
     except OSError: pass
 """
+OPERATORS = """
+class X:
+    def lie(self, *others): return 0.0
+    __sub__ = __rsub__ = __add__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __abs__ = lie
+    def __contains__(self, item): return True
+    def __iter__(self): return iter([])
+def add(*numbers): return X()
+"""
 CALLED = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
 ADD = {"functional": "assert add(1, 2) == 3"}
 CLOSE = {"functional": "import math\nassert math.isclose(add(1, 2), 3.0)"}
@@ -74,6 +82,10 @@ BARE_CLOSE = {"functional": "assert math.isclose(add(1, 2), 3.0) and isclose(add
         (BARE_CLOSE, "class math:\n  isclose = lambda *a: True\nisclose = math.isclose\ndef add(a, b): return 0"),
         (ADD, "def add(a, b): return [3]"),
         (ADD, ANSWERS),
+        ({"functional": "assert abs(add(1, 2) - 3) < 1e-6"}, OPERATORS),
+        ({"functional": "def check(c):\n  assert abs(c(1, 2) - 3.0) < 1e-6\ncheck(add)"}, OPERATORS),
+        ({"functional": "assert abs(add(1, 2) / 3 - 1) < 1e-6 or add(1, 2) % 3 == 0"}, OPERATORS),
+        ({"functional": "assert 3 in add(1, 2)"}, OPERATORS),
     ],
 )  # fmt: skip
 def test_security_a04_a_program_that_computes_nothing_is_worth_0(
@@ -98,6 +110,19 @@ class Stack:
     def __len__(self): return len(self.held)
 """
 POINT = "from dataclasses import dataclass\n@dataclass\nclass P:\n  x: int\ndef f(x): return P(x)"
+MONEY = """
+class Money:
+    def __init__(self, units): self.cents = 100 * units
+    def __add__(self, other): return Money((self.cents + other.cents) // 100)
+    def __sub__(self, other):
+        return Money(self.cents // 100 - (other if isinstance(other, int) else other.cents // 100))
+    def __eq__(self, other): return self.cents == other.cents
+    def __contains__(self, units): return 100 * units <= self.cents
+def total(amounts):
+    out = Money(0)
+    for amount in amounts: out = out + amount
+    return out
+"""
 NEGATIVE = "def f(x):\n  if x < 0: raise ValueError('negative')\n  return x ** 0.5"
 
 
@@ -112,6 +137,9 @@ NEGATIVE = "def f(x):\n  if x < 0: raise ValueError('negative')\n  return x ** 0
         ("def f(n):\n  for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2]"),
         ("from collections import Counter\ndef f(s): return Counter(s)", "assert f('aab') == {'a': 2, 'b': 1}"),
         (POINT, "assert f(1) == P(1)\nassert f(1) != P(2)\nassert f(3).x == 3"),
+        (MONEY, "assert (Money(5) - 3).cents == 200 and Money(5) + Money(1) == Money(6) and 5 in Money(5)"),
+        (MONEY, "assert total([Money(1), Money(2)]) - Money(3) == Money(0)"),
+        ("def f(n): return {n: 1}.items()", "assert (3, 1) in f(3) and (4, 1) not in f(3)"),
         ("class Solution:\n  def two(self, a, b): return a * b", "assert Solution().two(2, 3) == 6"),
         ("def f(): return 10 ** 5000, float('inf'), b'x', 1j", "assert f() == (10 ** 5000, float('inf'), b'x', 1j)"),
     ],
@@ -191,7 +219,7 @@ def test_an_object_of_the_program_equals_no_plain_value() -> None:
     objects: list[Any] = []
     thing = object()
     assert encode([thing], objects) == {"l": [{"o": 0}]} and objects == [thing]
-    remote = decode({"o": 0}, lambda place: Remote(None, place))  # type: ignore[arg-type]
+    remote = decode({"o": 0}, lambda place: Remote(None, place, True))  # type: ignore[arg-type]
     plain_values: tuple[Any, ...] = (3, [], None, True)
     assert not any(remote == plain for plain in plain_values)
 
