@@ -1,4 +1,6 @@
-"""Core attention over packed sequences without Transformer Engine, and with it where sequences share tokens.
+"""Core attention over packed sequences without Transformer Engine.
+
+With Transformer Engine it computes the micro-batches in which sequences share tokens.
 
 Shapes: T packed tokens of this rank, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`, key
 and value `[T, g, d]` (Megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence; a

@@ -82,10 +82,10 @@ def test_explain_tells_it_of_disaggregated_runs_on_gpus() -> None:
     config = load_config(DISAGGREGATED)
     ((name, told),) = describe_capacity(config, forecast_step(config, read_model(config), h100))
     assert name == "capacity"
-    assert "73.1 samples/s feed it, engines end 42.4; a step takes" in told
-    slower = load_config(DISAGGREGATED, ["parallel.dp=2", "parallel.ep=8"])
+    assert "119 samples/s feed it, engines end 42.4; a step takes" in told
+    slower = load_config(DISAGGREGATED, ["parallel.dp=1", "parallel.ep=4"])
     ((_, told),) = describe_capacity(slower, forecast_step(slower, read_model(slower), h100))
-    assert "3 of 4 engines are enough; a step takes" in told
+    assert "2 of 4 engines are enough; a step takes" in told
     for elsewhere in ("configs/quickstart.yaml", "configs/experiments/qwen2.5-7b_8gpu_colocated.yaml"):
         other = load_config(ROOT / elsewhere)
         assert describe_capacity(other, forecast_step(other, read_model(other), h100)) == []
