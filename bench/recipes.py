@@ -68,6 +68,8 @@ MODELS = {
 """Values of `model` in recipe.yaml."""
 FORMS = ("full", "short")
 MIN_SEEDS = 5
+GRACE = 60
+"""Seconds for a stage to leave a checkpoint when this bench is ended."""
 DIGITS = 4
 
 
@@ -164,27 +166,43 @@ def paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 def command(argv: Sequence[str], log: Path) -> dict[str, float]:
     """Run a command of this Python to its end; its output is appended to `log`.
 
+    A keeper ends it when this process ends, however that happens.
+
     Returns:
         Wall seconds, and CPU seconds of it and all its descendants.
 
     Raises:
-        UserError: Its exit code is 2. The message is its last line.
+        UserError: Its exit code is 2. The message is its error.
         RunError: Another exit code than 0.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     began, used = time.monotonic(), cpu_seconds()
-    with log.open("ab") as out:
-        env = {**os.environ, **CPU_HOST, "HF_HUB_OFFLINE": "1"}
-        code = subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, stdout=out, stderr=out).returncode
-    if code:
-        last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""])[-1]
-        raise (UserError if code == 2 else RunError)(
-            last.removeprefix("error: ") if code == 2 else f"{log}: exit code {code}: {last}"
-        )
+    keeper = [sys.executable, "-m", "launch.keeper", "--grace", f"{GRACE}", "--", sys.executable]
+    with (
+        log.open("ab") as out,
+        subprocess.Popen(
+            [*keeper, *argv], cwd=ROOT, env={**os.environ, **CPU_HOST, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        try:
+            process.wait()
+        finally:
+            process.communicate()  # closes its input: the keeper ends the command
+    if process.returncode == 2:
+        raise UserError(error_of(log).rpartition("error: ")[2])
+    if process.returncode:
+        raise RunError(f"{log}: exit code {process.returncode}: {error_of(log)}")
     return {
         "wall_seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(cpu_seconds() - used, 1),
     }
+
+
+def error_of(log: Path) -> str:
+    """Return the last line of a log that names an error, or its last line."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+    return next((line for line in reversed(lines) if "error: " in line.lower()), lines[-1])
 
 
 def cpu_seconds() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import recipe_pages
 import recipes
@@ -130,14 +132,39 @@ def test_the_package_of_the_model_is_missing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_reports_its_seconds_and_its_last_line(tmp_path: Path) -> None:
+BUSY = "import time\nwhile time.process_time() < 0.5: pass"
+
+
+def test_a_command_reports_the_seconds_of_its_descendants(tmp_path: Path) -> None:
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"
+    assert recipes.command(["-c", program], tmp_path / "log")["cpu_seconds"] >= 0.5
+
+
+@pytest.mark.gate
+def test_a_command_that_fails_names_its_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    seconds = recipes.command(["-c", "sum(range(3_000_000))"], log)
-    assert seconds["cpu_seconds"] > 0 and seconds["wall_seconds"] > 0
     with pytest.raises(UserError, match=r"^no such field$"):
-        recipes.command(["-c", "print('first'); print('error: no such field'); exit(2)"], log)
-    with pytest.raises(RunError, match=rf"^{re.escape(str(log))}: exit code 1: worse$"):
-        recipes.command(["-c", "print('worse'); exit(1)"], log)
+        recipes.command(["-c", "print('rlsys: error: no such field'); print('more'); exit(2)"], log)
+    with pytest.raises(RunError, match=rf"^{re.escape(str(log))}: exit code 1: ValueError: worse$"):
+        recipes.command(["-c", "raise ValueError('worse')"], log)
+
+
+STAGE = "import pathlib, signal, sys; pathlib.Path(sys.argv[1]).write_text(''); signal.pause()"
+BENCH = "import sys, recipes, pathlib; recipes.command(['-c', *sys.argv[1:3]], pathlib.Path(sys.argv[3]))"
+
+
+@pytest.mark.gate
+def test_a_killed_bench_leaves_no_stage_behind(tmp_path: Path) -> None:
+    os.mkfifo(started := tmp_path / "started")
+    argv = [sys.executable, "-c", BENCH, STAGE, str(started), str(tmp_path / "log")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "bench")])}
+    bench = subprocess.Popen(argv, env=env)
+    started.read_text()  # waits for the stage
+    descendants = psutil.Process(bench.pid).children(recursive=True)
+    assert len(descendants) > 1, "the keeper and the stage"
+    bench.kill()
+    bench.wait()
+    psutil.wait_procs(descendants)
 
 
 class Commands:
