@@ -12,9 +12,9 @@ import numpy as np
 from rlsys.core.arrays import log_probs, token_ids
 from rlsys.core.errors import RunError
 from rlsys.core.spans import Piece, RouteSpan
-from rlsys.core.types import LogProbResult, Sample, Status
+from rlsys.core.types import LogProbResult, Sample
 from rlsys.ledger.segments import SegmentFile
-from rlsys.ledger.store import ids_to_blob, row_of_sequence
+from rlsys.ledger.store import ids_to_blob, insert, row_of_sample, row_of_sequence
 from rlsys.ledger.writer import StoreWriter
 from rlsys.segments.records import Kind, SequenceKey, encode
 
@@ -90,7 +90,7 @@ class SampleRows:
         """
         rows, locations = [], []
         for sample in samples:
-            rows.append(_row(sample))
+            rows.append(row_of_sample(sample))
             lengths = self._stored_lengths.setdefault(sample.sample_id, [])
             lengths += [StoredLengths()] * (1 + len(sample.extra_sequences) - len(lengths))
             locations += [
@@ -100,7 +100,7 @@ class SampleRows:
                 previous, current = lengths[q.sequence], StoredLengths.of(q)
                 lengths[q.sequence] = current
                 self.added_tokens += current.received - previous.received
-        self._write_rows(rows)
+        insert(self._file.db, "samples", rows)
         self._file.segments.add_pieces(locations)
         return locations
 
@@ -120,10 +120,10 @@ class SampleRows:
 
         A sample may occur several times, in the order of its updates.
         """
-        rows: list[tuple[object, ...]] = []
+        rows: list[dict[str, object]] = []
         locations: list[tuple[int, int, Sequence[Piece]]] = []
         for sample, sequences in updates:
-            rows.append(_row(sample))
+            rows.append(row_of_sample(sample))
             lengths = self._stored_lengths.setdefault(sample.sample_id, [])
             for number, pieces, routes, rewritten in sequences:
                 q = sample.sequences[number]
@@ -146,15 +146,8 @@ class SampleRows:
                 q.pieces += pieces
                 current = lengths[number] = StoredLengths.of(q)
                 self.added_tokens += current.received - received
-        self._write_rows(rows)
+        insert(self._file.db, "samples", rows)
         self._file.segments.add_pieces(locations)
-
-    def _write_rows(self, rows: Sequence[tuple[object, ...]]) -> None:
-        """Insert or replace rows of the table samples."""
-        if rows:
-            self._file.db.executemany(
-                f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(rows[0]))})", rows
-            )
 
     def _forget_tokens(self, q: Sample) -> StoredLengths:
         """Delete the references to a sequence that lost tokens. Returns its new, empty lengths."""
@@ -169,10 +162,7 @@ class SampleRows:
         key, current = (sequence.sample_id, sequence.sequence), mutable_fields(sequence)
         previous, prompt_ids = self._rows.get(key, (None, None))
         if previous != current or prompt_ids is not sequence.prompt_ids:
-            row = row_of_sequence(sequence)
-            self._file.db.execute(
-                f"INSERT OR REPLACE INTO sequences VALUES ({', '.join('?' * len(row))})", row
-            )
+            insert(self._file.db, "sequences", [row_of_sequence(sequence)])
             self._rows[key] = current, sequence.prompt_ids
 
     def write_scores(self, sample: Sample, scored: LogProbResult) -> None:
@@ -229,27 +219,6 @@ def mutable_fields(q: Sample) -> tuple[object, ...]:
         q.status, q.tokens, len(q.spans), last, len(q.observed), q.last_turn, q.parent, q.aside, q.resumes, q.engine,
         q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens,
     )  # fmt: skip
-
-
-def _row(sample: Sample) -> tuple[object, ...]:
-    """Row of the table samples. In flight is stored as parked, the state after a restart."""
-    status = Status.PARKED if sample.status is Status.IN_FLIGHT else sample.status
-    return (
-        sample.sample_id, sample.group_id, sample.index, sample.seed, status.value,
-        sample.all_tokens, sample.mu_sum, _json([(s.version, s.start, s.end) for s in sample.spans]),
-        sample.reward, sample.censor_reason, sample.resumes,
-        sample.cached_tokens, sample.prefilled_tokens, sample.engine,
-        None if sample.named_rewards is None else _json(sample.named_rewards),
-        sample.plain_reward, sample.answer, _json([(s.start, s.end) for s in sample.observed]),
-        None if sample.trained_prompt is None and not sample.own_prompt else ids_to_blob(sample.prompt_ids),
-        sample.deaths, sample.faults, int(sample.own_prompt), sample.last_turn, *(sample.fork or (None, None)),
-        sample.inherited_tokens, sample.discarded,
-        None if sample.turn_rewards is None else _json(sample.turn_rewards),
-    )  # fmt: skip
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def append_tokens(

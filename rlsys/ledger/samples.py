@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from rlsys.core.errors import UserError
 from rlsys.core.spans import Piece
 from rlsys.core.types import GroupState, Sample, Status
-from rlsys.ledger.store import blob_to_ids, sample_of_row, sequence_of_row
+from rlsys.ledger.store import blob_to_ids, sample_of_row, select, sequence_of_row
 from rlsys.segments.records import SegmentReader
 
 Order = Literal["newest", "worst", "best", "longest"]
@@ -96,13 +96,16 @@ def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQ
     """
     conditions, values = _conditions(db, query)
     columns = "samples.*, prompt_ids, prompt_index, state, train_step"
-    rows = db.execute(
-        f"SELECT {columns} FROM samples JOIN groups USING (group_id) WHERE {' AND '.join(conditions)} "
-        f"ORDER BY {_SQL_ORDERS[query.order]} LIMIT ? OFFSET ?",
-        (*values, query.limit, query.skip),
-    ).fetchall()
-    interrupts = _interrupts(db, [row[0] for row in rows])
-    return [_view(db, segments, row, interrupts.get(row[0], [])) for row in rows]
+    rows = list(
+        select(
+            db,
+            f"SELECT {columns} FROM samples JOIN groups USING (group_id) WHERE {' AND '.join(conditions)} "
+            f"ORDER BY {_SQL_ORDERS[query.order]} LIMIT ? OFFSET ?",
+            (*values, query.limit, query.skip),
+        )
+    )
+    interrupts = _interrupts(db, [row["sample_id"] for row in rows])
+    return [_view(db, segments, row, interrupts.get(row["sample_id"], [])) for row in rows]
 
 
 def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list[tuple[int, int]]]:
@@ -149,21 +152,24 @@ def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], 
 
 
 def _view(
-    db: sqlite3.Connection, segments: SegmentReader, row: Sequence, interrupts: list[tuple[int, int]]
+    db: sqlite3.Connection,
+    segments: SegmentReader,
+    row: Mapping[str, Any],
+    interrupts: list[tuple[int, int]],
 ) -> SampleView:
-    *sample_row, prompt_ids, prompt_index, state, train_step = row
+    sample_id = row["sample_id"]
     query = (
         "SELECT sequence, name, start, pieces.length FROM pieces JOIN segments USING (segment) "
         "WHERE sample_id = ? ORDER BY piece"
     )
     pieces: dict[int, list[Piece]] = {}
-    for sequence, *location in db.execute(query, (row[0],)):
+    for sequence, *location in db.execute(query, (sample_id,)):
         pieces.setdefault(sequence, []).append(Piece(*location))
-    sample = sample_of_row(tuple(sample_row), blob_to_ids(prompt_ids), pieces.get(0, []))
-    for sequence_row in db.execute(
-        "SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (row[0],)
-    ):
-        sample.extra_sequences.append(sequence_of_row(sequence_row, pieces.get(sequence_row[1], [])))
+    sample = sample_of_row(row, blob_to_ids(row["prompt_ids"]), pieces.get(0, []))
+    sequences = select(db, "SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (sample_id,))
+    for sequence_row in sequences:
+        later = sequence_of_row(sequence_row, pieces.get(sequence_row["sequence"], []))
+        sample.extra_sequences.append(later)
     if pieces:
         sample = replace(segments.load(sample), routes=[], teacher_logprobs=b"")  # large, and nothing to read
         for sequence in sample.extra_sequences:
@@ -172,7 +178,7 @@ def _view(
     placeholders = ", ".join("?" * len(versions))
     steps = f"SELECT weight_version, train_step FROM pushes WHERE weight_version IN ({placeholders})"
     return SampleView(
-        sample, sample.tokens, prompt_index, GroupState(state), train_step,
+        sample, sample.tokens, row["prompt_index"], GroupState(row["state"]), row["train_step"],
         interrupts, dict(db.execute(steps, versions).fetchall()),
     )  # fmt: skip
 

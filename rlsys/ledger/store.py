@@ -31,17 +31,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
-from rlsys.core.spans import Fork, Piece, TokenSpan, TurnReward, VersionSpan
-from rlsys.core.types import GroupState, Sample, SampleGroup, Status
+from rlsys.core.spans import Fork, Piece
+from rlsys.core.types import GroupState, Sample, SampleGroup
+from rlsys.ledger.sample_fields import SAMPLE_FIELDS, SEQUENCE_FIELDS, from_columns, to_columns
 from rlsys.obs.filesystem import is_local
 
 FILE_NAME = "rollouts.sqlite"
@@ -313,73 +314,70 @@ def read_groups(db: sqlite3.Connection, condition: str, *values: object) -> list
     for sample_id, sequence, *location in db.execute(query, values):
         pieces.setdefault((sample_id, sequence), []).append(Piece(*location))
     samples: dict[int, Sample] = {}
-    for row in db.execute(f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
-        samples[row[0]] = sample_of_row(row, prompts[row[1]], pieces.get((row[0], 0), []))
-        groups[row[1]].samples.append(samples[row[0]])
+    for row in select(db, f"SELECT * FROM samples WHERE {of_groups} ORDER BY sample_id", values):
+        sample_id, group_id = row["sample_id"], row["group_id"]
+        samples[sample_id] = sample_of_row(row, prompts[group_id], pieces.get((sample_id, 0), []))
+        groups[group_id].samples.append(samples[sample_id])
     sequence_query = f"SELECT * FROM sequences WHERE {of_groups} ORDER BY sample_id, sequence"
-    for row in db.execute(sequence_query, values):
-        samples[row[0]].extra_sequences.append(sequence_of_row(row, pieces.get(row[:2], [])))
+    for row in select(db, sequence_query, values):
+        key = row["sample_id"], row["sequence"]
+        samples[key[0]].extra_sequences.append(sequence_of_row(row, pieces.get(key, [])))
     return list(groups.values())
 
 
-def row_of_sequence(q: Sample) -> tuple[object, ...]:
-    """Row of the table sequences. In flight is stored as parked, the state after a restart."""
-    status = Status.PARKED if q.status is Status.IN_FLIGHT else q.status
-    return (
-        q.sample_id, q.sequence, q.group_id, q.index, q.seed, status.value, ids_to_blob(q.prompt_ids), q.parent,
-        int(q.aside), q.last_turn, json.dumps([(s.version, s.start, s.end) for s in q.spans]),
-        json.dumps([(s.start, s.end) for s in q.observed]), q.mu_sum, q.resumes, q.cached_tokens, q.prefilled_tokens,
-        q.engine, q.deaths, q.faults,
-    )  # fmt: skip
+def select(db: sqlite3.Connection, query: str, values: Sequence[object]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a query, by the names of their columns."""
+    cursor = db.execute(query, values)
+    names = [column[0] for column in cursor.description]
+    for row in cursor:
+        yield dict(zip(names, row, strict=True))
 
 
-def sequence_of_row(row: tuple, pieces: list[Piece]) -> Sample:
+def insert(db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Insert or replace rows with the same columns."""
+    if rows:
+        names = ", ".join(rows[0])
+        placeholders = ", ".join(f":{name}" for name in rows[0])
+        db.executemany(f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({placeholders})", rows)
+
+
+def row_of_sequence(q: Sample) -> dict[str, object]:
+    """Row of the table sequences."""
+    return {
+        "sample_id": q.sample_id, "sequence": q.sequence, "group_id": q.group_id, "place": q.index, "seed": q.seed,
+        "prompt_ids": ids_to_blob(q.prompt_ids), "parent": q.parent, "aside": int(q.aside),
+        **to_columns(q, SEQUENCE_FIELDS),
+    }  # fmt: skip
+
+
+def row_of_sample(sample: Sample) -> dict[str, object]:
+    """Row of the table samples."""
+    has_prompt = sample.trained_prompt is not None or sample.own_prompt
+    fork_place, fork_at = sample.fork or (None, None)
+    return {
+        "sample_id": sample.sample_id, "group_id": sample.group_id, "place": sample.index, "seed": sample.seed,
+        "tokens": sample.all_tokens, "drawn_from": ids_to_blob(sample.prompt_ids) if has_prompt else None,
+        "own_prompt": int(sample.own_prompt), "fork_place": fork_place, "fork_at": fork_at,
+        **to_columns(sample, SEQUENCE_FIELDS), **to_columns(sample, SAMPLE_FIELDS),
+    }  # fmt: skip
+
+
+def sequence_of_row(row: Mapping[str, Any], pieces: list[Piece]) -> Sample:
     """Create a sequence from its row and the location of its tokens."""
-    sample_id, number, group_id, index, seed, status, prompt_ids, *columns = row
-    parent, aside, last_turn, spans, observed, *counters = columns
-    mu_sum, resumes, cached, prefilled, engine, deaths, faults = counters
     return Sample(
-        sample_id, group_id, index, blob_to_ids(prompt_ids), seed, sequence=number, parent=parent, aside=bool(aside),
-        last_turn=last_turn, spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum,
-        pieces=pieces, observed=[TokenSpan(*s) for s in json.loads(observed)], resumes=resumes, deaths=deaths,
-        faults=faults, cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, own_prompt=True,
+        row["sample_id"], row["group_id"], row["place"], blob_to_ids(row["prompt_ids"]), row["seed"],
+        sequence=row["sequence"], parent=row["parent"], aside=bool(row["aside"]), pieces=pieces, own_prompt=True,
+        **from_columns(row, SEQUENCE_FIELDS),
     )  # fmt: skip
 
 
-def sample_of_row(row: tuple, prompt_ids: list[int], pieces: list[Piece]) -> Sample:
+def sample_of_row(row: Mapping[str, Any], prompt_ids: list[int], pieces: list[Piece]) -> Sample:
     """Create a sample from its row, the prompt of its group, and the location of its tokens."""
-    sample_id, group_id, index, seed, status, _, mu_sum, spans, *columns = row
-    (
-        reward,
-        censor_reason,
-        resumes,
-        cached,
-        prefilled,
-        engine,
-        named_rewards,
-        plain_reward,
-        answer,
-        observed,
-        drawn_from,
-        deaths,
-        faults,
-        own_prompt,
-        last_turn,
-        fork_place,
-        fork_at,
-        inherited_tokens,
-        discarded,
-        turn_marks,
-    ) = columns
+    drawn_from, own_prompt = row["drawn_from"], bool(row["own_prompt"])
     return Sample(
-        sample_id, group_id, index, prompt_ids if drawn_from is None else blob_to_ids(drawn_from), seed,
-        spans=[VersionSpan(*s) for s in json.loads(spans)], status=Status(status), mu_sum=mu_sum, pieces=pieces,
-        reward=reward, censor_reason=censor_reason, resumes=resumes, deaths=deaths, faults=faults,
-        cached_tokens=cached, prefilled_tokens=prefilled, engine=engine, plain_reward=plain_reward, answer=answer,
-        named_rewards=json.loads(named_rewards) if named_rewards else None,
-        observed=[TokenSpan(*s) for s in json.loads(observed)],
-        trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=bool(own_prompt),
-        last_turn=last_turn, fork=None if fork_place is None else Fork(fork_place, fork_at),
-        inherited_tokens=inherited_tokens,
-        discarded=discarded, turn_rewards=[TurnReward(*m) for m in json.loads(turn_marks)] if turn_marks else None,
+        row["sample_id"], row["group_id"], row["place"],
+        prompt_ids if drawn_from is None else blob_to_ids(drawn_from), row["seed"], pieces=pieces,
+        trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=own_prompt,
+        fork=None if row["fork_place"] is None else Fork(row["fork_place"], row["fork_at"]),
+        **from_columns(row, SEQUENCE_FIELDS), **from_columns(row, SAMPLE_FIELDS),
     )  # fmt: skip

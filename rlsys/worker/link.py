@@ -19,8 +19,9 @@ from typing import Any
 
 import msgspec
 
-from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnReward, VersionSpan
-from rlsys.core.types import CensorCause, Sample, Status
+from rlsys.core.spans import Fork, Piece, RouteSpan, TurnReward
+from rlsys.core.types import CensorCause, Sample
+from rlsys.ledger.sample_fields import SequenceState, apply_state, sequence_state
 from rlsys.ledger.sample_rows import NewTokens, SequenceUpdate
 from rlsys.router.router import Router
 from rlsys.worker.scoring import Verdict
@@ -68,30 +69,15 @@ class SequenceRow(msgspec.Struct, array_like=True):
         rewritten: it lost tokens, and these replace all of them.
     """
 
-    status: Status
-    spans: list[tuple[int, int, int]]
-    observed: list[tuple[int, int]]
-    mu_sum: float
-    resumes: int
-    deaths: int
-    faults: int
-    cached_tokens: int
-    prefilled_tokens: int
-    engine: str | None
+    state: SequenceState  # type: ignore[valid-type]
     prompt_ids: list[int] | None
-    last_turn: int
     pieces: list[Piece]
     routes: list[RouteSpan]
     rewritten: bool
 
     def apply(self, sequence: Sample) -> None:
         """Update the coordinator's copy, except for its pieces."""
-        sequence.spans = [VersionSpan(*s) for s in self.spans]
-        sequence.observed = [TokenSpan(*s) for s in self.observed]
-        sequence.mu_sum, sequence.status, sequence.last_turn = self.mu_sum, self.status, self.last_turn
-        sequence.resumes, sequence.deaths, sequence.faults = self.resumes, self.deaths, self.faults
-        sequence.cached_tokens, sequence.prefilled_tokens = self.cached_tokens, self.prefilled_tokens
-        sequence.engine = self.engine
+        apply_state(self.state, sequence)
         if self.prompt_ids is not None:
             sequence.prompt_ids, sequence.own_prompt = self.prompt_ids, True
 
@@ -155,13 +141,10 @@ def sample_row(sample: Sample, done: bool, first: NewTokens, later: Mapping[int,
 def _sequence_fields(q: Sample, new: NewTokens) -> dict[str, Any]:
     """Return the fields of SequenceRow."""
     pieces, routes, rewritten = new
+    prompt_ids = list(q.prompt_ids) if q.own_prompt else None
     return {
-        "status": q.status, "spans": [(s.version, s.start, s.end) for s in q.spans],
-        "observed": [(s.start, s.end) for s in q.observed], "mu_sum": q.mu_sum, "resumes": q.resumes,
-        "deaths": q.deaths, "faults": q.faults, "cached_tokens": q.cached_tokens,
-        "prefilled_tokens": q.prefilled_tokens, "engine": q.engine,
-        "prompt_ids": list(q.prompt_ids) if q.own_prompt else None, "last_turn": q.last_turn, "pieces": pieces,
-        "routes": routes, "rewritten": rewritten,
+        "state": sequence_state(q), "prompt_ids": prompt_ids, "pieces": pieces, "routes": routes,
+        "rewritten": rewritten,
     }  # fmt: skip
 
 

@@ -23,7 +23,8 @@ from rlsys.worker.remote_worker import RemoteWorker
 from rlsys.worker.worker_calls import WorkerGone, call_each
 
 RolloutWorker = DirectWorker | RemoteWorker
-"""What the coordinator needs of a worker, both have."""
+"""A worker as its coordinator uses it: both classes have the same methods."""
+
 EXPORTED_COUNTS = (
     "received_tokens", "evaluation_tokens", "cached_tokens", "prefilled_tokens", "resumes", "lost", "engine_tokens",
     "engine_deaths", "engines_serving",
@@ -127,6 +128,8 @@ class WorkerEngines:
                     self._raise_if_hopeless()
                     await asyncio.sleep(PROBE_SECONDS)
         except TimeoutError:
+            if timeout_s is None:  # an error of the only router
+                raise
             raise RunError(
                 f"no engine was ready for weight version {version} within {timeout_s:g} s: {self._states()}"
             ) from None
