@@ -34,7 +34,7 @@ def test_a_worker_of_a_real_run_is_killed_and_the_run_goes_on(tmp_path: Path) ->
     assert code == 0, output
     check_run(run_dir)
     log = (run_dir / "logs" / "rollout.log").read_text()
-    assert "rollout worker 1: gone, killed by signal 9 (SIGKILL), probably out of memory" in log
+    assert "rollout worker 1: exited, killed by signal 9 (SIGKILL), probably out of memory" in log
 
 
 @pytest.mark.parametrize("kind", sorted(OVERRIDES))

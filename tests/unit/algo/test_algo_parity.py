@@ -170,7 +170,7 @@ def test_trl_sync_of_the_reference(libraries: SimpleNamespace) -> None:
     from trl.trainer.callbacks import SyncRefModelCallback
 
     policy, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    hook = build("hook", "sync_ref", every=1, alpha=0.6)
+    hook = build("hook", "sync_ref", interval=1, alpha=0.6)
     hook.start(theirs.named_parameters())
     for _ in range(3):
         with torch.no_grad():

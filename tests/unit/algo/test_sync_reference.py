@@ -17,7 +17,7 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
 
 def test_it_moves_every_second_step_by_hand() -> None:
     """From 0 with alpha 1/4: at the policy's 2 it is 1/2, at its 4 then 1/4 4 + 3/4 1/2 = 11/8."""
-    hook = build("hook", "sync_ref", every=2, alpha=0.25)
+    hook = build("hook", "sync_ref", interval=2, alpha=0.25)
     seen = []
     for step in range(1, 6):
         hook.start(weights(step - 1.0))
@@ -35,7 +35,7 @@ def test_an_objective_starts_its_hooks() -> None:
 
 
 def test_it_keeps_a_copy_of_the_first_weights_and_changes_none_of_the_policys() -> None:
-    hook, policy = build("hook", "sync_ref", every=1, alpha=1.0), dict(weights(3.0))
+    hook, policy = build("hook", "sync_ref", interval=1, alpha=1.0), dict(weights(3.0))
     hook.start(policy.items())
     policy["a"] += 1
     assert hook.reference()["a"].tolist() == [3, 3]
@@ -46,7 +46,7 @@ def test_it_keeps_a_copy_of_the_first_weights_and_changes_none_of_the_policys() 
 
 
 def test_it_goes_on_where_it_stopped() -> None:
-    hook, again = (build("hook", "sync_ref", every=3, alpha=0.5) for _ in range(2))
+    hook, again = (build("hook", "sync_ref", interval=3, alpha=0.5) for _ in range(2))
     for step in range(4):
         hook.start(weights(float(step)))
         hook.after_version(weights(step + 1.0), 1.0)
