@@ -10,8 +10,8 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from contextlib import suppress
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
