@@ -236,8 +236,8 @@ def _copy_texts(root: Path, script: Path, target: Path) -> tuple[set[str], str]:
         if count >= _FOLDER_FILES:
             break
         is_deep = len(relative.parts) >= _LEVELS or len(os.fsencode(relative)) > _PATH_BYTES
-        shown = sorted(name for name in folders if not name.startswith(".") and name != "node_modules")
-        folders[:] = [] if is_deep else shown
+        subfolders = sorted(name for name in folders if not name.startswith(".") and name != "node_modules")
+        folders[:] = [] if is_deep else subfolders
     for path in links:
         add_content(path, contents.get(os.path.relpath(os.path.realpath(os.path.join(base, path)), base)))
     for path, content in contents.items():
