@@ -14,16 +14,22 @@ records its arguments (stubs/recorder), ends with status 0, and prints:
 `ray job submit -- COMMAND` and programs that are followed by `bash` run that command. A variable or argument that is
 not set, and that is used without a default, has a marker as its value (stubs/trace.sh). So a value that the script
 does not determine is visible in the recorded arguments, and a condition that depends on one is recorded.
+
+Scripts, repositories and records may be hostile. A text of theirs is never a path of bubblewrap's options, since
+bubblewrap follows `..` to the host's files: main.sh makes such paths inside the namespace. Only regular files of the
+repository are copied, and links to them. The script's processes can change the records, which thus prove nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import threading
@@ -40,7 +46,15 @@ SECONDS = 15
 _RECORD_BYTES = 2**24
 _DISK_BYTES = 2**26
 _FILE_BYTES, _FOLDER_BYTES, _FOLDER_FILES = 2**19, 2**24, 5000
-"""Largest copied file, size of all copied files, and number of scanned files."""
+"""Largest copied file, size of all copied files, and number of scanned files and folders."""
+_LEVELS, _PATH_BYTES = 32, 1024
+"""Folders of a path below the root, and its length."""
+_TEXT_PATHS, _LINKS = 10_000, 64
+"""Absolute paths that are looked up in scripts, and links that are made for them."""
+_OWN_FOLDERS = ("/usr", "/bin", "/lib", "/run", "/proc", "/dev", "/tmp")
+"""Of the namespace; no path in them stands for the repository."""
+_RECORDS = 10_000
+"""Number of records."""
 _TEXT_FILES = (
     ".sh",
     ".bash",
@@ -81,7 +95,10 @@ _STUBS = (
 _HOME = "/home/rlsys-import"
 """HOME of a script; `~` in the record, so that the config's reader expands it."""
 _HOME_PATH = re.compile(re.escape(_HOME) + r"(?![\w.-])")
-_ABSOLUTE = re.compile(r"(?<![\w./-])/(?:[\w.-]+/)+(?:python[\d.]*|ray|torchrun|pip3?|accelerate)(?![\w./-])")
+_PROGRAM_PATH = re.compile(
+    r"(?<![\w./-])/(?:[\w.-]+/)+(?:python[\d.]*|ray|torchrun|pip3?|accelerate)(?![\w./-])"
+)
+_FILE_PATH = re.compile(r"(?<![\w./}-])/(?:[\w.-]+/)+[\w.-]+\.(?:sh|yaml)\b")
 
 
 @dataclass
@@ -143,11 +160,13 @@ def run_script(
             "give the resolved command in a file"
         )
     script = script.absolute()
+    if ".." in script.parts:
+        script = script.parent.resolve() / script.name
     root, start = _root_folder(script)
     with tempfile.TemporaryDirectory(prefix="rlsys-import-") as folder:
         sealed = Path(folder)
-        texts = _copy_texts(root, script, sealed / "folder")
-        command = [bwrap, *_mounts(sealed, root, texts), "--clearenv"]
+        copied, texts = _copy_texts(root, script, sealed / "folder")
+        command = [bwrap, *_mounts(sealed, _links(root, copied, texts)), "--clearenv"]
         environment = {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             "HOME": _HOME,
@@ -160,7 +179,7 @@ def run_script(
             command += ["--setenv", name, value]
         command += [
             "--",
-            "/run/tools/bash",
+            "/run/hidden/bash",
             "/run/stubs/main.sh",
             str(SECONDS),
             str(root),
@@ -183,45 +202,85 @@ def _root_folder(script: Path) -> tuple[Path, Path]:
     return script.parent, Path()
 
 
-def _copy_texts(root: Path, script: Path, target: Path) -> str:
-    """Copy small text files; return the text of all shell scripts."""
-    texts, total, count = [], 0, 0
-    target.mkdir()
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "node_modules")
-        copied = target / Path(folder).relative_to(root)
-        copied.mkdir(exist_ok=True)
-        for name in sorted(names):
-            source = Path(folder, name)
-            count += 1
-            if source.suffix not in _TEXT_FILES and source != script:
-                continue
-            try:
-                size = source.stat().st_size if source.is_file() else _FILE_BYTES + 1
-                if size > _FILE_BYTES or total + size > _FOLDER_BYTES:
-                    continue
-                content = source.read_bytes()
-            except OSError:
-                continue
-            total += size
-            (copied / name).write_bytes(content)
-            if source.suffix in (".sh", ".bash") or source == script:
-                texts.append(content.decode(errors="replace"))
-        if count > _FOLDER_FILES and (target / script.relative_to(root)).exists():
-            break
-    if not (target / script.relative_to(root)).exists():
+def _copy_texts(root: Path, script: Path, target: Path) -> tuple[set[str], str]:
+    """Copy small text files; return their paths below the root, and the text of all shell scripts.
+
+    A link is copied if it leads to a copied file: another file is not of the repository, or not to be read.
+    """
+    content = _read_file(script) if os.access(root, os.R_OK) else None
+    if content is None:
         raise UserError(f"{script}: expected a readable script of up to {_FILE_BYTES:,} bytes")
-    return "\n".join(texts)
+    contents, links, total, count = {str(script.relative_to(root)): content}, [], len(content), 0
+    base = os.path.realpath(root)
+
+    def add_content(path: str, content: bytes | None) -> None:
+        nonlocal total
+        if content is not None and total + len(content) <= _FOLDER_BYTES:
+            contents[path] = content
+            total += len(content)
+
+    for folder, folders, names, descriptor in os.fwalk(base):
+        relative = Path(os.path.relpath(folder, base))
+        (target / relative).mkdir(parents=True)
+        names = sorted(names)[: _FOLDER_FILES - count]
+        count += 1 + len(names)
+        for name in names:
+            path = str(relative / name)
+            is_hidden = name.startswith(".") and not name.startswith(".env")
+            if is_hidden or Path(name).suffix not in _TEXT_FILES or path in contents:
+                continue
+            if os.path.islink(os.path.join(folder, name)):
+                links.append(path)
+            else:
+                add_content(path, _read_file(name, os.O_NOFOLLOW, descriptor))
+        if count >= _FOLDER_FILES:
+            break
+        is_deep = len(relative.parts) >= _LEVELS or len(os.fsencode(relative)) > _PATH_BYTES
+        subfolders = sorted(name for name in folders if not name.startswith(".") and name != "node_modules")
+        folders[:] = [] if is_deep else subfolders
+    for path in links:
+        add_content(path, contents.get(os.path.relpath(os.path.realpath(os.path.join(base, path)), base)))
+    for path, content in contents.items():
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        (target / path).write_bytes(content)
+    scripts = [path for path in contents if path.endswith((".sh", ".bash")) or root / path == script]
+    return set(contents), "\n".join(contents[path].decode(errors="replace") for path in scripts)
 
 
-def _mounts(sealed: Path, root: Path, texts: str) -> list[str]:
-    """Return bubblewrap's arguments for the namespaces and the file system."""
+def _read_file(path: str | Path, flags: int = 0, folder: int | None = None) -> bytes | None:
+    """Return the content of a regular file; None if it is none, or too large, whatever size its folder gives.
+
+    Args:
+        path: the file.
+        flags: more flags of `open`.
+        folder: descriptor of the folder that `path` is relative to.
+    """
+    flags |= os.O_RDONLY | os.O_NONBLOCK
+    try:
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags, dir_fd=folder)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _FILE_BYTES:
+                return None
+            content = file.read(_FILE_BYTES + 1)
+    except OSError:
+        return None
+    return content if len(content) <= _FILE_BYTES else None
+
+
+def _mounts(sealed: Path, links: Mapping[str, str]) -> list[str]:
+    """Return bubblewrap's arguments for the namespaces and the file system; they have no path of the script.
+
+    Args:
+        sealed: folder with the files.
+        links: paths in the namespace -> what main.sh lets them lead to.
+    """
     programs, tools = sealed / "bin", sealed / "tools"
     programs.mkdir()
     tools.mkdir()
     stubs = Path(__file__).parent / "stubs"
     shutil.copytree(stubs, sealed / "stubs")
-    options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    (sealed / "stubs" / "links").write_bytes(b"".join(os.fsencode(f"{links[p]}\0{p}\0") for p in links))
+    options = ["--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     options += ["--size", str(_DISK_BYTES), "--perms", "0755", "--tmpfs", "/"]
     for name in ("/usr/lib", "/usr/lib64", "/usr/lib32"):
         if os.path.isdir(name):
@@ -239,34 +298,40 @@ def _mounts(sealed: Path, root: Path, texts: str) -> list[str]:
             (programs / name).symlink_to("/run/stubs/filter" if name in _FILTERS else f"/run/tools/{name}")
     for name in _STUBS:
         (programs / name).symlink_to("/run/stubs/recorder")
-    for path in sorted(set(_ABSOLUTE.findall(texts))):
-        if not path.startswith(("/usr/bin/", "/bin/", "/run/", "/proc/", "/dev/", f"{root}/")):
-            options += ["--symlink", "/run/stubs/recorder", path]
-    for alias in _aliases(root, texts):
-        options += ["--symlink", str(root), alias]
     for name, target in (("bin", "/usr/bin"), ("stubs", "/run/stubs"), ("folder", "/run/folder")):
         options += ["--ro-bind", str(sealed / name), target]
-    options += ["--symlink", "usr/bin", "/bin", "--dir", "/tmp", "--dir", _HOME, "--dir", str(root)]
+    options += ["--symlink", "usr/bin", "/bin", "--dir", "/tmp", "--dir", _HOME]
     for folder in (sealed, *sealed.rglob("*")):
         if not folder.is_symlink():
             folder.chmod(0o755)
+    # The kernel hides the descriptors of a process whose program its user cannot read: here the pipe of the records.
+    if bash := shutil.which("bash", path="/usr/bin:/bin"):
+        shutil.copyfile(bash, sealed / "bash")
+        (sealed / "bash").chmod(0o111)
+        options += ["--ro-bind", str(sealed / "bash"), "/run/hidden/bash"]
     return options
 
 
-def _aliases(root: Path, texts: str) -> set[str]:
-    """Return absolute folders that scripts use for the root: /a/b of /a/b/c/d.sh if the root has c/d.sh."""
-    aliases = set()
-    for path in set(re.findall(r"(?<![\w./}-])/(?:[\w.-]+/)+[\w.-]+\.(?:sh|yaml)\b", texts)):
-        parts = Path(path).parts
-        for length in range(2, len(parts) - 1):
-            alias = Path(*parts[:length])
-            if (root / Path(*parts[length:])).is_file() and alias != root and alias not in root.parents:
-                aliases.add(str(alias))
-    return {
-        alias
-        for alias in aliases
-        if not alias.startswith(("/usr", "/bin", "/lib", "/run", "/proc", "/dev", "/tmp"))
-    }
+def _links(root: Path, copied: set[str], texts: str) -> dict[str, str]:
+    """Return absolute paths in scripts -> what stands for them: the recorder for programs, the root for folders.
+
+    /a/b of /a/b/c/d.sh stands for the root if the root has c/d.sh.
+    """
+    links: dict[str, str] = {}
+    for match in itertools.islice(_PROGRAM_PATH.finditer(texts), _TEXT_PATHS):
+        if not match[0].startswith(("/usr/bin/", "/bin/", "/run/", "/proc/", "/dev/", f"{root}/")):
+            links[match[0]] = "/run/stubs/recorder"
+    for match in itertools.islice(_FILE_PATH.finditer(texts), _TEXT_PATHS):
+        parts = match[0].split("/")
+        if len(parts) > _LEVELS or match[0].startswith(_OWN_FOLDERS):
+            continue
+        for level in range(2, len(parts) - 1):
+            if "/".join(parts[level:]) in copied:
+                links["/".join(parts[:level])] = str(root)
+    paths = [
+        p for p in links if len(p) <= _PATH_BYTES and p == os.path.normpath(p) and not root.is_relative_to(p)
+    ]
+    return {path: links[path] for path in paths[:_LINKS]}
 
 
 def _output(command: list[str], sealed: Path) -> bytes:
@@ -309,26 +374,52 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def _records(output: bytes) -> list[list[str]]:
+    """Return the fields of the records that main.sh prints, each below the number of its fields.
+
+    Raises:
+        UserError: a number is wrong, or there are too many.
+    """
+    records: list[list[str]] = []
+    fields = output.split(b"\0")
+    start, end = 0, len(fields) - 1
+    while start < end:
+        size = int(fields[start]) if re.fullmatch(rb"[1-9]\d{0,6}", fields[start]) else end
+        if start + size >= end or len(records) == _RECORDS:
+            raise UserError(
+                f"record {len(records) + 1:,} of the script's commands: expected up to {_RECORDS:,} records, and the "
+                f"number of fields of each, found {fields[start].decode(errors='replace')[:40]!r}"
+            )
+        record = [field.decode(errors="replace") for field in fields[start + 1 : start + 1 + size]]
+        records.append([_HOME_PATH.sub("~", field) for field in record])
+        start += 1 + size
+    return records
+
+
 def _parse(output: bytes) -> ScriptRun:
-    """Parse the records that main.sh prints."""
-    run, branches = ScriptRun(), []
-    while output:
-        size, _, output = output.partition(b"\n")
-        record, output = output[: int(size)], output[int(size) :]
-        text = _HOME_PATH.sub("~", record.decode(errors="replace"))
-        kind, *fields = text.removesuffix("\0").split("\0")
+    """Parse the records that main.sh prints. A record of another form is the script's own, and is omitted.
+
+    Raises:
+        UserError: the records are incomplete or have no such form.
+    """
+    records = _records(output)
+    last = records.pop() if records else [""]
+    is_exit = last[0] == "exit" and len(last) == 4 and re.fullmatch(r"[0-9]{1,3}", last[1])
+    if not is_exit or not output.endswith(b"\0"):
+        raise UserError(
+            "the records of the script's commands are incomplete: the exit status is not the last"
+        )
+    lines = (last[2] + "\n" + last[3]).strip().splitlines()
+    run = ScriptRun(status=int(last[1]), last_line=lines[-1].strip()[-200:] if lines else "")
+    branches = []
+    for kind, *fields in records:
         if kind == "run" and len(fields) > 1:
             run.commands.append(fields[1:])
             run.names[fields[0]] = " ".join(fields[1:])[:80]
         elif kind == "branch" and len(fields) == 2:
             branches.append(fields)
-        elif kind == "exit" and len(fields) == 3:
-            run.status = int(fields[0])
-            lines = (fields[1] + "\n" + fields[2]).strip().splitlines()
-            run.last_line = lines[-1].strip()[-200:] if lines else ""
     for text, value in branches:
         condition = run.source_text(" ".join(text.split()))[:80]
-        line = f"`{condition}` depends on a value that is not known: {run.explain(value)}"
-        if line not in run.branches:
-            run.branches.append(line)
+        run.branches.append(f"`{condition}` depends on a value that is not known: {run.explain(value)}")
+    run.branches = list(dict.fromkeys(run.branches))
     return run

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -148,3 +153,172 @@ def test_the_message_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.M
 def test_the_status_and_the_last_line_of_a_script_that_stops(tmp_path: Path) -> None:
     result = run(tmp_path, 'if [ -z "$BASE" ]; then echo "BASE is not set"; exit 3; fi')
     assert (result.status, result.last_line, result.commands) == (3, "BASE is not set", [])
+
+
+# A foreign script and repository
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder in which each user may create files."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        yield folder
+
+
+def test_security_a_path_in_a_script_changes_nothing_outside(open_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "x.sh").touch()
+    starts = (
+        "/a/../../oldroot",
+        "/b/../..",
+        "/c/./../../oldroot",
+        "/oldroot",
+        "/newroot/../oldroot",
+        "//d/..",
+    )
+    ends = ("/z/python3", "//z/python3", "/y/x.sh", "/./y/x.sh", "/y/x.sh/")
+    paths = [f"{start}{open_folder}/{i}{end}" for i, start in enumerate(starts) for end in ends]
+    comments = "".join(f"# {path}\n" for path in paths)
+    commands = []
+    with contextlib.suppress(UserError):
+        commands = run(tmp_path, f"{comments}python x").commands
+    assert list(open_folder.iterdir()) == []
+    assert commands == [["python", "x"]]
+
+
+def test_security_a_path_in_a_script_that_cannot_be_there_stops_no_import(tmp_path: Path) -> None:
+    text = "# /etc/ld.so.cache/bin/python /usr/lib/x/python /opt/a/python /opt/y/x.sh\npython x"
+    assert run(tmp_path, text).commands == [["python", "x"]]
+
+
+def test_paths_in_a_script_stand_for_programs_and_the_repository(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.sh").write_text("SIZE=3\n")
+    text = "source /root/project/models/small.sh\n/opt/env/bin/python x $SIZE $(ls /opt/env/bin)"
+    assert run(tmp_path, text).commands[-1] == ["python", "x", "3", "python"]
+
+
+def test_security_a_script_reads_no_file_that_a_link_leads_to(tmp_path: Path) -> None:
+    repository, outside = tmp_path / "repository", tmp_path / "outside"
+    for folder in (repository / ".git", repository / "real", outside):
+        folder.mkdir(parents=True)
+    for key in (outside / "key.txt", repository / ".git" / "config", repository / ".netrc"):
+        key.write_text("secret")
+    (repository / "real" / "a.txt").write_text("text\n")
+    links = {
+        "outside.txt": "../outside/key.txt",
+        "absolute.txt": str(outside / "key.txt"),
+        "environment.txt": "/proc/self/environ",
+        "endless.txt": "/dev/zero",
+        "hidden.txt": ".git/config",
+        "loop.txt": "loop.txt",
+        "lost.txt": "nothing",
+        "folder": "../outside",
+        "inside.txt": "real/a.txt",
+        "twice.txt": "inside.txt",
+    }
+    for name, target in links.items():
+        (repository / name).symlink_to(target)
+    os.mkfifo(repository / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(repository / "socket.txt"))
+    (tmp_path / "link").symlink_to(repository)
+    for folder in (repository, tmp_path / "link"):
+        (found,) = run(
+            folder, 'cd "${BASH_SOURCE%/*}"; python $(find * .netrc -type f) $(cat *.txt */*)'
+        ).commands
+        assert sorted(found[1:]) == [
+            "inside.txt",
+            "real/a.txt",
+            "run.sh",
+            "text",
+            "text",
+            "text",
+            "twice.txt",
+        ]
+
+
+def test_security_a_copied_file_has_the_size_limit_whatever_its_folder_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "status.sh"
+    script.symlink_to("/proc/self/status")  # a regular file of size 0 that has content
+    monkeypatch.setattr(namespace, "_FILE_BYTES", 10)
+    with pytest.raises(UserError, match=r"status\.sh: expected a readable script of up to 10 bytes"):
+        run_script(script)
+
+
+def test_security_a_script_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.sh")
+    with pytest.raises(UserError, match=r"pipe\.sh: expected a readable script"):
+        run_script(tmp_path / "pipe.sh")
+
+
+def test_a_script_is_found_by_each_form_of_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / ".git").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run.sh").write_text("python $0")
+    monkeypatch.chdir(tmp_path)
+    for path in ("a/../b/run.sh", f"/{tmp_path}/b/.//run.sh"):
+        assert run_script(Path(path)).commands[-1][-1].endswith(f"{tmp_path}/b/run.sh")
+
+
+def test_security_the_number_of_scanned_files_and_folders_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace, "_FOLDER_FILES", 20)
+    for i in range(30):
+        (tmp_path / "folders" / f"{i:02}").mkdir(parents=True)
+        (tmp_path / f"{i:02}.txt").touch()
+    (found,) = run(tmp_path, 'python $(find "${BASH_SOURCE%/*}" | wc -l)').commands
+    assert int(found[1]) <= 23  # the folder, the script
+
+
+def test_security_a_path_of_any_length_is_no_error(tmp_path: Path) -> None:
+    paths = ["/q/" + "a/" * 5000 + "x.sh", "/q/" + "a" * 300 + "/b/x.sh", "/q/" + "../" * 50 + "x.sh"]
+    assert run(tmp_path, f"# {' '.join(paths)}\npython x").commands == [["python", "x"]]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        b"0\n" * 1000,
+        b"0\0" * 1000,
+        b"-1\0run\0",
+        b"x\0run\0",
+        b"\xff\0",
+        b"\0\0\0",
+        b"2\0run\0",
+        b"9" * 5000 + b"\0run\0",
+        b"3\0run\x001\0python",
+        b"3\0run\x001\0python\0",
+        b"4\0exit\0x\0\0\0",
+        b"4\0exit\0-1\0\0\0",
+        b"2\0exit\x000\0",
+        b"1\0other\0" * 20000 + b"4\0exit\x000\0\0\0",
+    ],
+)
+def test_security_forged_records_are_one_line(output: bytes) -> None:
+    with pytest.raises(UserError, match=r"^[^\n]{20,200}$"):
+        namespace._parse(output)
+
+
+def test_security_a_script_does_not_reach_the_pipe_of_the_records(tmp_path: Path) -> None:
+    text = "python x $(readlink /proc/1/fd/1 /proc/2/fd/1; ls /proc/1/fd /proc/2/fd)"
+    assert run(tmp_path, text).commands == [["python", "x"]]
+
+
+def test_security_odd_files_among_the_records_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace, "SECONDS", 5)
+    text = """cd /run/records
+ln -s /dev/zero 0; ln -s /proc/self/environ 1; mkdir 2; touch 3; printf x >4; printf '\\0\\0' >5
+printf 'other\\0a\\0' >6; printf 'run\\0' >7; printf 'branch\\0a\\0' >8; printf 'exit\\0x\\0a\\0b\\0' >zz
+mkdir /run/old; mv /run/out /run/old; ln -s /dev/zero /run/out
+python train.py
+exit 3"""
+    result = run(tmp_path, text)
+    assert (result.commands, result.branches, result.status) == ([["python", "train.py"]], [], 3)
