@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from launch.backends import Backend
 from launch.console import Display
@@ -35,12 +35,14 @@ from launch.rundir import RunDir
 from launch.stops import StopSignals
 from launch.supervisor import Supervisor
 from rlsys.config import Config
+from rlsys.core.folders import replace_file
 from rlsys.http_server.connections import ServerLimits
 from rlsys.http_server.server import guarded_app, serving_in_thread
-from rlsys.obs.coordinator import replace_file
 
 HOST = "127.0.0.1"
 LIMITS = ServerLimits(connections=64, body_bytes=0, head_seconds=10.0)
+PAGE_SECONDS = 1.0
+"""How long scrapes get the same page: rendering it takes milliseconds, and anybody may ask."""
 TARGETS = "prometheus"
 """Folder beside the runs: file_sd_configs globs the files of one folder, not one file in each of many."""
 _NOT_ALLOWED = re.compile(r"[^a-zA-Z0-9_]")
@@ -61,6 +63,9 @@ class Exporter:
         self._status_time: float | None = None
         self._change_time = clock()
         self._lines: dict[str, dict[str, Any]] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._page, self._page_time = b"", 0.0
 
     def phase(self, text: str) -> None:
         self._display.phase(text)
@@ -76,6 +81,13 @@ class Exporter:
             self._change_time = self._status_time
         self._status = status
         self._display.status(status)
+
+    def page(self) -> bytes:
+        """Return all metrics in Prometheus' text format. Scrapes within PAGE_SECONDS get the same page."""
+        current_time = self._clock()
+        if not self._page or not 0 <= current_time - self._page_time < PAGE_SECONDS:
+            self._page, self._page_time = generate_latest(self._registry), current_time
+        return self._page
 
     def describe(self) -> list[Metric]:
         """Return no metrics: they are not known in advance."""
@@ -167,12 +179,9 @@ def serve_metrics(exporter: Exporter, port: int, run: Path, engines: Iterable[st
         UserError: the port is in use.
     """
     path = targets_path(run)
-    registry = CollectorRegistry()
-    registry.register(exporter)
 
-    async def scrape(request: web.Request) -> web.Response:
-        encode, kind = choose_encoder(request.headers.get("Accept", ""))
-        return web.Response(body=encode(registry), headers={"Content-Type": kind})
+    async def scrape(_: web.Request) -> web.Response:
+        return web.Response(body=exporter.page(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     app = guarded_app([web.get("/", scrape), web.get("/metrics", scrape)], LIMITS)
     with serving_in_thread(app, HOST, port, "launch.metrics_port =") as address:

@@ -40,6 +40,7 @@ from launch.guard import adopt_orphans, end_with, run_guarded
 from launch.memory_use import MemoryUse
 from rlsys.core.devices import VARIABLE, visible_devices
 from rlsys.core.errors import UserError
+from rlsys.core.folders import deny_writing_by_others
 from rlsys.core.sockets import FOLDER_VARIABLE, make_folder, remove_folder
 from rlsys.obs.role import format_error
 
@@ -212,6 +213,7 @@ def main() -> int:
     )
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
+    deny_writing_by_others()
     try:
         sockets = make_folder()
     except UserError as e:

@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.rundir import write_atomically
 from rlsys.core.errors import UserError
+from rlsys.core.folders import replace_file
 
 FILE_NAME = "requeues.json"
 
@@ -25,9 +25,8 @@ def may_requeue(run_dir: Path, progress: int, limit: int) -> bool:
     without = 0 if progress > last_progress else without + 1
     if without > limit:
         return False
-    write_atomically(
-        run_dir / FILE_NAME, json.dumps({"progress": max(progress, last_progress), "without": without})
-    )
+    requeues = {"progress": max(progress, last_progress), "without": without}
+    replace_file(run_dir / FILE_NAME, json.dumps(requeues).encode(), sync=True)
     return True
 
 

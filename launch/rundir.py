@@ -22,6 +22,7 @@ import psutil
 
 from rlsys.config import Config, dump_config, identity_fields, load_run_config
 from rlsys.core.errors import RlsysError, UserError, disk_errors
+from rlsys.core.folders import PART, check_owner, deny_writing_by_others, replace_file
 from rlsys.core.owner import Owner, claim
 from rlsys.core.run_files import CONFIG_FILE, EVALUATIONS_FOLDER
 from rlsys.core.sockets import make_folder, remove_folder
@@ -57,23 +58,19 @@ def open_run_dir(config: Config, report: Callable[[str], None]) -> Iterator[RunD
         report: receives a message if processes of a dead supervisor must end first.
 
     Raises:
-        UserError: the folder contains a run of another config, or something else, or its run is in use.
+        UserError: the folder contains a run of another config, or something else, its run is in use, or another
+            user owns it or a file in it.
     """
     path = config.run.dir
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"run.dir = {path}: cannot create it: {e.strerror}") from None
+    make_run_folder(config)
     with disk_errors(path, UserError):
-        if path.stat().st_uid == os.geteuid():  # a folder of somebody else's has the mode that he gave it
-            path.chmod(0o750 if config.run.share == "group" else 0o700)
-        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         with disk_errors(path, UserError):
             _lock(fd, config, report)
             resumed = _check_contents(config)
             (path / "logs").mkdir(exist_ok=True)
-            write_atomically(path / CONFIG_FILE, dump_config(config))
+            replace_file(path / CONFIG_FILE, dump_config(config).encode(), sync=True)
         sockets = make_folder()
         try:
             run_dir = RunDir(path, fd, resumed, claim(path, sockets))
@@ -83,6 +80,25 @@ def open_run_dir(config: Config, report: Callable[[str], None]) -> Iterator[RunD
             remove_folder(sockets)
     finally:
         os.close(fd)
+
+
+def make_run_folder(config: Config) -> None:
+    """Create the run folder, or check that it belongs to this user; only this user may write to it from then on.
+
+    Raises:
+        UserError: another user owns the folder or a file in it, or the disk refuses.
+    """
+    path = config.run.dir
+    deny_writing_by_others()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"run.dir = {path}: cannot create it: {e.strerror}") from None
+    check_owner(path, "run.dir")
+    with disk_errors(path, UserError):
+        if path.stat().st_uid == os.geteuid():  # else the file server maps users
+            path.chmod(0o750 if config.run.share == "group" else 0o700)
+    check_owner(path, "run.dir", entries=True)  # also what others could make until now
 
 
 @contextlib.contextmanager
@@ -133,9 +149,12 @@ def _check_contents(config: Config) -> bool:
             _LOCK,
             "logs",
             EVALUATIONS_FOLDER,  # of `rlsys eval CONFIG` before the first start
-            _part(path / CONFIG_FILE).name,
-        )  # left by a start that failed with a disk error
-        foreign = sorted(p.name for p in path.iterdir() if p.name not in own_files)
+        )
+        foreign = sorted(
+            p.name
+            for p in path.iterdir()
+            if p.name not in own_files and p.suffix != PART  # of a killed start
+        )
         if foreign:
             raise UserError(
                 f"run.dir = {path}: holds {foreign[0]} but no {CONFIG_FILE}; choose another folder"
@@ -171,17 +190,3 @@ def _changed_fields(
             yield from _changed_fields(old, new, f"{name}.")
         elif old != new:
             yield name, old, new
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` atomically: after a crash it has the old or the new text."""
-    part = _part(path)
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(path.name + ".part")

@@ -9,8 +9,8 @@ from typing import Any
 
 from launch import diagnosis
 from launch.process import RoleProcess
-from launch.rundir import write_atomically
 from launch.status import last_lines
+from rlsys.core.folders import replace_file
 
 _STACKS_SECONDS = 1.0
 
@@ -77,4 +77,4 @@ class StallDetector:
             for p in processes
         ]  # fmt: skip
         text = diagnosis.describe(reason, roles, status, diagnosis.read_stacks(self._path, request_time))
-        write_atomically(self._path / diagnosis.ANSWER, text)
+        replace_file(self._path / diagnosis.ANSWER, text.encode(), sync=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.backends.slurm import client
+from launch.rundir import make_run_folder
 from rlsys.config import Config
 from rlsys.core.errors import UserError
 from rlsys.core.imports import module_command
@@ -94,8 +95,9 @@ def job_script(config: Config, config_file: Path, overrides: list[str], options:
 def submit(config: Config, script: str) -> str:
     """Write the script into the run's logs, submit it to Slurm, and return the job's id."""
     path = config.run.dir / SCRIPT
+    make_run_folder(config)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         path.write_text(script, encoding="utf-8")
     except OSError as e:
         raise UserError(f"run.dir = {config.run.dir}: cannot write {SCRIPT} into it: {e.strerror}") from None

@@ -29,7 +29,16 @@ from rlsys.core.types import is_reward
 from rlsys.environments.client import KEY as ENVIRONMENT_KEY
 from rlsys.environments.client import URL as ENVIRONMENT_URL
 from rlsys.http_server.connections import ServerLimits
-from rlsys.http_server.server import Handler, Refusal, api_key, guarded_app, read_json, same_secret, serving
+from rlsys.http_server.server import (
+    AUTHORIZED,
+    Handler,
+    Refusal,
+    api_key,
+    guarded_app,
+    read_json,
+    same_secret,
+    serving,
+)
 
 HOST = "127.0.0.1"
 ALIVE_SECONDS = 15.0
@@ -145,6 +154,7 @@ class Endpoint:
         if session is None or not same_secret(api_key(request), session.key):
             raise Refusal(401, "not the address and key of an agent that runs")
         request[_SESSION] = session
+        request[AUTHORIZED] = True
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rlsys"}

@@ -126,7 +126,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class DistReader:
-    """Reader of a checkpoint. Raises UserError when `folder` is none. `shapes`: of all tensors in it, by key."""
+    """Reader of a checkpoint. Raises UserError when `folder` is none. `shapes`: of all tensors in it, by key.
+    `objects`: keys of what is no tensor; torch unpickles it without limits."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -149,6 +150,7 @@ class DistReader:
             for index, location in metadata.storage_data.items()
         }
         self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
+        self.objects = metadata.state_dict_metadata.keys() - self.shapes.keys()
 
     def check_types(self, keys: Iterable[str]) -> None:
         """Raise UserError for a tensor of `keys` whose stored type is no weight's."""

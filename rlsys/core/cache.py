@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from rlsys.core.errors import UserError, disk_errors
+from rlsys.core.folders import check_owner
 
 
 def cache_folder(name: str) -> Path:
@@ -27,8 +28,8 @@ def cache_folder(name: str) -> Path:
     with disk_errors(folder, UserError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for owned in (folder, folder.parent):
-            status = owned.stat()
-            if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            check_owner(owned)
+            if owned.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise UserError(
                     f"{owned}: writable by other users; expected a private folder (set XDG_CACHE_HOME)"
                 )

@@ -10,12 +10,12 @@ used.
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.core.errors import disk_errors
+from rlsys.core.folders import replace_file
 from rlsys.core.owner import Owner
 
 FOLDER = "engines"
@@ -52,10 +52,8 @@ def write_member(owner: Owner, url: str, tp: int, pool: str | None = None, *, ac
     path = _file(owner, url)
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
-        part = path.with_suffix(".part")
         member = {"epoch": owner.epoch, "url": url, "tp": tp, "pool": pool, "wanted": active}
-        part.write_text(json.dumps(member), encoding="utf-8")
-        os.replace(part, path)
+        replace_file(path, json.dumps(member).encode())
 
 
 def remove_member(owner: Owner, url: str) -> None:

@@ -36,7 +36,7 @@ from rlsys.gateway.fleet import Fleet
 from rlsys.gateway.generation import Generation, Generations, Unavailable
 from rlsys.gateway.metrics import Metrics
 from rlsys.http_server.connections import ServerLimits
-from rlsys.http_server.server import LIMITER, Refusal, bearer_token, guarded_app, same_secret
+from rlsys.http_server.server import AUTHORIZED, LIMITER, Refusal, bearer_token, guarded_app, same_secret
 from rlsys.router.failure_policy import PoisonRequest, RefusedRequest
 
 FORWARDED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
@@ -118,14 +118,14 @@ class Front:
         self._metrics.observe(resource.canonical if resource else "other", status, seconds)
 
     def _check_token(self, request: web.Request) -> None:
-        if request.path in OPEN or (self._token is None and self._admin_token is None):
-            return
-        if _has_token(request, self._admin_token):
+        is_admin, is_client = (_has_token(request, token) for token in (self._admin_token, self._token))
+        request[AUTHORIZED] = is_admin or is_client
+        if request.path in OPEN or (self._token is None and self._admin_token is None) or is_admin:
             return
         if request.path in ADMIN:
-            if _has_token(request, self._token):
+            if is_client:
                 raise Refusal(403, f"{request.path} is for administrators (--admin-token-file)")
-        elif self._token is None or _has_token(request, self._token):
+        elif self._token is None or is_client:
             return
         raise Refusal(401, "a bearer token is required: Authorization: Bearer TOKEN")
 

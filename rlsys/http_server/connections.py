@@ -3,7 +3,11 @@
 A connection is waiting (for a request's head, or between two requests) or served. One that waits longer than
 `head_seconds` is closed, and so is one whose body does not come in time. At `connections` at once, or when few file
 descriptors are left, the one that has waited longest makes room for a new one, so that nobody keeps others out by
-opening connections and saying nothing; when all are being served, the new one is refused.
+opening connections and saying nothing; when all are being served, the new one is refused. One whose client does not
+take its answer also makes room, if that client has shown no token.
+
+A client without a token gets nothing more on a connection after a refusal, and only `requests` answers before: else
+the requests that it has sent in advance would use the event loop for as long as it likes.
 """
 
 from __future__ import annotations
@@ -58,12 +62,14 @@ _FULL = (
 @dataclass(frozen=True)
 class ServerLimits:
     """connections: clients at once. body_bytes: of a request. head_seconds: for the lines of a request up to its
-    body, and for a part of an answer to be taken. body_seconds: for a body, and one more for each MiB of it."""
+    body, and for a part of an answer to be taken. body_seconds: for a body, and one more for each MiB of it.
+    requests: on a connection, of a client without a token."""
 
     connections: int = 1024
     body_bytes: int = 2**20
     head_seconds: float = 30.0
     body_seconds: float = 10.0
+    requests: int = 16
 
     def seconds_for(self, length: int | None) -> float:
         """Return the seconds for a body of `length` bytes; None is a length that was not announced."""
@@ -83,6 +89,8 @@ class ConnectionLimiter:
         self._requests_in_progress: set[asyncio.BaseTransport] = set()
         self._peers: dict[Any, asyncio.BaseTransport] = {}
         """Address of the client -> connection."""
+        self._answers: dict[asyncio.BaseTransport, int] = {}
+        """Connection -> answers to requests without a token."""
         self.counts = dict.fromkeys(("refused", "evicted", "late_heads", "late_bodies"), 0)
         """Connections since the start: refused because all were being served, closed to make room, closed because a
         head or a body did not come in time."""
@@ -99,6 +107,15 @@ class ConnectionLimiter:
             headers = dict(scope.get("headers") or ())
             length, complete = headers.get(b"content-length", b""), False
 
+            async def send_counted(message: Scope) -> None:
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                    authorized = b"authorization" in headers and status not in (401, 403)
+                    if transport is not None and self.is_last(transport, status, authorized=authorized):
+                        closing = (b"connection", b"close")
+                        message = {**message, "headers": [*message.get("headers", ()), closing]}
+                await send(message)
+
             async def received() -> Scope:
                 nonlocal complete
                 message: Scope = await receive()
@@ -113,7 +130,7 @@ class ConnectionLimiter:
             timer = loop.call_later(seconds, lambda: None if complete else self.late_body(transport))
             self.begin(transport)
             try:
-                await app(scope, received, send)
+                await app(scope, received, send_counted)
             finally:
                 timer.cancel()
                 self.end(transport)
@@ -130,6 +147,7 @@ class ConnectionLimiter:
             self._max_connections = self.limits.connections
         if open_connections >= self._max_connections:
             idle = next((t for t in self._waiting if not _unread(t)), None)
+            idle = idle or next((t for t in self._waiting if t in self._answers), None)
             if idle is None:
                 self._count("refused")
                 return False
@@ -152,6 +170,19 @@ class ConnectionLimiter:
             self._requests_in_progress.discard(transport)
             self._wait(transport)
 
+    def is_last(self, transport: asyncio.BaseTransport, status: int, *, authorized: bool) -> bool:
+        """Count an answer that begins; return whether the connection has to end with it.
+
+        Args:
+            transport: The connection.
+            status: Of the answer, in HTTP.
+            authorized: Whether the request carries a token of this server.
+        """
+        if authorized:
+            return False
+        self._answers[transport] = self._answers.get(transport, 0) + 1
+        return status >= 400 or self._answers[transport] >= self.limits.requests
+
     def late_body(self, transport: asyncio.BaseTransport | None) -> None:
         """Close a connection whose body has not arrived in time."""
         self._count("late_bodies")
@@ -160,6 +191,7 @@ class ConnectionLimiter:
 
     def on_connection_lost(self, transport: asyncio.BaseTransport) -> None:
         self._requests_in_progress.discard(transport)
+        self._answers.pop(transport, None)
         if timer := self._waiting.pop(transport, None):
             timer.cancel()
         peer = transport.get_extra_info("peername")

@@ -39,6 +39,8 @@ ErrorForm = Callable[[int, str], web.Response]
 Statuses = Mapping[type[Exception], int]
 
 LIMITER = web.AppKey("limiter", ConnectionLimiter)
+AUTHORIZED = web.RequestKey("authorized", bool)
+"""Set for a request that carries a token, or comes from this process' user."""
 BACKLOG = 1024
 _ACCEPTS = 1
 """Connections that asyncio accepts before it lets the limiter look at them: its name for this is backlog."""
@@ -95,7 +97,8 @@ def guarded_app(
         limits: of its connections and bodies.
         form: makes the answer to an error.
         statuses: HTTP status of exceptions beside UserError (400) and RunError (500); the nearest class counts.
-        admit: raises Refusal for a request of somebody who may not ask. It runs before any of the body is read.
+        admit: raises Refusal for a request of somebody who may not ask. It runs before any of the body is read. It
+            sets AUTHORIZED for who has a token: others get few answers on a connection, and none after a refusal.
         observe: is given each request, the status of its answer, and the seconds until its end.
     """
     limiter = ConnectionLimiter(limits)
@@ -141,7 +144,16 @@ def guarded_app(
         except tuple(all_statuses) as e:
             return form(next(all_statuses[kind] for kind in type(e).__mro__ if kind in all_statuses), str(e))
 
+    async def end_connection(request: web.Request, response: web.StreamResponse) -> None:
+        authorized = request.get(AUTHORIZED, False)
+        if request.transport is not None and limiter.is_last(
+            request.transport, response.status, authorized=authorized
+        ):
+            response.force_close()
+            response.headers["Connection"] = "close"
+
     app = web.Application(client_max_size=limits.body_bytes, middlewares=[limited, error_middleware])
+    app.on_response_prepare.append(end_connection)
     app[LIMITER] = limiter
     app.add_routes(routes)
     return app
@@ -299,6 +311,7 @@ async def check_same_user(request: web.Request) -> None:
     ends = [request.transport.get_extra_info(name) for name in ("peername", "sockname")]
     if await asyncio.to_thread(user_of_client, *ends) != os.geteuid():
         raise Refusal(403, f"{request.path[:200]}: for the user of this server only")
+    request[AUTHORIZED] = True
 
 
 def bearer_token(request: web.Request) -> str:

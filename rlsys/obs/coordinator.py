@@ -24,6 +24,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rlsys.core.errors import RunError, disk_errors
+from rlsys.core.folders import replace_file
 from rlsys.core.owner import FOLDER, KEY_HEADER, Owner, current_owner
 from rlsys.core.sockets import UnixConnection, exchange
 
@@ -168,10 +169,3 @@ def answer_requests(run_dir: Path, get: Callable[[str], bytes | None], report: C
                 write_response(run_dir, name, body)
             except OSError as e:  # the reader has a timeout
                 report(f"cannot write the response to rlsys {name}: {e.strerror}")
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically: readers see the old content or the new."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from rlsys.core.errors import UserError, disk_errors
-from rlsys.obs.coordinator import replace_file
+from rlsys.core.folders import replace_file
 
 FOLDER = "trained"
 

@@ -33,7 +33,15 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.evaluation.evaluation import open_sets
 from rlsys.http_server.connections import ServerLimits
-from rlsys.http_server.server import Handler, Refusal, error_text, guarded_app, same_secret, serving
+from rlsys.http_server.server import (
+    AUTHORIZED,
+    Handler,
+    Refusal,
+    error_text,
+    guarded_app,
+    same_secret,
+    serving,
+)
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.samples import SampleQuery, SamplesAnswer, check_query
 from rlsys.ledger.store import FILE_NAME
@@ -143,6 +151,7 @@ class Access:
         """Raises Refusal (403) for everybody who cannot read the owner's file."""
         if not same_secret(request.headers.get(KEY_HEADER, ""), self._owner.key):
             raise Refusal(403, f"{request.path}: not the key of this run's launch ({KEY_HEADER})")
+        request[AUTHORIZED] = True
 
     def check_trainer(self, request: web.Request) -> None:
         """Check the trainer.

@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from rlsys.core.errors import UserError
 from rlsys.http_server.connections import ServerLimits
-from rlsys.http_server.server import Handler, Refusal, api_key, guarded_app
+from rlsys.http_server.server import AUTHORIZED, Handler, Refusal, api_key, guarded_app
 from rlsys.tenants.keys import Keys
 from rlsys.tenants.ledger import Conflict, LimitExceeded
 from rlsys.tenants.messages import UnsupportedRequest, read_request
@@ -123,6 +123,7 @@ class Front:
         if tenant is None and request.path != _HEALTH:
             raise Refusal(401, "X-API-Key: no key of this server")
         request[_TENANT] = tenant or ""
+        request[AUTHORIZED] = tenant is not None
 
     def _for_tenant(self, answer: Answer) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:

@@ -22,7 +22,7 @@ from aiohttp import web
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.texts import shorten
 from rlsys.http_server.connections import ServerLimits
-from rlsys.http_server.server import Refusal, guarded_app, same_secret, serving
+from rlsys.http_server.server import AUTHORIZED, Refusal, guarded_app, same_secret, serving
 from rlsys.ledger.samples import SampleQuery, check_query
 from rlsys.obs.coordinator import CoordinatorUnreachable
 from rlsys.viewer.reading import RunTexts, arrays_of
@@ -96,6 +96,7 @@ class Dashboard:
             raise page
         if not same_secret(request.cookies.get(self._cookie, ""), self._token):
             raise Refusal(403, "rlsys dash: open the link that it printed, with its token")
+        request[AUTHORIZED] = True
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         return web.FileResponse(STATIC / "index.html")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from rlsys.core.errors import RunError
-from rlsys.trainer.checkpoints import checkpoint
+from rlsys.core.errors import RlsysError, RunError
+from rlsys.trainer.checkpoints import checkpoint, manifest
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 
@@ -69,6 +76,41 @@ def test_a_flipped_byte_is_named(victim: str, trainer: Trainer) -> None:
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(RunError, match=rf"step-000002: .* {victim} is not what was written .* of step 1"):
+        trainer.load_checkpoint()
+
+
+@pytest.mark.parametrize("kind", ["function", "object"])
+def test_security_h4_a_planted_checkpoint_runs_no_code_on_resume(
+    kind: str, trainer: Trainer, tmp_path: Path
+) -> None:
+    """The checksums of a planted checkpoint are right. torch reads `.metadata` and objects with pickle.load."""
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return open, (str(tmp_path / "made"), "w")
+
+    cases.save(trainer, 1)
+    step = folder(trainer) / "step-000001"
+    planted: Any = Code()
+    if kind == "object":
+        planted = pickle.loads((step / ".metadata").read_bytes())
+        key = next(key for key in planted.state_dict_metadata if key.startswith("decoder"))
+        torch.save(Code(), step / "code.distcp")
+        size = (step / "code.distcp").stat().st_size
+        shape = planted.state_dict_metadata[key].size
+        planted.state_dict_metadata[key] = BytesStorageMetadata()
+        planted.state_dict_metadata[key].size = shape
+        planted.storage_data[MetadataIndex(key)] = _StorageInfo("code.distcp", 0, size)
+    (step / ".metadata").write_bytes(pickle.dumps(planted))
+    about = json.loads((step / manifest.NAME).read_text())
+    for name in (".metadata", *(p.name for p in step.glob("code.distcp"))):
+        about["files"][name] = hashlib.sha256((step / name).read_bytes()).hexdigest()
+    (step / manifest.NAME).write_text(json.dumps(about))
+    message = "which no checkpoint needs" if kind == "function" else "as an object; expected a tensor"
+    with contextlib.suppress(Exception):
+        trainer.load_checkpoint()
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(RlsysError, match=message):
         trainer.load_checkpoint()
 
 

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
@@ -104,6 +106,10 @@ def load_weights(path: Path, model: Chunks) -> None:
 
 
 def _load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Load `state`. What unpickles any object, torch's own reader, gets only what DistReader has accepted."""
+    requested_objects = {part.unique_key for part in nested_values(state) if isinstance(part, ShardedObject)}
+    if objects := sorted(DistReader(path).objects - requested_objects):
+        raise RunError(f"{path}: holds {objects[0]} as an object; expected a tensor")
     try:
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(path)), _replica_group()

@@ -237,13 +237,13 @@ async def test_who_hangs_up_is_told_to_the_server_behind_the_limiter() -> None:
 
 
 @asynccontextmanager
-async def uvicorn_server(limits: ServerLimits) -> AsyncIterator[int]:
+async def uvicorn_server(limits: ServerLimits, status: int = 200) -> AsyncIterator[int]:
     import uvicorn
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
             pass
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"4")]})
         await send({"type": "http.response.body", "body": b"here"})
 
     config = uvicorn.Config(app, lifespan="off", log_level="critical")
@@ -281,3 +281,17 @@ async def test_an_engines_heads_and_bodies_have_their_time() -> None:
             writer.write(begun)
             assert await ended(reader) == b""
         assert b"200 OK" in await _post(port, b"{}")
+
+
+async def test_security_h6_an_engine_does_nothing_after_a_refusal_and_few_requests_without_a_key() -> None:
+    for status, most in ((401, 1), (404, 1), (200, 16)):
+        async with uvicorn_server(ServerLimits(), status) as port:
+            for headers, count in (
+                (b"", most),
+                (b"Authorization: Bearer key\r\n", 1 if status == 401 else 100),
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                raw = b"GET / HTTP/1.1\r\nHost: x\r\n%b\r\n" % headers
+                writer.write(raw * 99 + raw.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+                assert (await ended(reader)).count(b"HTTP/1.1") == count, (status, headers)
+                writer.close()

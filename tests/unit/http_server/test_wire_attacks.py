@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import hashlib
 import logging
 import socket
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 import psutil
 import pytest
 from aiohttp import web
 
 from rlsys.http_server.connections import ServerLimits
-from rlsys.http_server.server import Refusal, guarded_app, read_json, serving
+from rlsys.http_server.server import LIMITER, Refusal, guarded_app, read_json, serving
+from rlsys.tenants.front import Front, ServerInfo
+from rlsys.tenants.keys import Keys
+from rlsys.tenants.service import Service
+from rlsys.viewer.server import Dashboard
 
 LIMITS = ServerLimits(connections=64, body_bytes=2**16)
 POST = b"POST /body HTTP/1.1\r\nHost: x\r\n"
@@ -189,3 +195,81 @@ async def test_security_a_half_closed_connection_is_closed(begun: bytes) -> None
             await reader.read()  # until the server closes, too
         writer.close()
         assert b" 200 " in await asked(port, b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
+# -- requests in advance, without a token ---------------------------------------------------------------------
+
+IN_ADVANCE = 100
+
+
+async def answers_to(port: int, raw: bytes, head: bytes) -> tuple[int, bytes]:
+    """Count the answers to `IN_ADVANCE` requests that are sent at once, and return all that comes with them."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(raw * (IN_ADVANCE - 1) + raw.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+    received = bytearray()
+    with contextlib.suppress(ConnectionError):  # what the server does not read resets the connection
+        while part := await reader.read(2**16):
+            received += part
+    writer.close()
+    return received.count(head), bytes(received)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        GET + b"\r\n",
+        b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PUT /quick HTTP/1.1\r\nHost: x\r\n\r\n",
+        POST + b"Content-Length: 0\r\n\r\n",
+        b"GET /quick HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n\r\n",
+    ],
+    ids=["401", "404", "405", "400", "415"],
+)
+async def test_security_h6_nothing_is_done_after_a_refusal(raw: bytes) -> None:
+    async with server() as port:
+        count, received = await answers_to(port, raw, b"HTTP/1.1 4")
+    assert count == 1 and b"Connection: close" in received
+
+
+async def test_security_h6_a_client_without_a_token_gets_few_answers_on_a_connection() -> None:
+    async with server() as port:
+        count, received = await answers_to(port, b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200")
+    assert count == 16 and received.count(b"Connection: close") == 1
+
+
+async def test_security_h6_an_answer_that_nobody_takes_makes_room_for_others() -> None:
+    """Before: clients that ask for much and read nothing held all places as long as they liked."""
+
+    async def much(_: web.Request) -> web.Response:
+        return web.Response(body=bytes(64 * 2**20))
+
+    app = guarded_app([web.get("/much", much)], ServerLimits(connections=2, head_seconds=3600))
+    async with serving(app, "127.0.0.1") as url:
+        port = int(url.rpartition(":")[2])
+        readers = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /much HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+            readers.append((reader, writer))
+        line = await asked(port, b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n")
+        for _, writer in readers:
+            writer.transport.abort()
+    assert b" 404 " in line and app[LIMITER].counts["evicted"] == 1
+
+
+SERVERS: dict[str, Callable[[], web.Application]] = {
+    "tenants": lambda: Front(cast(Service, None), Keys({"a": "key"}), cast(ServerInfo, None)).app(),
+    "dashboard": lambda: Dashboard([], "key").app(),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize("key", ["", "key"])
+async def test_security_h6_a_key_keeps_the_connection(name: str, key: str) -> None:
+    app = SERVERS[name]()
+    async with serving(app, "127.0.0.1") as url:
+        cookie = f"rlsys-dash-{hashlib.sha256(b'key').hexdigest()[:8]}={key}"
+        raw = f"GET /nowhere HTTP/1.1\r\nHost: x\r\nX-Api-Key: {key}\r\nCookie: {cookie}\r\n\r\n".encode()
+        count, _ = await answers_to(int(url.rpartition(":")[2]), raw, b"HTTP/1.1 4")
+    assert count == (IN_ADVANCE if key else 1)

@@ -133,6 +133,24 @@ def test_silence_is_measured_until_something_changes() -> None:
     assert quiet() == 0.0
 
 
+def test_security_h6_scrapes_within_a_second_are_rendered_once(tmp_path: Path) -> None:
+    now, rendered = [1000.0], 0
+
+    def roles() -> dict[str, RoleStatus]:
+        nonlocal rendered
+        rendered += 1
+        return {"trainer": RoleStatus(True, rendered)}
+
+    exporter = Exporter(Quiet(), clock=lambda: now[0])
+    exporter.roles = roles
+    with serve_metrics(exporter, 0, tmp_path, []) as port:
+        for count in (1, 2):
+            for _ in range(5):
+                assert scrape(port)["rlsys_role_starts_total", "trainer"] == count
+            assert rendered == count
+            now[0] += 1
+
+
 def test_a_port_in_use_is_one_line(exporter: Exporter, tmp_path: Path) -> None:
     with (
         serve_metrics(exporter, 0, tmp_path, []) as port,

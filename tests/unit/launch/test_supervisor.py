@@ -361,12 +361,12 @@ def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
     """Before: the supervisor ended with a traceback, and the run with it."""
     monkeypatch.setattr(supervisor, "STATUS_SECONDS", 0.02)
 
-    def full(path: Path, *_: object) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
         (stage.folder / f"refused {path.name}").touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(coordinator, "replace_file", full)
-    monkeypatch.setattr("launch.stall_detector.write_atomically", full)
+    monkeypatch.setattr("launch.stall_detector.replace_file", full)
     monkeypatch.setattr("launch.stall_detector._STACKS_SECONDS", 0.02)
     asks = "wait_for('rollout probed')\nrun = here / 'run'\n(run / '.ask').mkdir()\n"
     asks += "(run / '.ask/ledger').touch(); (run / '.diagnose').touch()\n"

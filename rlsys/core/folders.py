@@ -1,0 +1,82 @@
+"""Folders and files at predictable paths: another user may have made them first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import secrets
+import tempfile
+from pathlib import Path
+
+from rlsys.core.errors import UserError, disk_errors
+
+PART = ".part"
+"""End of the name of a file until it is complete."""
+
+
+def check_owner(folder: Path, field: str = "", *, entries: bool = False) -> None:
+    """Check that a folder belongs to this user, and a link to it too.
+
+    This user is the owner of a file that this process makes in the folder: a file server may map users, root for one.
+
+    Args:
+        folder: An existing folder.
+        field: Name of the setting, for the message.
+        entries: Also check what lies directly in the folder, which may also be root's.
+
+    Raises:
+        UserError: Another user owns it.
+    """
+    name = f"{field} = {folder}" if field else str(folder)
+    with disk_errors(folder, UserError):
+        with tempfile.TemporaryFile(dir=folder, suffix=PART) as probe:
+            user = os.fstat(probe.fileno()).st_uid
+        for status in (folder.lstat(), folder.stat()):
+            if status.st_uid != user:
+                raise UserError(
+                    f"{name}: belongs to {_user_name(status.st_uid)}; expected a folder of {_user_name(user)}"
+                )
+        owners = {}
+        for entry in sorted(os.listdir(folder)) if entries else ():
+            with contextlib.suppress(FileNotFoundError):  # a run at work deletes files
+                owners[entry] = (folder / entry).lstat().st_uid
+    for entry, owner in owners.items():
+        if owner not in (user, 0):
+            raise UserError(
+                f"{name}: {entry} in it belongs to {_user_name(owner)}; expected files of {_user_name(user)}"
+            )
+
+
+def _user_name(user: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"user {user}"
+
+
+def deny_writing_by_others() -> None:
+    """Let files and folders that this process and its children make be writable for this user only."""
+    os.umask(os.umask(0o077) | 0o022)
+
+
+def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Replace a file atomically: readers see the old content or the new. No link that lies there is followed.
+
+    Args:
+        path: The file.
+        content: Its new content.
+        sync: Write it to the disk first, so that a crash leaves the old or the new content.
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
