@@ -194,7 +194,7 @@ def test_spaces_stay_in_one_option_and_line_breaks_are_refused(tmp_path: Path) -
 def test_a_run_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\n")
-    with pytest.raises(UserError, match=r"cannot write logs/submit\.sbatch into it: Not a directory"):
+    with pytest.raises(UserError, match=r"run.dir = .*c.yaml: cannot create it: File exists"):
         submit(load_config(file, [f"run.dir={file}"]), "#!/bin/bash\n")
 
 
