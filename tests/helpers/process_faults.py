@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -40,12 +41,19 @@ def limit_files(pid: int, size: int) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
+def double_request(data: bytes) -> bytes:
+    """Double a block that is a whole HTTP request: a part of one, doubled, is no request."""
+    head, end, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)content-length: *(\d+)", head)
+    return data * 2 if end and len(body) == int(length[1] if length else 0) else data
+
+
 def strike_link(link: Proxy, fault: str, rng: random.Random) -> None:
     """Start a fault of a link that carries plain HTTP."""
     if fault == "flipped":  # the first byte of what is sent: plain HTTP does not notice others
         link.change(lambda data: bytes([data[0] ^ 1]) + data[1:])
     elif fault == "doubled":
-        link.change(lambda data: data * 2)
+        link.change(double_request)
     else:
         disturb(link, fault, rng)
 

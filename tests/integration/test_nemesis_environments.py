@@ -25,7 +25,7 @@ from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.environments.client import EnvironmentFailed, RemoteEpisode
 from rlsys.environments.serve import KEY
 from rlsys.generators.environment_services import Service
-from tests.helpers.process_faults import limit_files
+from tests.helpers.process_faults import double_request, limit_files
 from tests.helpers.proxy import Proxy
 from tests.helpers.servers import ROOT
 from tests.integration.test_nemesis_services import draw
@@ -118,7 +118,7 @@ async def strike(service: Service, link: Proxy, fault: str, rng: random.Random) 
         link.slow(rng.uniform(0.05, 0.5))
         await asyncio.sleep(2)
     elif fault == "doubled":
-        link.change(lambda data: data * 2)
+        link.change(double_request)
         await asyncio.sleep(1)
     elif fault == "flipped":
         link.change(lambda data: bytes([data[0] ^ 1]) + data[1:] if rng.random() < 0.2 else data)
