@@ -86,7 +86,7 @@ class Results:
 
 @contextlib.contextmanager
 def role(module: str, *args: str, log: Path, owner: Owner) -> Iterator[subprocess.Popen[bytes]]:
-    """One process of the run under a keeper: it ends with this bench, whatever happens."""
+    """Run one process of the run under a keeper, which ends it with this bench, whatever happens."""
     argv = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", sys.executable, "-m", module, *args]
     with (
         log.open("wb") as out,

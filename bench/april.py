@@ -115,7 +115,7 @@ class Loop:
         return taken
 
     async def push(self) -> None:
-        """What trainer and rollout do between two steps."""
+        """Do what trainer and rollout do between two steps."""
         with self._phase("begin"):
             ticket = await self._manager.begin_push()
         with self._phase("send"):
@@ -311,8 +311,11 @@ def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
         return float(costs[cost][mode][f"{of}_tokens_per_s"]["median"])
 
     def share(cost: str, mode: str = "april-2") -> float:
-        """Of what the engine samples when it is always full. Tokens that are sampled, since few long responses make
-        most of the trained ones, and when they end is chance; in the long run both are the same."""
+        """Return the share of what the engine samples when it is always full.
+
+        It counts sampled tokens, since few long responses make most of the trained ones, and when they end is chance;
+        in the long run both are the same.
+        """
         return rate(cost, mode, "sampled") / rate(cost, "saturated", "sampled")
 
     def of_bound(cost: str) -> float:

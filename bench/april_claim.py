@@ -95,7 +95,7 @@ def interval(differences: list[float]) -> list[float] | None:
 
 
 def compared(runs: dict[float, list[Claimed]]) -> dict[str, Any]:
-    """Of each N'/N its figures; ratios and differences against N'/N = 1, seed by seed."""
+    """Return the figures of each N'/N, and ratios and differences against N'/N = 1, seed by seed."""
     out: dict[str, Any] = {}
     for ratio, own in runs.items():
         pairs = list(zip(runs[1.0], own, strict=True))

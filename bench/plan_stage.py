@@ -198,7 +198,10 @@ def running_role(role: Role, env: dict[str, str], folder: Path) -> Iterator[subp
 
 
 def wait_for(folder: Path, roles: Sequence[subprocess.Popen[bytes]], kind: str, n: int) -> None:
-    """Until metrics.jsonl has so many lines of this kind. Ends the bench when that takes too long, or a role ends."""
+    """Wait until metrics.jsonl has this many lines of this kind.
+
+    It ends the bench when that takes too long, or a role ends.
+    """
     deadline = time.monotonic() + PATIENCE
     path = folder / "metrics.jsonl"
     while True:

@@ -59,6 +59,10 @@ _FULL = (
 )
 
 
+_ENGINE_OPEN_PATHS = ("/health", "/ready", "/metrics")
+"""Starts of the paths that SGLang answers without a key (sglang/srt/utils/auth.py)."""
+
+
 @dataclass(frozen=True)
 class ServerLimits:
     """connections: clients at once. body_bytes: of a request. head_seconds: for the lines of a request up to its
@@ -110,7 +114,8 @@ class ConnectionLimiter:
             async def send_counted(message: Scope) -> None:
                 if message["type"] == "http.response.start":
                     status = message["status"]
-                    authorized = b"authorization" in headers and status not in (401, 403)
+                    needs_key = not scope["path"].startswith(_ENGINE_OPEN_PATHS)
+                    authorized = needs_key and b"authorization" in headers and status not in (401, 403)
                     if transport is not None and self.is_last(transport, status, authorized=authorized):
                         closing = (b"connection", b"close")
                         message = {**message, "headers": [*message.get("headers", ()), closing]}

@@ -295,3 +295,12 @@ async def test_security_h6_an_engine_does_nothing_after_a_refusal_and_few_reques
                 writer.write(raw * 99 + raw.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
                 assert (await ended(reader)).count(b"HTTP/1.1") == count, (status, headers)
                 writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/health_generate", b"/ready", b"/metrics"])
+async def test_security_h6_a_header_proves_nothing_where_an_engine_asks_for_no_key(path: bytes) -> None:
+    async with uvicorn_server(ServerLimits()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer no key\r\n\r\n" % path * 100)
+        assert (await ended(reader)).count(b"HTTP/1.1") == ServerLimits().requests
+        writer.close()
