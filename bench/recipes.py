@@ -11,10 +11,12 @@ a kill: finished records and stages are not run again, and a run folder continue
 
 `--short` has fewer steps (`short` of recipe.yaml) and its own recorded range. `--record` writes the scores, curves
 and seconds of all finished records into expected.json, and the pages. `--turn` selects one recipe whose short form
-needs no package and has a range; commits take turns.
+needs no package and has a range; commits take turns. `--model` runs a recipe with another model, and prints where its
+figures differ from the recorded ones of the recipe's model.
 
     score   accuracy or mean reward on the held-out prompts: `base` of the model, `start` before RL, `end` after it
     interval, of five seeds or more: 95 % of the mean, by Student's t
+    signals of training: means over the first and the last quarter of the RL steps
     range   of `end`, for one more run: Student's prediction interval, at least as wide as Wilson's for the prompts
 
 Exit code 1: a score below its range, whose curve is printed, or a stage that failed. 2: a model's package, a recipe
@@ -41,9 +43,11 @@ from typing import Any, NamedTuple
 import yaml
 from april_claim import T_975, interval
 from measure import ROOT, machine, say
+from recipe_comparison import comparison_lines, signals
 from recipe_pages import FOLDER, curve_lines, names, write_pages
 
 from launch.environment import CPU_HOST
+from rlsys.config import load_config
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.evaluation.pass_at_k import wilson
 from rlsys.obs.metrics import read_metrics
@@ -295,8 +299,10 @@ def run(place: Place) -> dict[str, Any]:
         "recipe": recipe.name, "form": place.form, "seed": place.seed, "model": place.model_folder.name,
         "score": recipe.score, "prompts": metrics.evals[-1]["prompts"],
         **scores, "start": curve[0][1], "end": curve[-1][1], "curve": curve,
-        "rewards": [round(s["reward"], DIGITS) for s in metrics.steps],
-        "warnings": [w["name"] for w in metrics.warnings], "stages": stages, "machine": machine(),
+        "rewards": [round(s["reward"], DIGITS) for s in metrics.steps], "signals": signals(metrics.steps),
+        "groups": load_config(recipe.folder / "rl.yaml", place.overrides("rl")).rollout.groups_per_step,
+        "warnings": [{key: w[key] for key in ("step", "name", "seen", "knob")} for w in metrics.warnings],
+        "stages": stages, "machine": machine(),
     }  # fmt: skip
     write_json(place.record, record)
     for stage in recipe.stages:  # gigabytes, and nothing continues from them
@@ -329,7 +335,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             figures[key]["range"] = prediction(values, records[0]["prompts"]) if enough else None
     start, end = figures["start"]["interval"], figures["end"]["interval"]
     figures["gain"] = "not yet measured" if not start else "shown" if end[0] > start[1] else "no gain shown"
-    keys = ("base", "start", "end", "curve", "stages", "warnings", "machine")
+    keys = ("base", "start", "end", "curve", "signals", "stages", "warnings", "machine")
     figures["seeds"] = {str(r["seed"]): {k: r[k] for k in keys if k in r} for r in records}
     return figures
 
@@ -357,14 +363,8 @@ def regression(record: Mapping[str, Any], expected: Mapping[str, Any], own_model
     )
     bounds = expected.get("end", {}).get("range")
     if not own_model:
-        mean_end = expected.get("end", {}).get("mean")
-        base = (
-            f"{record['base']:.3f} before training" if "base" in record else f"{record['start']:.3f} at first"
-        )
-        print(
-            f"{title} with {record['model']} ({base}); the recipe's own model: {mean_end}, {bounds}. Not compared."
-        )
-        print("\n".join(curve_lines(record["curve"])))
+        print(f"{title} with {record['model']}: no regression is judged for another model")
+        print("\n".join([*curve_lines(record["curve"]), *comparison_lines(record, expected)]))
         return False
     if not bounds:
         print(f"{title}; no range recorded: not yet measured")

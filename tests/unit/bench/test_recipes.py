@@ -17,6 +17,7 @@ import psutil
 import pytest
 import recipe_pages
 import recipes
+from recipe_comparison import comparison_lines, signals
 from recipes import MODELS, Place, Recipe
 
 from examples.recipes import smollm2
@@ -191,6 +192,8 @@ class Commands:
             writer = MetricsWriter(run)
             for step, accuracy in ((0, 0.25), (4, self.accuracy)):
                 writer.write("eval", step, accuracy=accuracy, reward=accuracy, prompts=128)
+            for step in range(1, 5):
+                writer.write("step", step, reward=step / 10, effective_groups=1)
             writer.close()
         elif stage == "data.py":
             subprocess.run([sys.executable, *argv], check=True)
@@ -257,10 +260,48 @@ def test_another_model_has_its_own_folder_and_is_not_compared(
     assert "smollm2.py" not in commands.stages
     assert f"model.path={other}" in commands.argv[commands.stages.index("sft")]
     assert record["model"] == "other" and place.folder.name == "full-0-other"
-    expected = {"end": {"mean": 0.9, "range": [0.8, 1.0]}}
-    assert not recipes.regression(record, expected, own_model=False)
-    told = capsys.readouterr().out
-    assert "0.500 with other (0.500 before training); the recipe's own model: 0.9, [0.8, 1.0]" in told
+    own = recipes.summary([record_of(i, 0.9) for i in range(5)])
+    assert not recipes.regression(record, own, own_model=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "addition full seed 0: accuracy 0.500 with other: no regression is judged for another model",
+        "  step    0   0.250  ##########",
+        "  step    4   0.500  ####################",
+        "| | other | the recipe's model, 5 runs |",
+        "|---|---|---|",
+        "| accuracy, the model as published | 0.500 | 0.050 |",
+        "| accuracy, before RL | 0.250 | 0.400 |",
+        "| accuracy, after RL | 0.500 | 0.900 |",
+        "| reward in training, first -> last quarter of the steps | 0.1 -> 0.4 | 0.2 -> 0.5 |",
+        "| groups with a gradient, a step, first -> last quarter of the steps | 1 -> 1 | 4 -> 6 |",
+        "The warm start raised nothing: accuracy 0.500 before it, 0.250 after it. Its steps, learning rate or chat "
+        "template do not suit this model.",
+        "1 of 8 groups a step give a gradient at the end (reward 0.400: nearly no response is right).",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"signals": {"truncated_share": [0.0, 0.5]}}, "50% of the responses are cut off"),
+        ({"signals": {"sampled_entropy": [1.0, 0.05]}}, "The entropy collapsed: 1 to 0.05 nats"),
+        ({"end": 0.3}, "RL lowered the accuracy: 0.400 to 0.300"),
+        (
+            {"warnings": [{"step": 8, "name": "n", "seen": "Accuracy falls", "knob": "Lower trainer.lr"}]},
+            "Warning at step 8: Accuracy falls. Lower trainer.lr.",
+        ),
+        ({}, "Nothing in this run's signals explains a difference"),
+    ],
+)
+def test_a_comparison_names_the_reasons(changes: dict[str, Any], line: str) -> None:
+    record = record_of(0, 0.5) | changes
+    (reason,) = [text for text in comparison_lines(record, {}) if not text.startswith("|")]
+    assert reason.startswith(line)
+
+
+def test_signals_are_means_of_the_first_and_the_last_quarter() -> None:
+    steps = [{"reward": i, "grad_norm": 1.0} for i in range(8)]
+    assert signals(steps) == {"reward": [0.5, 6.5], "grad_norm": [1.0, 1.0]}
+    assert signals([]) == {}
 
 
 def test_other_data_are_refused(commands: Commands, tmp_path: Path) -> None:
@@ -278,6 +319,7 @@ def record_of(seed: int, end: float, start: float = 0.4) -> dict[str, Any]:
     return {
         "recipe": "addition", "form": "full", "seed": seed, "model": "SmolLM2-135M-Instruct", "score": "accuracy",
         "prompts": 256, "base": 0.05, "start": start, "end": end, "curve": [[0, start], [8, end]], "warnings": [],
+        "groups": 8, "signals": {"reward": [0.2, 0.5], "effective_groups": [4, 6]},
         "stages": {"rl": {"wall_seconds": 2.0, "cpu_seconds": 1.0}}, "machine": {"cores": 2},
     }  # fmt: skip
 

@@ -1,0 +1,96 @@
+"""A recipe's run with another model, compared with the recorded runs of the recipe's own model.
+
+The scores alone do not say why another model ends higher or lower. `comparison_lines` names where the two differ:
+before training, after the warm start, in the groups that give a gradient, in responses that are cut off, in the
+entropy, and in the run's warnings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+SIGNALS = {
+    "reward": "reward in training",
+    "effective_groups": "groups with a gradient, a step",
+    "truncated_share": "share of responses cut off",
+    "response_len_mean": "tokens of a response",
+    "sampled_entropy": "entropy of a token, nats",
+    "grad_norm": "gradient norm",
+}
+"""Metrics of a step, and their names in the comparison."""
+SCORES = {"base": "the model as published", "start": "before RL", "end": "after RL"}
+FEW_GROUPS = 0.25
+"""Share of a step's groups below which most of the sampling gives no gradient."""
+MANY_TRUNCATED = 0.25
+COLLAPSED = 0.1
+"""Entropy at the end, divided by that at the beginning."""
+DIGITS = 4
+
+
+def signals(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return the means of each signal over the first and the last quarter of the steps."""
+    quarter = max(1, len(steps) // 4)
+    return {
+        name: [round(mean(s[name] for s in part), DIGITS) for part in (steps[:quarter], steps[-quarter:])]
+        for name in SIGNALS
+        if steps and all(name in step for step in steps)
+    }
+
+
+def comparison_lines(record: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the table and the explanations.
+
+    Args:
+        record: Of the run with another model: bench/recipes.py `run`.
+        expected: One form of the recipe's expected.json; empty if nothing is recorded.
+    """
+    own = list(expected.get("seeds", {}).values())
+    yield f"| | {record['model']} | the recipe's model, {len(own)} runs |"
+    yield "|---|---|---|"
+    for key, title in SCORES.items():
+        if key in record:
+            scores = [run[key] for run in own if key in run]
+            yield (
+                f"| {record['score']}, {title} | {record[key]:.3f} | {mean(scores):.3f} |"
+                if scores
+                else (f"| {record['score']}, {title} | {record[key]:.3f} | not yet measured |")
+            )
+    for name, (first, last) in record["signals"].items():
+        runs = [run["signals"][name] for run in own if name in run.get("signals", {})]
+        recorded = " -> ".join(f"{mean(run[i] for run in runs):.3g}" for i in (0, 1)) if runs else ""
+        yield f"| {SIGNALS[name]}, first -> last quarter of the steps | {first:.3g} -> {last:.3g} | {recorded} |"
+    explanations = list(explain(record))
+    yield from explanations or ["Nothing in this run's signals explains a difference."]
+
+
+def explain(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each reason that the run's own figures give for its score."""
+    figures, score = record["signals"], record["score"]
+    if "base" in record and record["start"] <= record["base"]:
+        yield (
+            f"The warm start raised nothing: {score} {record['base']:.3f} before it, {record['start']:.3f} after it. "
+            "Its steps, learning rate or chat template do not suit this model."
+        )
+    if "effective_groups" in figures:
+        groups, last = record["groups"], figures["effective_groups"][1]
+        if last < FEW_GROUPS * groups:
+            reward = figures["reward"][1]
+            cause = "nearly all responses are right" if reward > 0.5 else "nearly no response is right"
+            yield (
+                f"{last:.3g} of {groups} groups a step give a gradient at the end (reward {reward:.3f}: {cause})."
+            )
+    if figures.get("truncated_share", [0, 0])[1] > MANY_TRUNCATED:
+        yield (
+            f"{figures['truncated_share'][1]:.0%} of the responses are cut off at the end: this model answers at "
+            "greater length than rollout.max_response_tokens, or its template has no end token."
+        )
+    if "sampled_entropy" in figures:
+        first, last = figures["sampled_entropy"]
+        if last < COLLAPSED * first:
+            yield f"The entropy collapsed: {first:.3g} to {last:.3g} nats. trainer.lr may be too high for this model."
+    if record["end"] < record["start"]:
+        yield f"RL lowered the {score}: {record['start']:.3f} to {record['end']:.3f}."
+    for warning in record["warnings"]:
+        yield f"Warning at step {warning['step']}: {warning['seen']}. {warning['knob']}."
