@@ -1,4 +1,4 @@
-"""FP8 parts of a run (`model.fp8`). The only place that engines, trainer and push consult for it.
+"""FP8 parts of a run (`model.fp8`), and the size of logits. The only place that engines, trainer and push consult.
 
 rollout engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises the pushed weights
 both the trainer's GEMMs also run in the same blocks through Transformer Engine: one FP8 graph (Jet-RL)
@@ -22,6 +22,9 @@ from rlsys.core.errors import UserError
 BLOCK = 128
 TOKENS = 16
 """Transformer Engine's FP8 GEMMs need a multiple of this number of tokens."""
+LOGIT_BYTES = 2**30
+"""Of logits that exist at once (rlsys.trainer.model.output_layer). 1,664 rows of 151,936 ids keep a GPU busy."""
+_ROW_MULTIPLE = 128
 SCALE = "weight_scale_inv"
 """SGLang's name of the scales of a projection's `weight`: quantised values times these are the weights."""
 CAPABILITY = {"rollout": (8, 9), "both": (9, 0)}
@@ -56,6 +59,12 @@ def trainer_fields(config: Config) -> dict[str, Any]:
 def token_multiple(config: Config) -> int:
     """Return the divisor of the number of tokens of a context-parallel rank."""
     return config.parallel.tp * (TOKENS if config.model.fp8 == "both" else 1)
+
+
+def logit_rows(columns: int) -> int:
+    """Return the number of tokens whose logits of `columns` ids, in float32, are computed at once."""
+    rows = LOGIT_BYTES // (4 * columns)
+    return max(1, rows // _ROW_MULTIPLE * _ROW_MULTIPLE or rows)
 
 
 def is_quantised(name: str) -> bool:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 from rlsys.config import Config
+from rlsys.config.precision import logit_rows
 from rlsys.convert.adapters import factors
 from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import layer_stages
@@ -393,11 +394,30 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
         (in_flight * 2 * size.hidden, layer + dispatched) if recomputes else (in_flight * layer, dispatched)
     )
     scale = value_bytes(config) / 2
-    # Logits in float32 and in the model's dtype, freed before the last layer is recomputed. A scoring pass stores no
-    # layers, and has the logits as two copies in float32.
-    vocab = size.vocab if stage == p.pp - 1 else 0
-    passes = scale * stored_units + max(scale * working, (value_bytes(config) + 4) * vocab)
-    return tokens * max(passes, 8 * vocab)
+    if stage < p.pp - 1:
+        return tokens * scale * (stored_units + working)
+    # Logits are freed before the last layer is recomputed. A scoring pass stores no layers.
+    training, scoring = _output_layer(config, size)
+    return max(tokens * scale * stored_units + max(tokens * scale * working, training), scoring)
+
+
+def _output_layer(config: Config, size: ModelSize) -> tuple[float, float]:
+    """Return the largest memory of the output layer in a training and a scoring pass.
+
+    Logits exist in float32 and in the model's dtype, in a scoring pass as two copies in float32. If they are computed
+    for some rows at a time (rlsys.trainer.model.output_layer), the hidden states, their gradient and, without fused
+    accumulation, that of the weight exist beside them.
+    """
+    p, width = config.parallel, value_bytes(config)
+    rows, columns = config.trainer.token_budget / p.cp, size.vocab / p.tp
+    elements = min(rows, logit_rows(ceil(columns))) * columns
+    training, scoring = (width + 4) * elements, 8 * elements
+    if elements < rows * columns:
+        states = width * rows * size.hidden
+        weight = (width + 4) * columns * size.hidden if config.launch.gpus_per_node == 0 else 0
+        training += 2 * states + weight * (config.trainer.lora is None)
+        scoring += states
+    return training, scoring
 
 
 _SAVED_BYTES = 2 * 12

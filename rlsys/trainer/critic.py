@@ -15,9 +15,8 @@ from rlsys.algo.objective import Objective
 from rlsys.config.algo import CriticSection
 from rlsys.trainer import setup
 from rlsys.trainer.control import Control
-from rlsys.trainer.logprobs import Scores, align_to_tokens
+from rlsys.trainer.logprobs import Scores, ValueScoring
 from rlsys.trainer.model.chunks import Chunks
-from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch
 from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.trainer import Trainer
@@ -53,7 +52,7 @@ class Critic(Trainer):
         return chunks
 
     def _scoring_function(self) -> ScoresOf:
-        return value_scores
+        return ValueScoring(self._chunks.value_layer())
 
     def score_values(self, batches: Sequence[list[MicroBatch]]) -> None:
         """Set `values` `[T]` of every micro-batch."""
@@ -82,12 +81,6 @@ class Critic(Trainer):
             "critic_skipped": int(result.skipped),
             "value_error": float(result.sums["value_error"]) / max(1.0, float(result.sums["tokens"])),
         }
-
-
-def value_scores(output: Tensor, share: Share, temperature: float) -> Scores:
-    """Convert values `[1, P / c, 1]` into scores of the micro-batch's tokens."""
-    values = align_to_tokens(share, output[0, :, 0].float())
-    return Scores(torch.zeros_like(values), values=values)
 
 
 def add_critic(policy: Trainer, section: CriticSection) -> None:

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 
 from rlsys.algo.methods.distill import divergence, with_rest
-from rlsys.trainer.model.context_parallel import Share
+from rlsys.trainer.model.context_parallel import Share, Targets
 from rlsys.trainer.model.entropy import (
     MASKED_LOGIT,
     logprob_and_candidates,
@@ -19,7 +19,8 @@ from rlsys.trainer.model.entropy import (
     logprobs_and_entropy,
     sum_pi_squared,
 )
-from rlsys.trainer.model.value_head import ValueHead
+from rlsys.trainer.model.output_layer import OutputLayer
+from rlsys.trainer.model.value_head import ValueLayer
 
 
 @dataclass(frozen=True)
@@ -46,105 +47,108 @@ class Scores:
 class Scoring:
     """Selection of the token scores that a pass over the policy computes in addition to log-probs.
 
-    `head` computes values. `direction`: of the divergence from a teacher. `candidates`: temperature at which
-    alternative tokens are drawn.
+    `output`: the policy's output layer; None on other pipeline stages. `head` computes values. `direction`: of the
+    divergence from a teacher. `candidates`: temperature at which alternative tokens are drawn.
     """
 
+    output: OutputLayer | None
     entropy: bool
     squares: bool
-    head: ValueHead | None
+    head: ValueLayer | None
     direction: float | None = None
     candidates: float | None = None
 
-    def __call__(self, output: Tensor, share: Share, temperature: float) -> Scores:
-        """Compute the scores from logits `[1, P / c, V / tp]`."""
-        if self.candidates is not None:
-            return _candidate_scores(output[0], share, temperature, self.candidates)
-        values = None if self.head is None else self.head.values()
+    def __call__(self, hidden: Tensor, share: Share, temperature: float) -> Scores:
+        """Compute the scores from the last hidden states `[P / c or P / (c tp), 1, H]`."""
+        assert self.output is not None, "only the last pipeline stage computes scores"
         squares = self.squares and not torch.is_grad_enabled()
-        return token_scores(
-            output[0], share, temperature, entropy=self.entropy, squares=squares, values=values,
-            direction=self.direction,
-        )  # fmt: skip
+
+        def score_rows(logits: Tensor, rows: slice) -> dict[str, Tensor]:
+            targets = share.targets(rows)
+            if self.candidates is not None:
+                return _candidate_scores(logits, targets, temperature, self.candidates)
+            return token_scores(
+                logits, targets, temperature, entropy=self.entropy, squares=squares, direction=self.direction
+            )
+
+        scores = self.output.scores(hidden, score_rows)
+        if self.head is not None:
+            scores["values"] = self.head.values(hidden)
+        return Scores(**{name: align_to_tokens(share, values) for name, values in scores.items()})
+
+
+@dataclass(frozen=True)
+class ValueScoring:
+    """Values of tokens, of a model that ends in them; log-probs are 0. `layer`: None on other pipeline stages."""
+
+    layer: ValueLayer | None
+
+    def __call__(self, hidden: Tensor, share: Share, temperature: float) -> Scores:
+        """Compute the values from the last hidden states `[P / c or P / (c tp), 1, H]`."""
+        assert self.layer is not None, "only the last pipeline stage computes scores"
+        values = align_to_tokens(share, self.layer.values(hidden))
+        return Scores(torch.zeros_like(values), values=values)
 
 
 def token_scores(
     logits: Tensor,
-    share: Share,
+    targets: Targets,
     temperature: float,
     *,
     entropy: bool,
     squares: bool,
-    values: Tensor | None,
     direction: float | None = None,
-) -> Scores:
-    """Compute `token_logprobs` and the requested additional scores of each token.
+) -> dict[str, Tensor]:
+    """Score the token after each of N tokens.
 
     Args:
-        logits: `[P / c, V / tp]`; overwritten.
-        share: The tokens of this rank.
+        logits: `[N, V / tp]`; overwritten: no second copy is made, neither by the temperature nor by megatron's
+            cross entropy.
+        targets: The tokens that follow.
         temperature: Sampling temperature.
         entropy: Whether to compute the entropy of the distribution that each token was drawn from.
         squares: Whether to compute the sum of squares of that distribution.
-        values: `[P / c]`, of the token before: the state in which the token was chosen. None: no critic.
-        direction: Direction of the divergence from a teacher (rlsys.algo.methods.distill), if the share has the
+        direction: Direction of the divergence from a teacher (rlsys.algo.methods.distill), if the targets have the
             teacher's log-probs.
+
+    Returns:
+        Fields of `Scores` by name, `[N]`.
     """
-    critic = None if values is None else align_to_tokens(share, values)
-    logits = sampling_logits(logits, share, temperature)
-    squared = (
-        align_to_tokens(share, sum_pi_squared(logits)) if squares else None
+    logits = sampling_logits(logits, targets, temperature)
+    scores = (
+        {"sum_pi_squared": sum_pi_squared(logits)} if squares else {}
     )  # first: the others overwrite the logits
-    if direction is not None and share.teacher_ids is not None:
-        return _distillation_scores(logits, share, direction, critic, squared)
+    if direction is not None and targets.teacher_ids is not None:
+        return scores | _distillation_scores(logits, targets, direction)
     if not entropy:
-        return Scores(_next_token_logprobs(logits, share), None, critic, squared)
-    logp, spread = logprob_and_entropy(logits, share.following)
-    return Scores(align_to_tokens(share, logp), align_to_tokens(share, spread), critic, squared)
+        return scores | {"logp": -vocab_parallel_cross_entropy(logits, targets.following)}
+    logp, spread = logprob_and_entropy(logits, targets.following)
+    return scores | {"logp": logp, "entropy": spread}
 
 
-def _candidate_scores(logits: Tensor, share: Share, temperature: float, candidates: float) -> Scores:
-    parts = logprob_and_candidates(sampling_logits(logits, share, temperature), share.following, candidates)
-    logp, chance, expected = (align_to_tokens(share, values) for values in parts)
-    return Scores(logp, chance=chance, expected=expected)
+def _candidate_scores(
+    logits: Tensor, targets: Targets, temperature: float, candidates: float
+) -> dict[str, Tensor]:
+    logits = sampling_logits(logits, targets, temperature)
+    logp, chance, expected = logprob_and_candidates(logits, targets.following, candidates)
+    return {"logp": logp, "chance": chance, "expected": expected}
 
 
-def _distillation_scores(
-    logits: Tensor, share: Share, direction: float, critic: Tensor | None, squared: Tensor | None
-) -> Scores:
-    assert share.teacher_ids is not None and share.teacher_logp is not None
-    ids = torch.cat([share.following[:, None], share.teacher_ids], 1)
+def _distillation_scores(logits: Tensor, targets: Targets, direction: float) -> dict[str, Tensor]:
+    assert targets.teacher_ids is not None and targets.teacher_logp is not None
+    ids = torch.cat([targets.following[:, None], targets.teacher_ids], 1)
     columns = logits.shape[-1] * parallel_state.get_tensor_model_parallel_world_size()
     logprobs, entropy = logprobs_and_entropy(logits, ids)
-    policy, teacher = logprobs[:, 1:], share.teacher_logp
+    policy, teacher = logprobs[:, 1:], targets.teacher_logp
     if policy.shape[1] < columns:
         policy, teacher = with_rest(policy), with_rest(teacher)
     gap = divergence(policy, teacher, direction)
-    gap = torch.where(share.predicts, gap, torch.zeros_like(gap))
-    return Scores(
-        align_to_tokens(share, logprobs[:, 0]),
-        align_to_tokens(share, entropy),
-        critic,
-        squared,
-        align_to_tokens(share, gap),
-    )
+    gap = torch.where(targets.predicts, gap, torch.zeros_like(gap))
+    return {"logp": logprobs[:, 0], "entropy": entropy, "divergence": gap}
 
 
-def token_logprobs(logits: Tensor, share: Share, temperature: float) -> Tensor:
-    """Log-prob of each token given its predecessors, `[T]` float32; 0 at the first token of a sequence.
-
-    `logits` are those of `share`: its tokens, and this tensor-parallel rank's columns `V / tp`. They are
-    overwritten: no second copy is made, neither by the temperature nor by megatron's cross entropy.
-    """
-    return _next_token_logprobs(sampling_logits(logits, share, temperature), share)
-
-
-def _next_token_logprobs(logits: Tensor, share: Share) -> Tensor:
-    return align_to_tokens(share, -vocab_parallel_cross_entropy(logits, share.following))
-
-
-def sampling_logits(logits: Tensor, share: Share, temperature: float) -> Tensor:
-    """Return the logits of the distributions that the share's following tokens were drawn from.
+def sampling_logits(logits: Tensor, targets: Targets, temperature: float) -> Tensor:
+    """Return the logits of the distributions that the following tokens were drawn from.
 
     They are scaled by the temperature; ids outside the sampling mask are excluded (Keep Sampling Mask, DeepSeek-V3.2,
     arXiv 2512.02556, section 3.1). Excluded ids need no gradient: their probability is 0 in every score computed
@@ -153,15 +157,15 @@ def sampling_logits(logits: Tensor, share: Share, temperature: float) -> Tensor:
     logits = logits.float()
     if temperature != 1.0:
         logits = logits.div_(temperature)
-    if share.support_at is None or share.support_ids is None:
+    if targets.support_at is None or targets.support_ids is None:
         return logits
     columns = logits.shape[-1]
-    ids = share.support_ids - parallel_state.get_tensor_model_parallel_rank() * columns
+    ids = targets.support_ids - parallel_state.get_tensor_model_parallel_rank() * columns
     is_local = (ids >= 0) & (ids < columns)
-    at, ids = share.support_at[is_local], ids[is_local]
+    at, ids = targets.support_at[is_local], ids[is_local]
     with torch.no_grad():
         allowed = logits[at, ids]
-        logits.index_fill_(0, share.support_at.unique(), MASKED_LOGIT)
+        logits.index_fill_(0, targets.support_at.unique(), MASKED_LOGIT)
         logits[at, ids] = allowed
     return logits
 

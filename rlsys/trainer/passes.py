@@ -31,7 +31,7 @@ T = TypeVar("T")
 LossFn = Callable[[Scores, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 """(scores with gradient, their micro-batch) -> (sum of token losses, sums for metrics of any shape)."""
 ScoresOf = Callable[[Tensor, Share, float], Scores]
-"""(what the model gives for a share, the share, temperature) -> scores of the micro-batch's tokens."""
+"""(last hidden states of a share, the share, temperature) -> scores of the micro-batch's tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Passes:
             config: The run's config.
             models: This rank's model chunks.
             routing: Replay of their routers.
-            scores_of: Computes the scores of a model output.
+            scores_of: Computes the scores from the last hidden states.
             crossover: Length of a sequence whose attention costs as much as everything else (rlsys.convert.flops).
             device: Device of the model.
             zero_grad: The optimizer's method, if there is one.
@@ -115,8 +115,8 @@ class Passes:
         """Score each micro-batch in a forward pass without gradient. The scores are on the micro-batch's device."""
         t = self._config.rollout.temperature if temperature is None else temperature
 
-        def score_micro(output: Tensor, share: Share, micro: MicroBatch) -> Scores:
-            return self._scores_of(output, share, t)
+        def score_micro(hidden: Tensor, share: Share, micro: MicroBatch) -> Scores:
+            return self._scores_of(hidden, share, t)
 
         for model in self._models:
             model.eval()
@@ -143,8 +143,8 @@ class Passes:
                 model.zero_grad_buffer()
             self._zero_grad()
 
-        def loss(output: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, sums = loss_fn(self._scores_of(output, share, t), micro)
+        def loss(hidden: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, sums = loss_fn(self._scores_of(hidden, share, t), micro)
             unused = torch.zeros((), dtype=torch.int, device=self._device)
             weighed, sums = total * weight if weight != 1.0 else total, {**sums, "loss_sum": total.detach()}
             if self._prediction is not None:
@@ -200,7 +200,7 @@ class Passes:
     ) -> list[Any]:
         """Run Megatron's pipeline schedule over the micro-batches.
 
-        Returns the results of `finish(logits, share, micro)`; empty on all stages but the last.
+        Returns the results of `finish(hidden, share, micro)`; empty on all stages but the last.
         """
         length = self._common_length(batch)
         cp_group = parallel_state.get_context_parallel_group()

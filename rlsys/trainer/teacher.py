@@ -50,6 +50,7 @@ class Teacher:
         self.chunks = chunks = build_model(config, hf, device)
         for _, parameter in chunks.named_parameters():
             parameter.requires_grad_(False)
+        self._output = chunks.output_layer(hf.vocab_size)
         routing = Routing(chunks.modules, hf.layers, "off")  # it selects its own experts
         self._passes = Passes(
             config, chunks.modules, routing, self._scores, crossover_length(hf), device,
@@ -62,9 +63,19 @@ class Teacher:
             assert isinstance(scores, TeacherScores)
             yield scores
 
-    def _scores(self, output: Tensor, share: Share, temperature: float) -> TeacherScores:
-        """Compute the scores from logits `[1, P / c, V / tp]`."""
-        logits = sampling_logits(output[0], share, temperature)
+    def _scores(self, hidden: Tensor, share: Share, temperature: float) -> TeacherScores:
+        """Compute the scores from the last hidden states."""
+        assert self._output is not None, "only the last pipeline stage computes scores"
+
+        def score_rows(logits: Tensor, rows: slice) -> dict[str, Tensor]:
+            return self._most_probable(sampling_logits(logits, share.targets(rows), temperature))
+
+        scores = self._output.scores(hidden, score_rows)
+        logprobs, ids = (align_to_tokens(share, scores[name]) for name in ("logprobs", "ids"))
+        return TeacherScores(torch.zeros_like(logprobs[:, 0]), ids=ids, logprobs=logprobs)
+
+    def _most_probable(self, logits: Tensor) -> dict[str, Tensor]:
+        """Return the most probable ids and their log-probs, `[N, K]`, for logits `[N, V / tp]`."""
         group = parallel_state.get_tensor_model_parallel_group()
         columns = logits.shape[-1]
         total = logits.logsumexp(-1)
@@ -75,10 +86,7 @@ class Teacher:
             total = torch.stack(totals).logsumexp(0)
             best, index = torch.cat(bests, -1).topk(self._top_k)
             ids = torch.cat(all_ids, -1).gather(1, index)
-        logprobs = align_to_tokens(share, best - total[:, None])
-        return TeacherScores(
-            torch.zeros_like(logprobs[:, 0]), ids=align_to_tokens(share, ids), logprobs=logprobs
-        )
+        return {"ids": ids, "logprobs": best - total[:, None]}
 
 
 def _gather_all(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

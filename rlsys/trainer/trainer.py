@@ -202,7 +202,8 @@ class Trainer:
         t = self.config.trainer
         if not self.hf.mtp:
             return None, None
-        prediction = Prediction(self._chunks.modules, t.mtp_loss, t.mtp_trunk)
+        output = self._chunks.output_layer(self.hf.vocab_size)
+        prediction = Prediction(self._chunks.modules[-1], output, t.mtp_loss, t.mtp_trunk)
         if t.mtp_trunk:
             return prediction, None
         mtp_parameters = [p for name, p in self._chunks.named_parameters() if name.startswith(MTP)]
@@ -324,6 +325,7 @@ class Trainer:
     def _scoring_function(self) -> ScoresOf:
         teacher = self.config.algo.teacher
         return Scoring(
+            self._chunks.output_layer(self.hf.vocab_size),
             "entropy" in self._signals,
             "sum_pi_squared" in self._signals,
             self._head,

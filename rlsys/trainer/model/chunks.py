@@ -14,7 +14,8 @@ from torch.nn import Parameter
 
 from rlsys.convert.adapters import ADAPTERS
 from rlsys.convert.table import Entry
-from rlsys.trainer.model.value_head import ValueHead, ValueLayer
+from rlsys.trainer.model.output_layer import OutputLayer
+from rlsys.trainer.model.value_head import ValueLayer
 
 EXPERT_BIAS = "router.expert_bias"
 """Suffix of the names of the only weights that are not parameters: they have no gradient."""
@@ -61,20 +62,38 @@ class Chunks:
         """Iterate over the parameters that an optimizer updates."""
         return ((name, p) for name, p in self.named_parameters() if p.requires_grad)
 
-    def add_value_head(self, device: torch.device) -> ValueHead | None:
-        """Add a value head to the chunk with the output layer; None if this rank has no such chunk."""
-        for module in self.modules:
-            if module.post_process:
-                module.value_head = ValueHead(module).to(device)
-                return module.value_head
-        return None
+    def output_layer(self, vocab_size: int) -> OutputLayer | None:
+        """Return the output layer of the policy or a teacher; None if this rank has none."""
+        last = self.modules[-1]
+        return OutputLayer(last, vocab_size) if last.post_process else None
+
+    def add_value_head(self, device: torch.device) -> ValueLayer | None:
+        """Add a value layer beside the output layer, a critic on the policy's own trunk; None if this rank has none.
+
+        The value loss changes the policy's weights, too, scaled by the coefficient of the loss term `value`. It costs
+        hidden_size + 1 parameters instead of a second model.
+        """
+        last = self.modules[-1]
+        if not last.post_process:
+            return None
+        last.value_head = ValueLayer(last).to(device)
+        return last.value_head
 
     def end_in_values(self, device: torch.device) -> None:
         """Replace the output layer by a value layer, for the model of a critic. Its embedding is not tied."""
         for module in self.modules:
             module.share_embeddings_and_output_weights = False
-            if module.post_process:
-                module.output_layer = ValueLayer(module).to(device)
+        last = self.modules[-1]
+        if last.post_process:
+            last.output_layer = ValueLayer(last).to(device)
+
+    def value_layer(self) -> ValueLayer | None:
+        """Return the layer that `end_in_values` created; None if this rank has none."""
+        last = self.modules[-1]
+        if not last.post_process:
+            return None
+        layer: ValueLayer = last.output_layer
+        return layer
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the parameters and the buffers that are part of the model."""

@@ -47,6 +47,18 @@ def padded_lengths(lengths: list[int], multiple: int, cp: int, total: int = 0) -
 
 
 @dataclass(frozen=True)
+class Targets:
+    """The fields of a `Share` that logits `[N, V / tp]` of some of its tokens are scored against."""
+
+    following: Tensor
+    predicts: Tensor
+    support_at: Tensor | None
+    support_ids: Tensor | None
+    teacher_ids: Tensor | None
+    teacher_logp: Tensor | None
+
+
+@dataclass(frozen=True)
 class Share:
     """Tokens of this rank, and the indices that map them to the micro-batch.
 
@@ -82,6 +94,25 @@ class Share:
     support_ids: Tensor | None = None
     teacher_ids: Tensor | None = None
     teacher_logp: Tensor | None = None
+
+    def targets(self, rows: slice) -> Targets:
+        """Return what the logits of these rows of the `[P / c]` tokens are scored against."""
+        support_at, support_ids = self.support_at, self.support_ids
+        if (
+            support_at is not None
+            and support_ids is not None
+            and (rows.start, rows.stop) != (0, len(self.tokens))
+        ):
+            here = (support_at >= rows.start) & (support_at < rows.stop)
+            support_at, support_ids = support_at[here] - rows.start, support_ids[here]
+        return Targets(
+            self.following[rows],
+            self.predicts[rows],
+            support_at,
+            support_ids,
+            None if self.teacher_ids is None else self.teacher_ids[rows],
+            None if self.teacher_logp is None else self.teacher_logp[rows],
+        )
 
     def times(self) -> Tensor:
         """`[P]`: number of micro-batch tokens for which each token is computed; 0 at padding.

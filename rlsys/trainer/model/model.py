@@ -39,10 +39,10 @@ from rlsys.trainer.checkpoints import checkpoint
 from rlsys.trainer.model.attention import PackedAttention, engine_attention, rotate_by_position
 from rlsys.trainer.model.chunks import EXPERT_BIAS, MTP, Chunks
 from rlsys.trainer.model.delta_net import ZeroCentredNorm, set_delta_net
-from rlsys.trainer.model.entropy import MASKED_LOGIT
 from rlsys.trainer.model.experts import set_experts
 from rlsys.trainer.model.mtp import MTPModel, mtp_spec
 from rlsys.trainer.model.norms import set_heads_norms
+from rlsys.trainer.model.output_layer import TrunkModel
 from rlsys.trainer.model.topk_routing import set_topk_routing
 from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
 
@@ -351,7 +351,7 @@ def chunk(
     options: dict[str, Any] = {}
     if hf.mtp:
         options["mtp_block_spec"] = mtp_spec(transformer, layers, stage, transformer_engine)
-    model = (MTPModel if hf.mtp else GPTModel)(
+    model = (MTPModel if hf.mtp else TrunkModel)(
         transformer,
         layers,
         vocab_size=hf.padded_vocab_size,
@@ -371,8 +371,6 @@ def chunk(
     rotate_by_position(model)
     if model.pre_process:
         model.embedding.register_forward_hook(_contiguous_strides)
-    if model.post_process and hf.padded_vocab_size > hf.vocab_size:
-        _mask_padded_ids(model.output_layer, hf.vocab_size)
     for module in model.modules():
         if isinstance(module, TopKRouter):
             set_topk_routing(module, hf)
@@ -381,24 +379,6 @@ def chunk(
         if name.endswith(EXPERT_BIAS):
             buffer.data = buffer.float()  # it selects experts; Megatron also keeps it in float32
     return model
-
-
-def _mask_padded_ids(head: torch.nn.Module, vocab_size: int) -> None:
-    """Set the logits `[P, 1, V / tp]` of ids outside the vocabulary to MASKED_LOGIT.
-
-    A hook is not sufficient: MTP layers call `forward` directly.
-    """
-    head_forward = head.forward
-
-    def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits, bias = head_forward(*args, **kwargs)
-        columns = logits.shape[-1]
-        local_ids = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns)
-        if local_ids < columns:
-            logits[..., local_ids:].fill_(MASKED_LOGIT)
-        return logits, bias
-
-    head.forward = forward
 
 
 def _contiguous_strides(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

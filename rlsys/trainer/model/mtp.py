@@ -43,6 +43,7 @@ from torch.nn import Parameter
 
 from rlsys.trainer.model.attention import PackedSequences
 from rlsys.trainer.model.context_parallel import Share
+from rlsys.trainer.model.output_layer import OutputLayer, TrunkModel
 from rlsys.trainer.pack import MicroBatch
 
 _CLIP_EPSILON = 1e-6
@@ -126,8 +127,8 @@ class _ZeroGradient(torch.autograd.Function):
         return torch.zeros_like(gradient)
 
 
-class MTPModel(GPTModel):
-    """A GPTModel whose forward pass returns its own logits and stores the inputs of its MTP layer."""
+class MTPModel(TrunkModel):
+    """A model whose forward pass stores the inputs of its MTP layer."""
 
     _forward_state: _ForwardState | None = None
 
@@ -142,14 +143,10 @@ class MTPModel(GPTModel):
         packed_seq_params: PackedSequences,
         **__: Any,
     ) -> Tensor:
-        """Compute logits `[1, P / c, V / t]` on the last stage."""
-        if not self.post_process:
-            return hidden_states
-        if self.training and torch.is_grad_enabled():
+        """Return the hidden states, and store them for the MTP layer on the last stage."""
+        if self.post_process and self.training and torch.is_grad_enabled():
             self._forward_state = _ForwardState(hidden_states, rotary_pos_emb, packed_seq_params)
-        logits, _unused = self.output_layer(hidden_states)
-        output: Tensor = logits.transpose(0, 1).contiguous()
-        return output
+        return hidden_states
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -159,17 +156,17 @@ class MTPModel(GPTModel):
         sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, group_metadata)
         return sharded
 
-    def predictions(self, share: Share, *, trunk: bool) -> Tensor:
-        """Return logits `[P / c, V / t]` of the second token after each token of the last forward pass.
+    def prediction_states(self, share: Share, *, trunk: bool) -> Tensor:
+        """Return the MTP layer's hidden states `[P / c or P / (c t), 1, H]` of the last forward pass.
 
-        `trunk`: gradients reach the model's layers, embedding and head.
+        `trunk`: gradients reach the model's layers and embedding.
         """
         assert self._forward_state is not None, "no forward pass with gradients came before"
         state, self._forward_state = self._forward_state, None
-        hidden, head, embedding = state.hidden, self.output_layer.weight, self.embedding
+        hidden, embedding = state.hidden, self.embedding
         if not trunk:
             # A leaf that requires a gradient: activation recomputation needs an input with a gradient.
-            hidden, head = hidden.detach().requires_grad_(), head.detach()
+            hidden = hidden.detach().requires_grad_()
 
             def embedding(**ids: Tensor) -> Tensor:
                 embedded: Tensor = self.embedding(**ids)
@@ -184,10 +181,8 @@ class MTPModel(GPTModel):
             packed_seq_params=state.packed,
             embedding=embedding,
         )
-        # Bypasses the hooks of the output layer, with which a value head records the model's hidden states.
-        logits, _ = self.output_layer.forward(out, weight=head)
-        predicted_logits: Tensor = logits[:, 0]
-        return predicted_logits
+        states: Tensor = out
+        return states
 
 
 def predicted_tokens(micro: MicroBatch) -> Tensor:
@@ -202,22 +197,35 @@ def predicted_tokens(micro: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Loss of the MTP layer: `weight` times the cross entropy of each predicted token. `models`: this rank's part."""
+    """Loss of the MTP layer: `weight` times the cross entropy of each predicted token.
 
-    models: Sequence[GPTModel]
+    `model`: this rank's last chunk. `output`: its output layer, None on other stages. `trunk`: gradients reach the
+    model's layers, embedding and output layer.
+    """
+
+    model: GPTModel
+    output: OutputLayer | None
     weight: float
     trunk: bool
 
     def loss(self, share: Share, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this rank's loss sum of the last forward pass, and metric sums over context-parallel ranks."""
-        model = self.models[-1]
-        assert isinstance(model, MTPModel)
-        logits = model.predictions(share, trunk=self.trunk).float()
+        model, output = self.model, self.output
+        assert isinstance(model, MTPModel) and output is not None
         source = share.source.clamp(min=0)
         tokens = micro.tokens.roll(-2)[source]
         is_predicted = predicted_tokens(micro).roll(-2)[source] & (share.source >= 0)
-        is_correct = (most_probable(logits) == tokens) & is_predicted
-        entropy = vocab_parallel_cross_entropy(logits, tokens) * is_predicted
+
+        def score_rows(logits: Tensor, rows: slice) -> dict[str, Tensor]:
+            logits = logits.float()
+            is_correct = most_probable(logits) == tokens[rows]
+            return {"correct": is_correct, "entropy": vocab_parallel_cross_entropy(logits, tokens[rows])}
+
+        scores = output.scores(
+            model.prediction_states(share, trunk=self.trunk), score_rows, frozen=not self.trunk
+        )
+        is_correct = scores["correct"] & is_predicted
+        entropy = scores["entropy"] * is_predicted
         total = entropy.sum()
         sums = torch.stack([total.detach().double(), is_correct.sum().double(), is_predicted.sum().double()])
         if share.cp_group.size() > 1:

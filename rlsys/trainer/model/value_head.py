@@ -1,4 +1,4 @@
-"""Value layers: one linear layer, next to the policy's output layer or in place of a critic's."""
+"""The value layer, beside the policy's output layer or in place of a critic's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ class ValueLayer(torch.nn.Linear):
     """Linear layer from hidden states to one value per token.
 
     Starts at 0, so that the first advantages are plain rewards.
-
-    It is called like Megatron's output layer and can replace it on the last pipeline stage.
     """
 
     def __init__(self, module: GPTModel) -> None:
@@ -34,27 +32,10 @@ class ValueLayer(torch.nn.Linear):
             out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
         return out, None
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """Return the expected return after each token, `[P / c]` float32.
 
-class ValueHead(ValueLayer):
-    """A critic on the policy's own trunk.
-
-    The value loss changes the policy's weights too, scaled by the coefficient of the loss term `value`. It costs
-    hidden_size + 1 parameters instead of a second model.
-    """
-
-    def __init__(self, module: GPTModel) -> None:
-        super().__init__(module)
-        self._hidden: Tensor | None = None
-        module.output_layer.register_forward_pre_hook(self._keep)
-
-    def _keep(self, _: Any, inputs: tuple[Tensor, ...]) -> None:
-        self._hidden = inputs[0]
-
-    def values(self) -> Tensor:
-        """Return the values of the tokens of the last forward pass, `[P]` float32.
-
-        The expected return after each token.
+        Args:
+            hidden: The last hidden states, `[P / c or P / (c tp), 1, H]`.
         """
-        assert self._hidden is not None, "no forward pass came before"
-        hidden, self._hidden = self._hidden, None
         return self(hidden)[0][:, 0, 0].float()

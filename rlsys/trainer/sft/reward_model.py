@@ -19,9 +19,8 @@ from torch import Tensor
 from rlsys.convert.carried import with_carried
 from rlsys.convert.hf import write_hf
 from rlsys.convert.stack import stack_experts
-from rlsys.trainer.logprobs import Scores, align_to_tokens
+from rlsys.trainer.logprobs import ValueScoring
 from rlsys.trainer.model.chunks import Chunks
-from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.model.weights import gather_hf
 from rlsys.trainer.passes import ScoresOf
 from rlsys.trainer.trainer import Trainer
@@ -41,12 +40,7 @@ class RewardTrainer(Trainer):
         return chunks
 
     def _scoring_function(self) -> ScoresOf:
-        return self._scores
-
-    def _scores(self, output: Tensor, share: Share, temperature: float) -> Scores:
-        """Convert values `[1, P / c, 1]` into scores."""
-        values = align_to_tokens(share, output[0, :, 0].float())
-        return Scores(torch.zeros_like(values), values=values)
+        return ValueScoring(self._chunks.value_layer())
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the tensors of the model without an output head."""

@@ -187,7 +187,7 @@ REHEARSED = {
     ("deepseek-v3_256gpu_colocated", 7): (4.20, 8.39, 22.15, 2.96),
     ("glm-4.5-air_64gpu_colocated", 1): (8.16, 16.31, 20.44, 4.79),
     ("qwen3-30b-a3b_16gpu_colocated", 0): (4.40, 8.80, 22.91, 3.73),
-    ("qwen3-30b-a3b_16gpu_colocated", 1): (4.40, 8.80, 22.91, 7.51),
+    ("qwen3-30b-a3b_16gpu_colocated", 1): (4.40, 8.80, 22.91, 3.25),
 }
 
 

@@ -72,17 +72,22 @@ def gap_on(ranks: int, rank: int) -> float:
     columns = VOCABULARY // ranks
     mine = slice(rank * columns, (rank + 1) * columns)
     leaf = whole[:, mine].clone().requires_grad_()
-    asked = {"entropy": True, "squares": True, "values": None}
-    scores = token_scores(leaf * 1.0, share, TEMPERATURE, **asked)
-    assert scores.entropy is not None
-    assert scores.sum_pi_squared is not None
-    loss(scores.logp, scores.entropy).backward()
+    parts = [
+        token_scores((leaf * 1.0)[rows], share.targets(rows), TEMPERATURE, entropy=True, squares=True)
+        for rows in (slice(0, 5), slice(5, len(leaf)))
+    ]
+    logp, entropy, squared = (
+        align_to_tokens(share, torch.cat([part[name] for part in parts]))
+        for name in ("logp", "entropy", "sum_pi_squared")
+    )
+    loss(logp, entropy).backward()
+    every = slice(0, len(leaf))
     plain = token_scores(
-        whole[:, mine].clone(), share, TEMPERATURE, entropy=False, squares=False, values=None
+        whole[:, mine].clone(), share.targets(every), TEMPERATURE, entropy=False, squares=False
     )
     assert leaf.grad is not None
     pairs = [
-        (scores.logp, chosen), (scores.entropy, spread), (scores.sum_pi_squared, squares), (plain.logp, chosen),
+        (logp, chosen), (entropy, spread), (squared, squares), (align_to_tokens(share, plain["logp"]), chosen),
         (leaf.grad, gradient[:, mine]),
     ]  # fmt: skip
     found = max(float(((a.detach() - b).abs() / b.abs().clamp(min=1)).max()) for a, b in pairs)

@@ -1,0 +1,164 @@
+"""The output layer: scores of tokens from hidden states, without the logits of all tokens at once.
+
+The logits of a micro-batch are its largest tensors: 16,384 tokens of a vocabulary of 151,936 take 10 GB in float32,
+and as much for their gradient. Scores are computed for some rows at a time, and the backward pass computes the logits
+of these rows again. A micro-batch whose logits fit into LOGIT_BYTES is computed at once, without a second product.
+verl and slime compute log-probs in chunks for the same reason.
+
+Shapes: P tokens of a padded micro-batch, c context-parallel and t tensor-parallel ranks, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from rlsys.config.precision import logit_rows
+from rlsys.trainer.model.entropy import MASKED_LOGIT
+
+ScoreRows = Callable[[Tensor, slice], Mapping[str, Tensor]]
+"""(logits `[N, V / t]`, which it may overwrite, and their rows) -> named scores of each row, `[N]` or `[N, K]`."""
+
+
+class TrunkModel(GPTModel):
+    """A GPTModel whose forward pass returns the last hidden states, `[P / c or P / (c t), 1, H]`, on every stage."""
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class OutputLayer:
+    """Logits of the last hidden states of a model, some rows at a time. It owns no weights."""
+
+    def __init__(self, model: GPTModel, vocab_size: int) -> None:
+        """Initialise.
+
+        Args:
+            model: The chunk with Megatron's output layer, whose communication this class takes over.
+            vocab_size: Ids at or above it are padding, and are never sampled.
+        """
+        self._model, self._layer = model, model.output_layer
+        self._sequence_parallel = bool(model.config.sequence_parallel)
+        columns = self._layer.output_size_per_partition
+        self._first_padding = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns)
+        self._rows = logit_rows(columns)
+        self._layer.sequence_parallel = self._layer.allreduce_dgrad = False
+        self._layer.disable_grad_reduce = True
+
+    def scores(self, hidden: Tensor, score_rows: ScoreRows, *, frozen: bool = False) -> dict[str, Tensor]:
+        """Compute scores of all tokens of this context-parallel rank.
+
+        Args:
+            hidden: `[P / c or P / (c t), 1, H]`.
+            score_rows: Called for consecutive rows; in a backward pass, called once more for each of them.
+            frozen: Whether the layer's weight gets no gradient from these scores.
+
+        Returns:
+            The scores of `score_rows`, `[P / c]` or `[P / c, K]`.
+        """
+        weight = self._weight()
+        if frozen:
+            weight = weight.detach()
+        states = self._gather(hidden)
+        count = len(states)
+        if count <= self._rows:
+            return dict(score_rows(self.logits(states, weight), slice(0, count)))
+        rows = [slice(start, min(count, start + self._rows)) for start in range(0, count, self._rows)]
+        if torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad):
+            names: list[str] = []
+            scores = _RowsOfScores.apply(states, weight, self.logits, score_rows, rows, names)
+            return dict(zip(names, scores, strict=True))
+        parts = [score_rows(self.logits(states[part], weight), part) for part in rows]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def logits(self, states: Tensor, weight: Tensor) -> Tensor:
+        """Compute logits `[N, V / t]` of states `[N, H]`; those of padding ids are MASKED_LOGIT."""
+        output, _ = self._layer(states[:, None], weight=weight)
+        logits: Tensor = output[:, 0]
+        if self._first_padding < logits.shape[-1]:
+            logits[:, self._first_padding :].fill_(MASKED_LOGIT)
+        return logits
+
+    def _weight(self) -> Tensor:
+        if self._model.share_embeddings_and_output_weights:
+            shared: Tensor = self._model.shared_embedding_or_output_weight()
+            return shared
+        own: Tensor = self._layer.weight
+        return own
+
+    def _gather(self, hidden: Tensor) -> Tensor:
+        """Return `[P / c, H]`. Its gradient is summed over tensor-parallel ranks, each of which has other ids."""
+        if self._sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        return hidden[:, 0]
+
+
+class _RowsOfScores(torch.autograd.Function):
+    """Scores by rows, whose logits are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        logits: Callable[[Tensor, Tensor], Tensor],
+        score_rows: ScoreRows,
+        rows: Sequence[slice],
+        names: list[str],
+    ) -> tuple[Tensor, ...]:
+        parts: list[list[Tensor]] = []
+        constant: set[str] = set()
+        for part in rows:
+            with torch.enable_grad():  # shows which scores have a gradient
+                scores = score_rows(logits(states[part].detach().requires_grad_(), weight), part)
+            names[:] = scores
+            constant |= {name for name, score in scores.items() if not score.requires_grad}
+            parts.append([score.detach() for score in scores.values()])
+            del scores  # frees the logits of these rows before the next ones are computed
+        ctx.save_for_backward(states)
+        ctx.weight, ctx.logits, ctx.score_rows, ctx.rows = weight, logits, score_rows, rows
+        whole = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(*(s for name, s in zip(names, whole, strict=True) if name in constant))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (states,), weight = ctx.saved_tensors, ctx.weight
+        of_states = torch.empty_like(states)
+        of_weight: Tensor | None = None
+        for part in ctx.rows:
+            with torch.enable_grad():
+                leaf = states[part].detach().requires_grad_()
+                scores = ctx.score_rows(ctx.logits(leaf, weight), part)
+            pairs = zip(scores.values(), gradients, strict=True)
+            outputs, upstream = zip(
+                *((score, gradient[part]) for score, gradient in pairs if score.requires_grad), strict=True
+            )
+            inputs = [leaf, weight] if weight.requires_grad else [leaf]
+            of_leaf, *rest = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
+            of_states[part] = of_leaf
+            if rest:
+                of_weight = _sum(of_weight, rest[0], weight)
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        return of_states, of_weight, None, None, None, None
+
+
+def _sum(total: Tensor | None, part: Tensor | None, weight: Tensor) -> Tensor | None:
+    """Add the weight's gradient of some rows in float32.
+
+    With fused accumulation Megatron has added it to `main_grad`, and returns a tensor without meaning.
+    """
+    if part is None or getattr(weight, "grad_added_to_main_grad", False):
+        return part
+    return part.float() if total is None else total.add_(part)
