@@ -24,6 +24,7 @@ from rlsys.obs.role import run_role
 from rlsys.planner.layout import lay_out, push_plan
 from rlsys.rollout.client import RolloutClient
 from rlsys.trainer.aux_models import add_models
+from rlsys.trainer.profiler import StepProfiler
 from rlsys.trainer.recorder import Recorder
 from rlsys.trainer.step import EarlyPasses, backward_early, score_parked, train_step
 from rlsys.trainer.token_log import write_token_log
@@ -44,6 +45,7 @@ class Loop:
         self.on_main = self.trainer.on_main
         self.step = self.saved_step = self.trainer.load_checkpoint(self.objective)
         self.recorder = Recorder(config, self.step) if self.trainer.is_main else None
+        self.profiler = StepProfiler(config, self.trainer.rank)
         self.evaluating: int | None = None  # the step whose weights are evaluated in the background
 
     def run(self) -> None:
@@ -61,7 +63,8 @@ class Loop:
             if (batch := self.take(early)) is None:
                 self.leave()
                 return
-            self.train(batch, early, start)
+            with self.profiler.record(batch.train_step):
+                self.train(batch, early, start)
             self.finish_step()
         self.commit_checkpoint(wait=True)
         self._write("run", event="end")

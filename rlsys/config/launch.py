@@ -10,6 +10,13 @@ from pydantic import Field
 from rlsys.config.section import FilePath, Gigabytes, NonNegative, Positive, Seconds, Section
 
 
+class ProfileSection(Section):
+    steps: Annotated[list[Positive], Field(min_length=1)]
+    """Train steps, from 1. Each file may have hundreds of MB for a large model."""
+    ranks: list[NonNegative] = Field(default=[0], min_length=1)
+    """Trainer ranks that write a file for each step."""
+
+
 class RunConfig(Section):
     dir: FilePath = Path("runs/default")
     """The run's folder: resolved config, metrics, rollouts, checkpoints, logs and report. The same command with
@@ -23,6 +30,8 @@ class RunConfig(Section):
     spans: bool = False
     """Send OpenTelemetry spans of samples and train steps, by OTLP over HTTP, to where OTEL_EXPORTER_OTLP_ENDPOINT
     says. Needs pip install 'rlsys[otel]'. time_spans says what they cost."""
+    profile: ProfileSection | None = None
+    """Train steps that torch's profiler records, on chosen trainer ranks. Unset: none."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of prompts, samples and weights that no folder gives. Change it to repeat an experiment with other
     random numbers."""

@@ -16,7 +16,7 @@ def identity_fields(config: Config) -> dict[str, Any]:
     data = config.model_dump(mode="json")
     data.pop("launch")
     data.pop("router")
-    for key in ("dir", "share", "trackers", "spans"):
+    for key in ("dir", "share", "trackers", "spans", "profile"):
         data["run"].pop(key)
     for key in ("repeat", "keep_groups", "workers", "max_failed_share"):
         data["rollout"].pop(key)

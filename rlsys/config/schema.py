@@ -258,6 +258,8 @@ class Config(Section):
     def _check_trainer(self) -> Self:
         """Check the options of a train step, and that samples divide over its ranks."""
         r, t, p = self.rollout, self.trainer, self.parallel
+        if (section := self.run.profile) is not None and (rank := max(section.ranks)) >= p.world_size:
+            raise ValueError(f"run.profile.ranks = {rank}: expected a trainer rank below {p.world_size}")
         if t.offload_optimizer and self.model.dtype != "bfloat16":
             raise ValueError(
                 f"trainer.offload_optimizer = {t.offload_optimizer} needs model.dtype = bfloat16, "

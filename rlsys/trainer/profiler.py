@@ -1,0 +1,37 @@
+"""Traces of whole train steps by torch's profiler, for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rlsys.config import Config
+
+FOLDER = "profiles"
+"""In the run's folder."""
+
+
+class StepProfiler:
+    """Writer of `run.profile`: RUN/profiles/step-000003-rank-0.json.gz for each recorded step of this rank."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        section = config.run.profile
+        self._steps = set(section.steps) if section is not None and rank in section.ranks else set()
+        self._folder, self._rank = config.run.dir / FOLDER, rank
+
+    @contextmanager
+    def record(self, step: int) -> Iterator[None]:
+        """Record what runs in this context, if the step is chosen. A step that fails leaves no file."""
+        if step not in self._steps:
+            yield
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as recorded:
+            yield
+        self._folder.mkdir(exist_ok=True)
+        recorded.export_chrome_trace(str(self._folder / f"step-{step:06d}-rank-{self._rank}.json.gz"))
