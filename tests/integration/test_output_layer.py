@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.trainer.model import model
 from tests.helpers import prefix_cases as prefixes
 from tests.helpers import row_cases
 from tests.helpers import trainer_cases as cases
@@ -47,6 +48,21 @@ def test_rows_change_no_number(layout: str, workplace: Path) -> None:
         trainer.close()
     prefixes.check_rounding(layout, gaps)
     assert gaps["products"] > 20
+
+
+@pytest.mark.parametrize("layout", ["run", "tied", "mtp trunk"])
+def test_weight_gradients_that_are_accumulated_as_they_are_computed(
+    layout: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with Transformer Engine or Apex, by their plain counterpart in megatron_patches."""
+    fields = {"gradient_accumulation_fusion": True, "apply_rope_fusion": False}
+    monkeypatch.setattr(model, "_fusions", lambda *_: fields)
+    trainer = prefixes.trainer_of(workplace, layout)
+    try:
+        assert trainer.models[0].module.output_layer.gradient_accumulation_fusion
+        prefixes.check_rounding(layout, row_cases.gaps(trainer))
+    finally:
+        trainer.close()
 
 
 @pytest.mark.full

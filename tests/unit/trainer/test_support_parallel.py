@@ -101,3 +101,46 @@ def test_all_figures_are_of_the_kept_ids_alone(ranks: int, tmp_path: Path) -> No
     gaps = on_gloo_ranks(ranks, gap_on, tmp_path)
     print(f"{ranks} ranks: largest difference {max(gaps):.1e}")
     assert max(gaps) < 1e-6
+
+
+def row_gap_on(ranks: int, rank: int) -> float:
+    """Return the largest difference of scores and gradients by rows from those of all tokens at once."""
+    from megatron.core import parallel_state
+
+    from rlsys.trainer.logprobs import _candidate_scores, token_scores
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    (batch,) = pack(samples(), 100)
+    tokens, generator = len(batch.tokens), torch.Generator().manual_seed(4)
+    batch.teacher_ids = torch.stack(
+        [torch.randperm(VOCABULARY, generator=generator)[:4] for _ in range(tokens)]
+    )
+    batch.teacher_logp = torch.randn(tokens, 4, generator=generator).log_softmax(-1) - 0.1
+    share = Share.of(batch, 4, dist.new_group([rank], use_local_synchronization=True), torch.device("cpu"))
+    columns = VOCABULARY // ranks
+    whole = logits_of(len(share.tokens))[:, rank * columns : (rank + 1) * columns]
+    gaps = []
+    for score in (
+        lambda logits, targets: token_scores(
+            logits, targets, TEMPERATURE, entropy=True, squares=False, direction=0.5
+        ),
+        lambda logits, targets: _candidate_scores(logits, targets, TEMPERATURE, 0.7),
+    ):
+        results = []
+        for cuts in ([len(whole)], [1, 6, len(whole)]):
+            leaf = whole.clone().requires_grad_()
+            rows = [slice(a, b) for a, b in zip([0, *cuts], cuts, strict=False)]
+            parts = [score((leaf * 1.0)[part], share.targets(part)) for part in rows]
+            scores = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            weights = torch.arange(1, len(whole) + 1).float()
+            sum((weights * s).sum() for s in scores.values() if s.requires_grad).backward()  # type: ignore[union-attr]
+            results.append([*(s.detach() for s in scores.values()), leaf.grad])
+        gaps += [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]  # type: ignore[operator]
+    parallel_state.destroy_model_parallel()
+    return max(gaps)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_distillation_and_candidates_are_scored_by_rows(ranks: int, tmp_path: Path) -> None:
+    assert max(on_gloo_ranks(ranks, row_gap_on, tmp_path)) < 1e-6
