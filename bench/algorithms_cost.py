@@ -17,6 +17,7 @@ from rlsys.algo.objective import Objective
 from rlsys.config import load_config
 from rlsys.config.algo import CriticSection
 from rlsys.core.messages import decode
+from rlsys.core.spans import TurnReward
 from rlsys.core.types import Sample, SampleGroup, TrainBatch
 from rlsys.trainer import step
 from rlsys.trainer.critic import add_critic
@@ -69,6 +70,7 @@ def full_step(odd: bool, named: bool) -> TrainBatch:
 
     def sample(s: Sample) -> Sample:
         marks = s.named_rewards or {"answer": s.reward or 0.0}
+        s = replace(s, turn_rewards=[TurnReward(marks["answer"], True)])
         return s if named else replace(s, reward=marks["answer"], named_rewards=None)
 
     def group(i: int) -> SampleGroup:
