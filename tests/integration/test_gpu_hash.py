@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.golden_hashes import GOLDEN
 from tests.helpers.python_path import python_path
 from tests.helpers.servers import ROOT
-from tests.unit.weights.test_hashes import GOLDEN
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
 # The kernel's file is loaded without its two assertions that the tensor is on a GPU.
 _SCRIPT = """
 import importlib.util, json, pathlib, sys
-from tests.unit.weights.test_hashes import GOLDEN, sample
+from tests.helpers.golden_hashes import GOLDEN, sample
 spec = importlib.util.find_spec("sglang")
 path = pathlib.Path(spec.submodule_search_locations[0]) / "kernels/ops/memory/gpu_tensor_hash.py"
 source = path.read_text()

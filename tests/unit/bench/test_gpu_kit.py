@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
 import struct
 import subprocess
+import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import gpu_kit
 import pytest
 from fatbin import keep
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 SCRIPT = Path(gpu_kit.__file__).with_name("gpu_node.sh")
 PYTHON = """#!/bin/sh
@@ -24,6 +31,45 @@ def test_the_lock_file_has_a_version_of_each_package() -> None:
     names = (*gpu_kit.TRAINER, *gpu_kit.SOURCE_ONLY, *gpu_kit.ENGINE)
     assert [name for name in names if name not in versions] == []
     assert all(versions[name].startswith(f"{name}==") for name in names)
+
+
+def requirements(name: str) -> Iterator[str]:
+    """Yield the packages that a package needs on this platform, without extras; none if it is not here."""
+    with contextlib.suppress(PackageNotFoundError):
+        for requirement in map(Requirement, requires(name) or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                yield canonicalize_name(requirement.name)
+
+
+def test_what_the_trainer_needs_comes_with_the_kit_or_with_the_node() -> None:
+    """The node has NODE and its requirements."""
+    distributions = packages_distributions()
+    node: set[str] = set()
+    new: set[str] = {
+        canonicalize_name(name) for module in gpu_kit.NODE for name in distributions.get(module, [module])
+    }
+    while new:
+        node |= new
+        new = {needed for name in new for needed in requirements(name)} - node
+    kit = {canonicalize_name(name) for name in (*gpu_kit.TRAINER, *gpu_kit.SOURCE_ONLY)}
+    absent = {name: set(requirements(name)) - kit - node for name in (*kit, "rlsys")}
+    assert {name: packages for name, packages in absent.items() if packages} == {}
+
+
+@pytest.mark.gate
+def test_the_drill_imports_no_pytest() -> None:
+    """The node has none."""
+    folder = Path(gpu_kit.__file__).parent
+    modules = set()
+    for path in folder.glob("gpu*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests"):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                files = [name for name in names if (folder.parent / f"{name.replace('.', '/')}.py").is_file()]
+                modules |= set(files or [node.module])
+    assert "tests.helpers.trainer_cases" in modules
+    program = f"import sys; sys.modules['pytest'] = None\nimport {', '.join(sorted(modules))}"
+    subprocess.run([sys.executable, "-c", program], cwd=folder.parent, check=True)
 
 
 def test_libraries_of_a_wheels_data_folder_lie_beside_its_packages(tmp_path: Path) -> None:

@@ -16,25 +16,8 @@ from torch import Tensor
 from rlsys.convert.table import entries
 from rlsys.weights.checksums import EngineChecksums, merge_checksums
 from rlsys.weights.hashes import TILE, ByteHash, TileHash, final_hash
+from tests.helpers.golden_hashes import GOLDEN, sample
 from tests.unit.weights.test_weights import LAYER, TINY
-
-# What SGLang 0.5.23's own kernel gives in Triton's interpreter for `sample(n, dtype)`;
-# tests/integration/test_gpu_hash.py runs it.
-GOLDEN = {
-    (1, "uint8"): "ec41b5cf3048f8a6",
-    (7, "bfloat16"): "ea2abefe28008dce",
-    (4096, "float32"): "675b0d9b37698ff7",
-    (8192, "float32"): "6d6b022f16622cf5",
-    (8193, "float32"): "a084dbca41c341ed",
-    (50001, "bfloat16"): "e91852dda844070f",
-}
-
-
-def sample(n: int, dtype: str) -> Tensor:
-    values = np.random.default_rng(n).integers(
-        0, 256, n * torch.empty(0, dtype=getattr(torch, dtype)).itemsize
-    )
-    return torch.from_numpy(values.astype(np.uint8)).view(getattr(torch, dtype))
 
 
 @pytest.mark.parametrize(("n", "dtype"), GOLDEN)
