@@ -17,8 +17,7 @@ from rlsys.convert.table import entries
 from rlsys.trainer.checkpoints.conversion import hf_to_megatron, megatron_to_hf, verify
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.model.chunks import EXPERT_BIAS
-from rlsys.trainer.model.context_parallel import Share
-from rlsys.trainer.model.mtp import MTPModel, predicted_tokens
+from rlsys.trainer.model.mtp import predicted_tokens
 from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import tiny
@@ -57,21 +56,24 @@ def no_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor
 
 def logps_of(trainer: Trainer, batch: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
     """Of each sequence's tokens 2.., by its row; the gradient of their negative sum stays in the buffers."""
-    kept: list[tuple[Share, Tensor]] = []
-    upstream = MTPModel.predictions
+    kept: list[Tensor] = []
+    assert trainer._prediction is not None
+    output = trainer._prediction.output
+    assert output is not None
+    upstream = output.logits
 
-    def keep(model: MTPModel, share: Share, *, trunk: bool) -> Tensor:
-        found = upstream(model, share, trunk=trunk)
-        kept.append((share, found.detach().float().log_softmax(-1)))
+    def keep(states: Tensor, weight: Tensor) -> Tensor:
+        found = upstream(states, weight)
+        kept.append(found.detach().float().log_softmax(-1))
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(MTPModel, "predictions", keep)
+        patch.setattr(output, "logits", keep)
         for model in trainer.models:
             model.zero_grad_buffer()
         trainer.passes.accumulate(batch, no_loss)
     found = {}
-    for micro, (_, logps) in zip(batch, kept, strict=True):
+    for micro, logps in zip(batch, kept, strict=True):
         starts = micro.cu_seqlens.tolist()
         for row, first, end in zip(micro.rows.tolist(), starts, starts[1:], strict=False):
             tokens = micro.tokens[first + 2 : end]
