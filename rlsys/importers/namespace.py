@@ -23,6 +23,7 @@ repository are copied, and links to them. The script's processes can change the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -36,6 +37,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from rlsys.core.errors import UserError
 
@@ -255,16 +257,33 @@ def _read_file(path: str | Path, flags: int = 0, folder: int | None = None) -> b
         flags: more flags of `open`.
         folder: descriptor of the folder that `path` is relative to.
     """
-    flags |= os.O_RDONLY | os.O_NONBLOCK
     try:
-        with open(path, "rb", opener=lambda name, _: os.open(name, flags, dir_fd=folder)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _FILE_BYTES:
+        with open_file(path, flags, folder) as file:
+            if os.fstat(file.fileno()).st_size > _FILE_BYTES:
                 return None
             content = file.read(_FILE_BYTES + 1)
     except OSError:
         return None
     return content if len(content) <= _FILE_BYTES else None
+
+
+def open_file(path: str | Path, flags: int = 0, folder: int | None = None) -> BinaryIO:
+    """Open a user's file for reading, without waiting for the writer of a FIFO.
+
+    Args:
+        path: the file.
+        flags: more flags of `open`.
+        folder: descriptor of the folder that `path` is relative to.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: a FIFO, a device.
+    """
+    flags |= os.O_RDONLY | os.O_NONBLOCK
+    file = open(path, "rb", opener=lambda name, _: os.open(name, flags, dir_fd=folder))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
 
 
 def _mounts(sealed: Path, links: Mapping[str, str]) -> list[str]:

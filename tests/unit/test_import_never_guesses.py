@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -534,3 +535,17 @@ def test_security_a13_yaml_of_a_stranger(
 ) -> None:
     made = run(framework, YAML[case], capsys, name="run.yaml")
     assert made.code == 2 and made.said.count("\n") == 1, made.said
+
+
+@pytest.mark.parametrize("name", ["pipe.sh", "pipe.yaml", "zero.txt", "folder.sh"])
+def test_a_file_that_is_not_regular_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pipe in ("pipe.sh", "pipe.yaml"):
+        os.mkfifo(tmp_path / pipe)
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    (tmp_path / "folder.sh").mkdir()
+    assert main.main(["import", "slime", str(tmp_path / name), "--out", str(tmp_path / "y.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{name}: {'Is a directory' if name == 'folder.sh' else 'not a regular file'}" in said
