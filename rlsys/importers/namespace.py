@@ -35,7 +35,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -117,6 +117,8 @@ class ScriptRun:
     """Exit status of the script; 124 or 137 at the time limit."""
     last_line: str = ""
     """Last line that it printed."""
+    root: Path | None = None
+    """Folder whose files it may read; None for a pasted command."""
 
     def explain(self, text: str) -> str | None:
         """Return why `text` is not determined by the script; None if it is."""
@@ -129,6 +131,20 @@ class ScriptRun:
             option = "--arguments TEXT" if is_argument else f"--env {match[2]}=VALUE"
             return f"{match[2]}: {kind} that is not set; {option} gives it"
         return f"what `{self.names.get(match[2], 'another program')}` prints is not known"
+
+    def read_text(self, path: str) -> str | None:
+        """Return the text of a file of the repository; None if it has no such regular file.
+
+        /a/b/c/d.yaml is also the repository's c/d.yaml: a script may call its repository by another path.
+        """
+        if self.root is None or ".." in Path(path).parts:
+            return None
+        parts = Path(path).parts
+        for level in range(min(len(parts), _LEVELS)):
+            file = Path(os.path.realpath(self.root / Path(*parts[level:])))
+            if file.is_relative_to(os.path.realpath(self.root)) and (content := _read_file(file)) is not None:
+                return content.decode(errors="replace")
+        return None
 
     def source_text(self, text: str) -> str:
         """Return `text` with readable names in place of markers."""
@@ -188,7 +204,7 @@ def run_script(
             str(script),
             *arguments,
         ]
-        return _parse(_output(command, sealed))
+        return replace(_parse(_output(command, sealed)), root=root)
 
 
 def _root_folder(script: Path) -> tuple[Path, Path]:
@@ -278,12 +294,13 @@ def open_file(path: str | Path, flags: int = 0, folder: int | None = None) -> Bi
     Raises:
         OSError: it cannot be read, or is no regular file: a FIFO, a device.
     """
-    flags |= os.O_RDONLY | os.O_NONBLOCK
-    file = open(path, "rb", opener=lambda name, _: os.open(name, flags, dir_fd=folder))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file")
-    return file
+    descriptor = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(code, os.strerror(code) if stat.S_ISDIR(mode) else "not a regular file")
 
 
 def _mounts(sealed: Path, links: Mapping[str, str]) -> list[str]:

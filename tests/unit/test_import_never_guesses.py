@@ -549,3 +549,66 @@ def test_a_file_that_is_not_regular_is_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"{name}: {'Is a directory' if name == 'folder.sh' else 'not a regular file'}" in said
+
+
+MIS = """use_tis: true
+use_rs: true
+tis_level: "token"
+rs_level: "token"
+tis_mode: "truncate"
+tis_lower_bound: 0.5
+tis_upper_bound: 2.0
+rs_lower_bound: null
+rs_upper_bound: null
+rs_veto_threshold: 1.0e-4
+tis_batch_normalize: true
+"""
+CORRECTED = "--use-tis --custom-tis-function-path examples.mis.compute_mis_weights_with_cp"
+
+
+def test_slimes_corrections_of_a_yaml_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script calls its repository by another path; the options of the file are options of the command."""
+    (folder / "examples").mkdir()
+    (folder / "examples" / "mis.yaml").write_text(MIS)
+    script = f"{SLIME} --lr 1e-6 {CORRECTED} --custom-config-path"
+    made = run("slime", f"{script} /root/slime/examples/mis.yaml", capsys, "run.sh")
+    assert made.code == 0, made.said
+    assert field(made.config, "algo.corrections") == [
+        {"name": "tis", "cap": 2.0, "normalise": True},
+        {"name": "icepop", "weighted": False, "low": 0.5, "high": 2.0, "level": "token", "veto": 1e-4},
+    ]
+    (folder / "examples" / "mis.yaml").write_text(MIS.replace("truncate", "mask"))
+    made = run("slime", f"{script} examples/mis.yaml", capsys, "run.sh", "mask.yaml")
+    incomplete(made, "--tis-batch-normalize", "algo.corrections")
+    made = run("slime", f"{script} /etc/hostname", capsys, "run.sh", "host.yaml")
+    incomplete(made, "--custom-config-path")
+
+
+@pytest.mark.parametrize(
+    ("more", "missing"),
+    [
+        ("--custom-rm-path my.reward --reward-key score --eval-reward-key acc", ""),
+        ("--reward-key format", "--reward-key"),
+        ("--eval-input-key prompt --input-key prompt", ""),
+        ("--eval-input-key question --input-key prompt", "--eval-input-key"),
+        ("--custom-rm-path examples.on_policy_distillation.phase1.rm.reward_func", ""),
+        ("--rollout-max-context-len 4096", "--rollout-max-context-len"),
+    ],
+)
+def test_slimes_keys_and_functions(
+    more: str, missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("slime", f"{SLIME} --lr 1e-6 {more}", capsys)
+    if missing:
+        incomplete(made, missing)
+    else:
+        assert made.code == 0, made.said
+
+
+def test_slimes_longest_conversation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate = "--custom-generate-function-path examples.agent.generate --rollout-max-context-len 4096"
+    made = run("slime", f"{SLIME} --lr 1e-6 {generate}", capsys)
+    assert made.code == 0, made.said
+    limits = {"rollout_max_context_len": 4096, "eval_max_context_len": 4096}
+    assert field(made.config, "rollout.generator_params") == limits
+    assert field(made.config, "data.params.max_prompt_tokens") == 4095
