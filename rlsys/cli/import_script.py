@@ -120,6 +120,11 @@ def translate_file(
         draft = reader.translate(settings, REWARDS)
     except UserError as e:
         raise UserError(f"{file}: {e}") from None
+    params = draft.get_field("data.params", {})
+    if "path" in params and "heldout_path" not in params:
+        draft.warnings.append(
+            "data.params: one row in eight is held out and not trained; the script trains on all"
+        )
     if not draft.is_fine_tuning and draft.has_evaluation:
         _add_eval(draft)
     return draft

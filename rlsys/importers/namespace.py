@@ -8,7 +8,11 @@ records its arguments (stubs/recorder), ends with status 0, and prints:
 - `hostname`: localhost, or 127.0.0.1;
 - `which`: the path of the program;
 - `python .../model_args_utils.py` (Miles): nothing, since a model's sizes are read from its config.json;
-- `python -c` that imports torch_npu: status 1; that prints verl's get_device_name: cuda;
+- `python -c` that imports torch_npu: status 1; that prints verl's get_device_name, or such a program on the standard
+  input: cuda;
+- `python -c` that asks Ray for its resources: 999999937, so that a script that waits for GPUs goes on; a setting with
+  this number is not determined;
+- `cp` of a file that is not in the namespace: nothing, status 0;
 - any other program: nothing, or a marker where the script reads its output.
 
 `ray job submit -- COMMAND` and programs that are followed by `bash` run that command. A variable or argument that is
@@ -43,6 +47,8 @@ from rlsys.core.errors import UserError
 
 MARKER = re.compile(r"@@(output|unset):([^@]*)@@", re.IGNORECASE)
 """Stands for text that the script does not determine."""
+_RAY_GPUS = "999999937"
+"""What the stub of `python` prints for Ray's resources."""
 SECONDS = 15
 """Time limit of a script."""
 _RECORD_BYTES = 2**24
@@ -122,6 +128,8 @@ class ScriptRun:
 
     def explain(self, text: str) -> str | None:
         """Return why `text` is not determined by the script; None if it is."""
+        if _RAY_GPUS in text:
+            return "how many GPUs Ray has is not known"
         match = MARKER.search(text)
         if match is None:
             return None

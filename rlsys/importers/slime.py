@@ -17,14 +17,16 @@ from rlsys.core.yaml_text import parse_yaml
 from rlsys.importers.arguments import Arguments
 from rlsys.importers.draft import Draft, Row, Settings, Unresolved
 from rlsys.importers.sizes import (
+    LORA_START,
     Sizes,
     data_source,
     eval_truncation,
-    reject_media_models,
+    reject_media,
     set_anchor,
     set_layout,
     set_sizes,
     set_steps,
+    set_warm_up,
 )
 
 SLIME = {
@@ -111,6 +113,8 @@ TEACHER = "teacher's --model-path"
 """Key of the model of the script's own SGLang server among the settings."""
 _MIS = re.compile(r"--((tis|rs)-(level|mode|lower-bound|upper-bound|veto-threshold|batch-normalize)|use-rs)$")
 """Options of slime's example train_infer_mismatch_helper."""
+_INT4 = re.compile(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1\b")
+"""Variable of the environment that changes the trainer's weights."""
 PROGRAMS = ("train.py", "train_async.py")
 EXPECTED = "train.py or train_async.py with its options"
 MATHEMATICS = {
@@ -254,6 +258,8 @@ def read_settings(arguments: Arguments) -> Settings:
     settings.values |= {name: arguments.value(values) for name, values in options.items()}
     settings.values["train"] = Path(arguments.argv[0]).stem
     _read_custom_config(arguments, settings)
+    if any(_INT4.search(argument) for command in arguments.run.commands for argument in command):
+        settings.problems.append("OPEN_TRAINING_INT4_FAKE_QAT_FLAG = 1: weights are not trained in 4 bits")
     for command in arguments.run.commands:
         if "sglang.launch_server" in command and "--model-path" in command[:-1]:
             settings.values.setdefault(TEACHER, command[command.index("--model-path") + 1])
@@ -290,7 +296,7 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     run_dir = d.text("--save")
     d.set_field("run.dir", run_dir or "runs/imported", "--save")
     d.set_field("model.path", d.text("--hf-checkpoint"), "--hf-checkpoint")
-    reject_media_models(d, "--hf-checkpoint")
+    reject_media(d, "--hf-checkpoint", "--prompt-data")
     d.set_field("model.dtype", "bfloat16")
     if d.text("--loss-type", "policy_loss") == "sft_loss" or "sft_rollout" in d.text(
         "--rollout-function-path"
@@ -310,6 +316,8 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     _trainer(d)
     _engines(d)
     set_sizes(d, *_sizes(d, asynchronous))
+    if not d.is_present("--lr-warmup-fraction"):
+        set_warm_up(d, "--lr-warmup-iters", d.get_field("algo.minibatches", 1))
     if asynchronous:
         d.set_field("rollout.max_staleness", max(1, int(d.get_field("rollout.max_staleness", 0))))
     if d.flag("--use-rollout-logprobs") or d.is_unresolved("--use-rollout-logprobs"):
@@ -440,7 +448,7 @@ def _heldout(d: Draft) -> None:
     max_tokens = d.integer("--eval-max-response-len", d.integer("--rollout-max-response-len", 1024))
     temperature = d.number("--eval-temperature", d.number("--rollout-temperature", 1.0))
     top_k = d.integer("--eval-top-k", d.integer("--rollout-top-k", -1))
-    truncation = eval_truncation(d.number("--eval-top-p", d.number("--rollout-top-p", 1.0)), top_k)
+    truncation = eval_truncation(d, d.number("--eval-top-p", d.number("--rollout-top-p", 1.0)), top_k)
     if top_k == 1:
         temperature = 0.0
     if samples > 1 and temperature == 0:
@@ -547,22 +555,26 @@ def _algorithm(d: Draft) -> None:
     if advantage_name == "grpo" and d.flag("--disable-grpo-std-normalization"):
         advantage_name = "dr_grpo"
     whitens = advantage_name in ("reinforce_pp", "reinforce_pp_baseline")
-    if d.flag("--normalize-advantages") != whitens:
+    if advantage_name != "gae" and d.flag("--normalize-advantages") != whitens:
         if whitens:
             d.require("--normalize-advantages", "reinforce_pp always whitens the advantages")
         d.reject("--normalize-advantages", "advantages of this estimator are not whitened")
     advantage: Any = advantage_name
     of_advantage = ["--advantage-estimator", "--disable-grpo-std-normalization"]
     if advantage_name == "gae":
-        of_advantage += ["--gamma", "--lambd"]
+        of_advantage += ["--gamma", "--lambd", "--normalize-advantages"]
         advantage = {"name": "gae", "gamma": d.number("--gamma", 1.0), "lam": d.number("--lambd", 1.0)}
+        advantage["whiten"] = d.flag("--normalize-advantages")
+    elif estimator == "reinforce_plus_plus" and d.number("--gamma", 1.0) != 1.0:
+        d.reject("--gamma", "the return is not discounted")
     d.set_field("algo.advantage", advantage, *of_advantage)
     low = d.number("--eps-clip", 0.2)
     loss = {"name": "gspo" if estimator == "gspo" else "clip", "clip_low": low}
     terms: list[Any] = [{**loss, "clip_high": d.number("--eps-clip-high", low)}]
     of_loss = ["--advantage-estimator", "--eps-clip", "--eps-clip-high", "--use-kl-loss", "--entropy-coef"]
     if advantage_name == "gae":
-        terms.append({"name": "value"})
+        terms.append({"name": "value", "coefficient": 2.0, "clip": d.number("--value-clip", 0.2)})
+        of_loss.append("--value-clip")
         lr = d.number("--critic-lr", 0)
         d.set_field("algo.critic", {"lr": lr} if lr else {}, "--critic-lr")
     if d.flag("--use-kl-loss"):
@@ -571,7 +583,8 @@ def _algorithm(d: Draft) -> None:
         if kind not in KL_KINDS:
             d.reject("--kl-loss-type", f"{', '.join(KL_KINDS)} are here")
         if beta := d.number("--kl-loss-coef", 0):
-            terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
+            term = {"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")}
+            terms.append(term | ({"cap": None} if kind == "k3" else {}))
     if entropy := d.number("--entropy-coef", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
     if TEACHER in d.consumed:
@@ -686,6 +699,11 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
     ):
         if d.number(name, 0.0):
             d.set_field(path, d.number(name, 0.0), name)
+    kind = d.text("--moe-router-load-balancing-type", "aux_loss")
+    if d.get_field("trainer.balance_loss", 0.0) and kind != "seq_aux_loss":
+        d.warnings.append(
+            f"trainer.balance_loss: that of each sequence; Megatron's {kind} is that of a micro-batch"
+        )
     _lora(d)
     weight = d.number("--mtp-loss-scaling-factor", 0.2)
     if d.flag("--enable-mtp-training"):
@@ -702,6 +720,7 @@ def _lora(d: Draft) -> None:
     if rank <= 0 and not d.is_unresolved("--lora-rank"):
         return
     d.set_field("trainer.lora.rank", rank, "--lora-rank")
+    d.warnings.append(LORA_START)
     d.set_field("trainer.lora.alpha", d.number("--lora-alpha", 16), "--lora-alpha", "--lora-rank")
     targets = d.text("--target-modules", "all-linear")
     if targets not in ("all-linear", "all"):
