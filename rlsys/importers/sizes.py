@@ -195,6 +195,15 @@ def set_steps(draft: Draft, name: str, epochs: str, default_epochs: int) -> None
         draft.set_field("trainer.steps", steps, name)
 
 
+def omit_offload(draft: Draft) -> None:
+    """Leave out trainer.offload_optimizer, which the config refuses beside a loss of multi-token prediction."""
+    if draft.config["trainer"].pop("offload_optimizer", None):
+        draft.mapped = [row for row in draft.mapped if not row.result.startswith("trainer.offload_optimizer")]
+        draft.warnings.append(
+            "trainer.offload_optimizer: not together with trainer.mtp_loss; it changes memory alone"
+        )
+
+
 def set_warm_up(draft: Draft, name: str, updates: int) -> None:
     """Write trainer.warmup_steps for a setting that counts updates, of which a train step has several."""
     count = draft.integer(name, 0)

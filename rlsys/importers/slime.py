@@ -21,6 +21,7 @@ from rlsys.importers.sizes import (
     Sizes,
     data_source,
     eval_truncation,
+    omit_offload,
     reject_media,
     set_anchor,
     set_layout,
@@ -708,6 +709,7 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
     weight = d.number("--mtp-loss-scaling-factor", 0.2)
     if d.flag("--enable-mtp-training"):
         d.set_field("trainer.mtp_loss", weight, "--mtp-loss-scaling-factor", "--enable-mtp-training")
+        omit_offload(d)
         if (layers := d.integer("--mtp-num-layers", 1)) > 1:
             d.reject(
                 "--mtp-num-layers", f"{layers}: one layer for multi-token prediction can be trained; use 1"

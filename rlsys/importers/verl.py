@@ -19,6 +19,7 @@ from rlsys.importers.sizes import (
     Sizes,
     data_source,
     eval_truncation,
+    omit_offload,
     reject_media,
     set_anchor,
     set_layout,
@@ -929,10 +930,7 @@ def _trainer(d: Draft) -> None:
         names = (f"{mtp}.enable", f"{mtp}.enable_train")
         d.set_field("trainer.mtp_loss", d.number(weight, 0.1), weight, *names)
         d.set_field("trainer.mtp_trunk", not d.flag(detached), detached, *names)
-        if d.config["trainer"].pop("offload_optimizer", None):
-            d.warnings.append(
-                "trainer.offload_optimizer: not together with trainer.mtp_loss; it changes memory alone"
-            )
+        omit_offload(d)
     else:
         d.consumed |= {f"{mtp}.{name}" for name in ("enable", "enable_train", "detach_encoder")}
 

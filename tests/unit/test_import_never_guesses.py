@@ -761,6 +761,10 @@ def test_what_slime_does_by_default(folder: Path, capsys: pytest.CaptureFixture[
         assert made.code == 0, made.said
         assert field(made.config, "algo.advantage") == {**GAE, "whiten": whiten}
         assert field(made.config, "algo.loss")[1] == {"name": "value", "coefficient": 2.0, "clip": 0.3}
+    mtp = "--optimizer-cpu-offload --enable-mtp-training --mtp-num-layers 1"
+    made = run("slime", f"{SLIME} --lr 1e-6 {mtp}", capsys, out="mtp.yaml")
+    assert "check: trainer.offload_optimizer: not together with trainer.mtp_loss" in made.said
+    assert field(made.config, "trainer.offload_optimizer") is None
     made = run(
         "slime", f"{SLIME} --lr 1e-6 --num-steps-per-rollout 4 --lr-warmup-iters 10", capsys, out="warm.yaml"
     )
