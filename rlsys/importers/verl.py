@@ -784,7 +784,8 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
                 f"algo.reducer = sequence_mean for all terms; verl reduces KL and entropy by {mode}"
             )
         reducer = "sequence_mean"
-    names, reducer_config = [of_mode], reducer
+    names: list[str] = [of_mode]
+    reducer_config: str | dict[str, Any] = reducer
     if reducer == "constant":
         scale = f"{ACTOR}.loss_scale_factor"
         length = d.integer(scale, d.integer("data.max_response_length", 512))
@@ -866,19 +867,8 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
         d.consumed |= {rule, bound, lower_bound, veto}
         return []
     names += [rule, bound, lower_bound, veto]
-    if option in ("token", "sequence", "geometric") or has_veto:  # verl before 2026: bounds of a ratio
-        high = d.number(bound, 2.0)
-        low = 1 / high if d.text(lower_bound, "null") in ("null", "None") else d.number(lower_bound, 0.0)
-        if option not in ("token", "sequence", "geometric"):
-            d.reject(veto, f"beside {rule} = {option}")
-        rejection: dict[str, Any] = {
-            "name": "icepop",
-            "weighted": False,
-            "level": option,
-            "low": low,
-            "high": high,
-        }
-        return [rejection | ({"veto": d.number(veto, 0.0)} if has_veto else {})]
+    if option in ("token", "sequence", "geometric") or has_veto:  # verl before 2026
+        return [_ratio_rejection(d, option, rule)]
     rules, bounds = d.text(rule).strip("'").split(","), d.text(bound).strip("'").split(",")
     rejections = []
     for option, limits in zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False):
@@ -895,6 +885,26 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
             rejection["high"] = float(high)
         rejections.append(rejection)
     return rejections
+
+
+def _ratio_rejection(d: Draft, level: str, rule: str) -> dict[str, Any]:
+    """Return the correction of a rule whose bounds are those of a ratio."""
+    bound, veto = f"{rule}_threshold", f"{rule.removesuffix('rs')}token_veto_threshold"
+    high = d.number(bound, 2.0)
+    is_symmetric = d.text(f"{bound}_lower", "null") in ("null", "None")
+    low = 1 / high if is_symmetric else d.number(f"{bound}_lower", 0.0)
+    rejection: dict[str, Any] = {
+        "name": "icepop",
+        "weighted": False,
+        "level": level,
+        "low": low,
+        "high": high,
+    }
+    if level not in ("token", "sequence", "geometric"):
+        d.reject(veto, f"beside {rule} = {level}")
+    if d.text(veto, "null") not in ("null", "None"):
+        rejection["veto"] = d.number(veto, 0.0)
+    return rejection
 
 
 def _trainer(d: Draft) -> None:
