@@ -3,6 +3,7 @@
 Prints the number of scripts by exit status of `rlsys import`, and the reasons of the incomplete ones: how many
 scripts have each reason, and how many have it alone. Each script runs in its sealed namespace from the root of its
 folder. `--records FILE` keeps the recorded commands, so that a second walk translates without running the scripts.
+`--arguments TEXT` gives arguments to scripts that start no training command without them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import argparse
 import os
 import pickle
 import re
+import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,10 +42,12 @@ def find_scripts(framework: str, folders: list[Path]) -> Iterator[tuple[Path, Pa
                 yield folder, script
 
 
-def translate(framework: str, script: Path, out: Path, variables: dict[str, str]) -> tuple[str, set[str]]:
+def translate(
+    framework: str, script: Path, out: Path, variables: dict[str, str], arguments: Sequence[str] = ()
+) -> tuple[str, set[str]]:
     """Return exit status and reasons."""
     try:
-        draft = translate_file(framework, str(script), variables=variables)
+        draft = translate_file(framework, str(script), arguments, variables)
         out.write_text(to_yaml(draft, script.name))
         try:
             load_config(out)
@@ -65,6 +69,7 @@ def main() -> None:
     parser.add_argument("framework", choices=sorted(PATTERNS))
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--arguments", type=shlex.split, action="append", default=[], metavar="TEXT")
     parser.add_argument("--records", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the configs")
     args = parser.parse_args()
@@ -87,7 +92,10 @@ def main() -> None:
             os.chdir(folder)
             start = time.monotonic()
             name = str(script.relative_to(folder.parent)).replace("/", "+")
-            status, why = translate(args.framework, script, out / f"{name}.yaml", variables)
+            for arguments in [(), *args.arguments]:
+                status, why = translate(args.framework, script, out / f"{name}.yaml", variables, arguments)
+                if not any("no training command" in reason for reason in why):
+                    break
             slowest = max(slowest, time.monotonic() - start)
             statuses[status] += 1
             counts.update(why)

@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 
 from rlsys.config import load_config
@@ -21,6 +22,7 @@ from rlsys.data.rows import MEDIA
 from rlsys.importers import slime, verl
 from rlsys.importers.arguments import MAX_TEXT, read_arguments
 from rlsys.importers.draft import Draft, Row, to_yaml
+from rlsys.importers.namespace import open_file
 from rlsys.importers.sizes import set_heldout_prompts
 from rlsys.rewards import REWARDS
 
@@ -101,7 +103,7 @@ def translate_file(
     """
     path = None if file == "-" else Path(file)
     try:
-        with nullcontext(sys.stdin) if path is None else path.open(encoding="utf-8") as stream:
+        with nullcontext(sys.stdin) if path is None else TextIOWrapper(open_file(path), "utf-8") as stream:
             text = stream.read(MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{file}: {getattr(e, 'strerror', None) or 'not a text file'}") from None
@@ -118,6 +120,11 @@ def translate_file(
         draft = reader.translate(settings, REWARDS)
     except UserError as e:
         raise UserError(f"{file}: {e}") from None
+    params = draft.get_field("data.params", {})
+    if "path" in params and "heldout_path" not in params:
+        draft.warnings.append(
+            "data.params: one row in eight is held out and not trained; the script trains on all"
+        )
     if not draft.is_fine_tuning and draft.has_evaluation:
         _add_eval(draft)
     return draft

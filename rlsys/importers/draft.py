@@ -255,10 +255,9 @@ class Draft:
         elif limit > 1 or mass != 1.0 or self.is_unresolved(top_p) or self.is_unresolved(top_k):
             self.set_field("rollout.top_k", min(limit, 2048) if limit > 1 else 1024, top_k, top_p)
             self.set_field("rollout.top_p", mass, top_p)
-            if limit < 2:
-                self.warnings.append(
-                    "rollout.top_k = 1024: top_p needs a bound on the tokens that engines name"
-                )
+            if not 1 < limit <= 2048:
+                bound = self.get_field("rollout.top_k", 1024)
+                self.warnings.append(f"rollout.top_k = {bound}: engines name a bounded number of tokens")
 
     def reject(self, name: str, reason: str) -> None:
         """Record a setting without a counterpart that affects the method."""

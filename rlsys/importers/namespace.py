@@ -8,7 +8,11 @@ records its arguments (stubs/recorder), ends with status 0, and prints:
 - `hostname`: localhost, or 127.0.0.1;
 - `which`: the path of the program;
 - `python .../model_args_utils.py` (Miles): nothing, since a model's sizes are read from its config.json;
-- `python -c` that imports torch_npu: status 1; that prints verl's get_device_name: cuda;
+- `python -c` that imports torch_npu: status 1; that prints verl's get_device_name, or such a program on the standard
+  input: cuda;
+- `python -c` that asks Ray for its resources: 999999937, so that a script that waits for GPUs goes on; a setting with
+  this number is not determined;
+- `cp` of a file that is not in the namespace: nothing, status 0;
 - any other program: nothing, or a marker where the script reads its output.
 
 `ray job submit -- COMMAND` and programs that are followed by `bash` run that command. A variable or argument that is
@@ -23,6 +27,7 @@ repository are copied, and links to them. The script's processes can change the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -34,13 +39,16 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from rlsys.core.errors import UserError
 
 MARKER = re.compile(r"@@(output|unset):([^@]*)@@", re.IGNORECASE)
 """Stands for text that the script does not determine."""
+_RAY_GPUS = "999999937"
+"""What the stub of `python` prints for Ray's resources."""
 SECONDS = 15
 """Time limit of a script."""
 _RECORD_BYTES = 2**24
@@ -115,9 +123,13 @@ class ScriptRun:
     """Exit status of the script; 124 or 137 at the time limit."""
     last_line: str = ""
     """Last line that it printed."""
+    root: Path | None = None
+    """Folder whose files it may read; None for a pasted command."""
 
     def explain(self, text: str) -> str | None:
         """Return why `text` is not determined by the script; None if it is."""
+        if _RAY_GPUS in text:
+            return "how many GPUs Ray has is not known"
         match = MARKER.search(text)
         if match is None:
             return None
@@ -127,6 +139,20 @@ class ScriptRun:
             option = "--arguments TEXT" if is_argument else f"--env {match[2]}=VALUE"
             return f"{match[2]}: {kind} that is not set; {option} gives it"
         return f"what `{self.names.get(match[2], 'another program')}` prints is not known"
+
+    def read_text(self, path: str) -> str | None:
+        """Return the text of a file of the repository; None if it has no such regular file.
+
+        /a/b/c/d.yaml is also the repository's c/d.yaml: a script may call its repository by another path.
+        """
+        if self.root is None or ".." in Path(path).parts:
+            return None
+        parts = Path(path).parts
+        for level in range(min(len(parts), _LEVELS)):
+            file = Path(os.path.realpath(self.root / Path(*parts[level:])))
+            if file.is_relative_to(os.path.realpath(self.root)) and (content := _read_file(file)) is not None:
+                return content.decode(errors="replace")
+        return None
 
     def source_text(self, text: str) -> str:
         """Return `text` with readable names in place of markers."""
@@ -186,7 +212,7 @@ def run_script(
             str(script),
             *arguments,
         ]
-        return _parse(_output(command, sealed))
+        return replace(_parse(_output(command, sealed)), root=root)
 
 
 def _root_folder(script: Path) -> tuple[Path, Path]:
@@ -255,16 +281,34 @@ def _read_file(path: str | Path, flags: int = 0, folder: int | None = None) -> b
         flags: more flags of `open`.
         folder: descriptor of the folder that `path` is relative to.
     """
-    flags |= os.O_RDONLY | os.O_NONBLOCK
     try:
-        with open(path, "rb", opener=lambda name, _: os.open(name, flags, dir_fd=folder)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _FILE_BYTES:
+        with open_file(path, flags, folder) as file:
+            if os.fstat(file.fileno()).st_size > _FILE_BYTES:
                 return None
             content = file.read(_FILE_BYTES + 1)
     except OSError:
         return None
     return content if len(content) <= _FILE_BYTES else None
+
+
+def open_file(path: str | Path, flags: int = 0, folder: int | None = None) -> BinaryIO:
+    """Open a user's file for reading, without waiting for the writer of a FIFO.
+
+    Args:
+        path: the file.
+        flags: more flags of `open`.
+        folder: descriptor of the folder that `path` is relative to.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: a FIFO, a device.
+    """
+    descriptor = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(code, os.strerror(code) if stat.S_ISDIR(mode) else "not a regular file")
 
 
 def _mounts(sealed: Path, links: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 from rlsys.importers.draft import Draft
 
+LORA_START = (
+    "trainer.lora: A is drawn as PEFT does, evenly up to 1 / sqrt(inputs); Megatron draws it otherwise"
+)
+"""Difference of adapters on Megatron's matrices."""
+
 
 @dataclass
 class Sizes:
@@ -115,6 +120,14 @@ def set_parallel(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> i
         setattr(s, figure, max(1, getattr(s, figure)))
     world = s.nodes * s.gpus
     dp = max(1, world // (s.tp * s.pp * s.cp))
+    ranks, etp = s.tp * s.cp * dp, s.etp or s.tp
+    if ranks % (s.ep * etp) and not any(draft.is_unresolved(n) for n in settings_of(*layout, "ep", "etp")):
+        fitting = max(1, math.gcd(s.ep, max(1, ranks // etp)))
+        draft.warnings.append(
+            f"parallel.ep = {fitting}, not {s.ep}: ep x etp must divide tp x cp x dp = {ranks} ranks; a layout "
+            "changes memory and speed alone"
+        )
+        s.ep = fitting
     if world % (s.tp * s.pp * s.cp) and not any(draft.is_unresolved(name) for name in settings_of(*layout)):
         draft.warnings.append(
             f"{world} GPUs are no multiple of tp {s.tp} x pp {s.pp} x cp {s.cp}; parallel.dp = {dp}"
@@ -182,10 +195,32 @@ def set_steps(draft: Draft, name: str, epochs: str, default_epochs: int) -> None
         draft.set_field("trainer.steps", steps, name)
 
 
-def eval_truncation(top_p: float, top_k: int) -> dict[str, float]:
+def omit_offload(draft: Draft) -> None:
+    """Leave out trainer.offload_optimizer, which the config refuses beside a loss of multi-token prediction."""
+    if draft.config["trainer"].pop("offload_optimizer", None):
+        draft.mapped = [row for row in draft.mapped if not row.result.startswith("trainer.offload_optimizer")]
+        draft.warnings.append(
+            "trainer.offload_optimizer: not together with trainer.mtp_loss; it changes memory alone"
+        )
+
+
+def set_warm_up(draft: Draft, name: str, updates: int) -> None:
+    """Write trainer.warmup_steps for a setting that counts updates, of which a train step has several."""
+    count = draft.integer(name, 0)
+    if count > 0 and updates > 1:
+        draft.set_field("trainer.warmup_steps", -(-count // updates), name)
+        if count % updates:
+            draft.warnings.append(
+                f"trainer.warmup_steps: {count} updates are no multiple of a step's {updates}"
+            )
+
+
+def eval_truncation(draft: Draft, top_p: float, top_k: int) -> dict[str, float]:
     """Return the fields of an evaluation set; top_k up to 1 and top_p 1 leave out no token."""
     if top_k <= 1 and top_p == 1:
         return {}
+    if not 1 < top_k <= 2048:
+        draft.warnings.append("eval.sets: top_k is 1024 where the script has no bound, or one above 2048")
     return {"top_k": min(top_k, 2048) if top_k > 1 else 1024, "top_p": top_p}
 
 
@@ -196,6 +231,10 @@ def set_anchor(draft: Draft) -> None:
     samples.
     """
     over_provisioned = draft.get_field("rollout.over_provision", 1) > 1
+    if over_provisioned:
+        draft.warnings.append(
+            "algo.anchor: exact for resumed samples; the script scores all of them with one policy"
+        )
     disaggregated = draft.get_field("launch.placement", "") == "disaggregated"
     draft.set_field(
         "algo.anchor", ("interpolated" if disaggregated else "behaviour") if over_provisioned else "old"
@@ -216,8 +255,12 @@ def data_source(path: object) -> str:
     return "parquet" if str(first).endswith(".parquet") else "jsonl"
 
 
-def reject_media_models(draft: Draft, name: str) -> None:
-    """Reject a model of images, sound or video, since its rows would train as text."""
-    path = draft.text(name)
-    if re.search(r"(?i)(?<![a-z])(vl|vlm|vision|omni|audio|llava|internvl)(?![a-z])|[a-z0-9](-vl|vl-)", path):
-        draft.reject(name, "by its name a model of images, sound or video; models and prompts here are text")
+def reject_media(draft: Draft, model: str, data: str) -> None:
+    """Reject a model, or a data set, of images, sound or video, since its rows would train as text."""
+    if re.search(
+        r"(?i)(?<![a-z])(vl|vlm|vision|omni|audio|llava|internvl)(?![a-z])|[a-z0-9](-vl|vl-)",
+        draft.text(model),
+    ):
+        draft.reject(model, "by its name a model of images, sound or video; models and prompts here are text")
+    if re.search(r"(?i)geo3k|geometry3k|visual|vqa|multimodal", str(draft.get(data))):
+        draft.reject(data, "by its name rows with images; prompts here are text")

@@ -5,6 +5,7 @@ Read as of August 2026; defaults that a script leaves out are those of slime/uti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +13,21 @@ from typing import Any
 
 from rlsys.core.errors import UserError
 from rlsys.core.model_folder import read_stop_ids
+from rlsys.core.yaml_text import parse_yaml
 from rlsys.importers.arguments import Arguments
 from rlsys.importers.draft import Draft, Row, Settings, Unresolved
 from rlsys.importers.sizes import (
+    LORA_START,
     Sizes,
     data_source,
     eval_truncation,
-    reject_media_models,
+    omit_offload,
+    reject_media,
     set_anchor,
     set_layout,
     set_sizes,
     set_steps,
+    set_warm_up,
 )
 
 SLIME = {
@@ -103,8 +108,14 @@ ADVANTAGES = {
 }  # fmt: skip
 KL_KINDS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 OPTIMIZERS = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
+_TEACHER_REWARD = "on_policy_distillation.reward_func"
+"""slime's function that asks the teacher; its module is the last of the package."""
 TEACHER = "teacher's --model-path"
 """Key of the model of the script's own SGLang server among the settings."""
+_MIS = re.compile(r"--((tis|rs)-(level|mode|lower-bound|upper-bound|veto-threshold|batch-normalize)|use-rs)$")
+"""Options of slime's example train_infer_mismatch_helper."""
+_INT4 = re.compile(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1\b")
+"""Variable of the environment that changes the trainer's weights."""
 PROGRAMS = ("train.py", "train_async.py")
 EXPECTED = "train.py or train_async.py with its options"
 MATHEMATICS = {
@@ -247,10 +258,23 @@ def read_settings(arguments: Arguments) -> Settings:
             )
     settings.values |= {name: arguments.value(values) for name, values in options.items()}
     settings.values["train"] = Path(arguments.argv[0]).stem
+    _read_custom_config(arguments, settings)
+    if any(_INT4.search(argument) for command in arguments.run.commands for argument in command):
+        settings.problems.append("OPEN_TRAINING_INT4_FAKE_QAT_FLAG = 1: weights are not trained in 4 bits")
     for command in arguments.run.commands:
         if "sglang.launch_server" in command and "--model-path" in command[:-1]:
             settings.values.setdefault(TEACHER, command[command.index("--model-path") + 1])
     return settings
+
+
+def _read_custom_config(arguments: Arguments, settings: Settings) -> None:
+    """Add the options of the YAML file of --custom-config-path, which win over those of the command."""
+    option = "--custom-config-path"
+    text = arguments.run.read_text(path) if isinstance(path := settings.values.get(option), str) else None
+    data = None if text is None else parse_yaml(text, f"{option} = {path}")
+    if isinstance(data, dict):
+        del settings.values[option]
+        settings.values |= read_yaml(data).values
 
 
 def translate(settings: Settings, rewards: Collection[str]) -> Draft:
@@ -273,7 +297,7 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     run_dir = d.text("--save")
     d.set_field("run.dir", run_dir or "runs/imported", "--save")
     d.set_field("model.path", d.text("--hf-checkpoint"), "--hf-checkpoint")
-    reject_media_models(d, "--hf-checkpoint")
+    reject_media(d, "--hf-checkpoint", "--prompt-data")
     d.set_field("model.dtype", "bfloat16")
     if d.text("--loss-type", "policy_loss") == "sft_loss" or "sft_rollout" in d.text(
         "--rollout-function-path"
@@ -282,7 +306,7 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
         d.finish((*SFT_DEFAULTS, *DEFAULTS), SPEED, settings)
         return d
     d.consumed -= {"--loss-type", "--rollout-function-path"}
-    distils = d.flag("--use-opd") or "on_policy_distillation" in d.text("--custom-rm-path")
+    distils = d.flag("--use-opd") or d.text("--custom-rm-path").endswith(_TEACHER_REWARD)
     if distils:
         _teacher(d)
     else:
@@ -293,6 +317,8 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     _trainer(d)
     _engines(d)
     set_sizes(d, *_sizes(d, asynchronous))
+    if not d.is_present("--lr-warmup-fraction"):
+        set_warm_up(d, "--lr-warmup-iters", d.get_field("algo.minibatches", 1))
     if asynchronous:
         d.set_field("rollout.max_staleness", max(1, int(d.get_field("rollout.max_staleness", 0))))
     if d.flag("--use-rollout-logprobs") or d.is_unresolved("--use-rollout-logprobs"):
@@ -342,7 +368,7 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
     d.copy("--label-key")
     d.copy("--tool-key")
     kind, import_path = d.text("--rm-type"), d.text("--custom-rm-path")
-    if TEACHER in d.consumed and "on_policy_distillation" in import_path:
+    if TEACHER in d.consumed and import_path.endswith(_TEACHER_REWARD):
         d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--custom-rm-path")
         d.warnings.append("data.reward: a metric only; the script's function returns the teacher's log-probs")
     elif d.is_present("--custom-rm-path"):
@@ -363,8 +389,17 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
         d.warnings.append(
             "rollout.generator: it is called as slime does, within limits; see docs/from-slime.md"
         )
-    for name in ("--reward-key", "--eval-reward-key", "--metadata-key", "--eval-config"):
-        d.reject(name, "no counterpart: rewards are named by what they return, rows are read whole")
+        _context(d)
+    for name, key in (("--reward-key", "score"), ("--eval-reward-key", "acc")):
+        if d.text(name, key) not in ("score", key):
+            d.reject(name, "the reward of a dictionary is its `score`, and `acc` says whether it is right")
+        elif d.is_present(name):
+            d.defaults.append(Row(name, d.text(name), "the reward of a dictionary is its `score`"))
+    for name in ("--metadata-key", "--eval-config"):
+        d.reject(name, "no counterpart: rows are read whole, and eval.sets has the evaluations")
+    for name in ("--eval-input-key", "--eval-label-key", "--eval-tool-key"):
+        if d.text(name) != d.text(name.replace("--eval-", "--")):
+            d.reject(name, "training and evaluation rows have the same keys")
     d.reject("--multimodal-keys", "no counterpart: models and prompts are text")
     if d.is_present("train") and not d.flag("--rollout-shuffle"):
         d.set_field("data.params.shuffle", False, "--rollout-shuffle")
@@ -385,6 +420,17 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
         d.config["eval"].pop("sets", None)
 
 
+def _context(d: Draft) -> None:
+    """Translate the longest conversation: the function's own matter, and a bound of the prompt."""
+    name = "--rollout-max-context-len"
+    if (d.has_value(name) or d.is_unresolved(name)) and not d.is_present("--eval-max-context-len"):
+        limit = d.integer(name, 0)
+        params = {"rollout_max_context_len": limit, "eval_max_context_len": limit}
+        d.set_field("rollout.generator_params", params, name)
+        if not d.is_present("--rollout-max-prompt-len"):
+            d.set_field("data.params.max_prompt_tokens", limit - 1, name)
+
+
 def _heldout(d: Draft) -> None:
     """Translate --eval-prompt-data NAME PATH [NAME PATH ...]; the first file is the main evaluation of the run."""
     settings = ("--n-samples-per-eval-prompt", "--eval-max-response-len", "--eval-temperature")
@@ -403,7 +449,7 @@ def _heldout(d: Draft) -> None:
     max_tokens = d.integer("--eval-max-response-len", d.integer("--rollout-max-response-len", 1024))
     temperature = d.number("--eval-temperature", d.number("--rollout-temperature", 1.0))
     top_k = d.integer("--eval-top-k", d.integer("--rollout-top-k", -1))
-    truncation = eval_truncation(d.number("--eval-top-p", d.number("--rollout-top-p", 1.0)), top_k)
+    truncation = eval_truncation(d, d.number("--eval-top-p", d.number("--rollout-top-p", 1.0)), top_k)
     if top_k == 1:
         temperature = 0.0
     if samples > 1 and temperature == 0:
@@ -510,22 +556,26 @@ def _algorithm(d: Draft) -> None:
     if advantage_name == "grpo" and d.flag("--disable-grpo-std-normalization"):
         advantage_name = "dr_grpo"
     whitens = advantage_name in ("reinforce_pp", "reinforce_pp_baseline")
-    if d.flag("--normalize-advantages") != whitens:
+    if advantage_name != "gae" and d.flag("--normalize-advantages") != whitens:
         if whitens:
             d.require("--normalize-advantages", "reinforce_pp always whitens the advantages")
         d.reject("--normalize-advantages", "advantages of this estimator are not whitened")
     advantage: Any = advantage_name
     of_advantage = ["--advantage-estimator", "--disable-grpo-std-normalization"]
     if advantage_name == "gae":
-        of_advantage += ["--gamma", "--lambd"]
+        of_advantage += ["--gamma", "--lambd", "--normalize-advantages"]
         advantage = {"name": "gae", "gamma": d.number("--gamma", 1.0), "lam": d.number("--lambd", 1.0)}
+        advantage["whiten"] = d.flag("--normalize-advantages")
+    elif estimator == "reinforce_plus_plus" and d.number("--gamma", 1.0) != 1.0:
+        d.reject("--gamma", "the return is not discounted")
     d.set_field("algo.advantage", advantage, *of_advantage)
     low = d.number("--eps-clip", 0.2)
     loss = {"name": "gspo" if estimator == "gspo" else "clip", "clip_low": low}
     terms: list[Any] = [{**loss, "clip_high": d.number("--eps-clip-high", low)}]
     of_loss = ["--advantage-estimator", "--eps-clip", "--eps-clip-high", "--use-kl-loss", "--entropy-coef"]
     if advantage_name == "gae":
-        terms.append({"name": "value"})
+        terms.append({"name": "value", "coefficient": 2.0, "clip": d.number("--value-clip", 0.2)})
+        of_loss.append("--value-clip")
         lr = d.number("--critic-lr", 0)
         d.set_field("algo.critic", {"lr": lr} if lr else {}, "--critic-lr")
     if d.flag("--use-kl-loss"):
@@ -534,7 +584,8 @@ def _algorithm(d: Draft) -> None:
         if kind not in KL_KINDS:
             d.reject("--kl-loss-type", f"{', '.join(KL_KINDS)} are here")
         if beta := d.number("--kl-loss-coef", 0):
-            terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
+            term = {"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")}
+            terms.append(term | ({"cap": None} if kind == "k3" else {}))
     if entropy := d.number("--entropy-coef", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
     if TEACHER in d.consumed:
@@ -547,18 +598,66 @@ def _algorithm(d: Draft) -> None:
     d.set_field("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")
     if beta := d.number("--kl-coef", 0):
         d.set_field("algo.shaping", [{"name": "kl_reward", "beta": beta}], "--kl-coef")
-    if d.flag("--use-tis"):
-        correction: dict[str, Any] = {"name": "tis", "cap": d.number("--tis-clip", 2.0)}
-        if floor := d.number("--tis-clip-low", 0.0):
-            correction["floor"] = floor
-        d.reject("--custom-tis-function-path", "a correction of yours is named in algo.corrections")
-        of_tis = ("--use-tis", "--tis-clip", "--tis-clip-low", "--custom-tis-function-path")
-        d.set_field("algo.corrections", [correction], *of_tis)
+    _corrections(d)
     engine = d.flag("--use-rollout-routing-replay")
     if d.flag("--use-routing-replay") or engine:
         names = ("--use-routing-replay", "--use-rollout-routing-replay")
         d.set_field("trainer.replay", "engine" if engine else "trainer", *names)
         d.set_field("engine.return_routes", engine, *names)
+
+
+def _corrections(d: Draft) -> None:
+    """Translate truncated importance weights, slime's own or those of its example train_infer_mismatch_helper."""
+    function, mis = "--custom-tis-function-path", [name for name in d.settings if _MIS.match(name)]
+    d.consumed.update(mis)
+    if not d.flag("--use-tis"):
+        d.consumed.add(function)
+        return
+    if re.search(r"\bmis\.compute_mis_weights(_with_cp|_fsdp)$", d.text(function)):
+        d.set_field("algo.corrections", _mis(d), "--use-tis", function, *mis)
+        return
+    correction: dict[str, Any] = {"name": "tis", "cap": d.number("--tis-clip", 2.0)}
+    if floor := d.number("--tis-clip-low", 0.0):
+        correction["floor"] = floor
+    d.reject(function, "a correction of yours is named in algo.corrections")
+    for name in mis:
+        d.reject(name, f"an option of a function in {function}")
+    of_tis = ("--use-tis", "--tis-clip", "--tis-clip-low", function)
+    d.set_field("algo.corrections", [correction], *of_tis)
+
+
+def _mis(d: Draft) -> list[dict[str, Any]]:
+    """Return the corrections of train_infer_mismatch_helper: a weight, a rejection and a veto of its ratio."""
+    level, mode = d.text("--tis-level", "token"), d.text("--tis-mode", "truncate")
+    d.require("--tis-upper-bound")
+    high = d.number("--tis-upper-bound", 2.0)
+    low = d.number("--tis-lower-bound", 1 / high)
+    normalises = d.flag("--tis-batch-normalize")
+    if normalises and (level, mode == "mask") != ("token", False):
+        d.reject("--tis-batch-normalize", "the mean weight is that of the tokens that are kept")
+    elif normalises:
+        d.warnings.append(
+            "algo.corrections tis: normalise takes the mean weight over an update's tokens with an advantage; the "
+            "script over those of a micro-batch"
+        )
+    weight: dict[str, Any] = {
+        "truncate": {"name": "tis", "cap": high},
+        "clip": {"name": "tis", "floor": low, "cap": high},
+        "mask": {"name": "icepop", "low": low, "high": high},
+    }.get(mode, {})
+    if not weight:
+        d.reject("--tis-mode", "truncate, clip and mask are here")
+        return []
+    corrections = [
+        weight | ({} if level == "token" else {"level": level}) | ({"normalise": True} if normalises else {})
+    ]
+    if d.flag("--use-rs"):
+        rejection = {
+            "name": "icepop", "weighted": False, "low": d.number("--rs-lower-bound", low),
+            "high": d.number("--rs-upper-bound", high), "level": d.text("--rs-level", "token"),
+        }  # fmt: skip
+        corrections.append(rejection | {"veto": d.number("--rs-veto-threshold", 0.0)})
+    return corrections
 
 
 def _trainer(d: Draft, section: str = "trainer") -> None:
@@ -601,10 +700,16 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
     ):
         if d.number(name, 0.0):
             d.set_field(path, d.number(name, 0.0), name)
+    kind = d.text("--moe-router-load-balancing-type", "aux_loss")
+    if d.get_field("trainer.balance_loss", 0.0) and kind != "seq_aux_loss":
+        d.warnings.append(
+            f"trainer.balance_loss: that of each sequence; Megatron's {kind} is that of a micro-batch"
+        )
     _lora(d)
     weight = d.number("--mtp-loss-scaling-factor", 0.2)
     if d.flag("--enable-mtp-training"):
         d.set_field("trainer.mtp_loss", weight, "--mtp-loss-scaling-factor", "--enable-mtp-training")
+        omit_offload(d)
         if (layers := d.integer("--mtp-num-layers", 1)) > 1:
             d.reject(
                 "--mtp-num-layers", f"{layers}: one layer for multi-token prediction can be trained; use 1"
@@ -617,6 +722,7 @@ def _lora(d: Draft) -> None:
     if rank <= 0 and not d.is_unresolved("--lora-rank"):
         return
     d.set_field("trainer.lora.rank", rank, "--lora-rank")
+    d.warnings.append(LORA_START)
     d.set_field("trainer.lora.alpha", d.number("--lora-alpha", 16), "--lora-alpha", "--lora-rank")
     targets = d.text("--target-modules", "all-linear")
     if targets not in ("all-linear", "all"):

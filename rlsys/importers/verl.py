@@ -15,14 +15,17 @@ from rlsys.importers.arguments import Arguments
 from rlsys.importers.draft import Draft, Row, Settings
 from rlsys.importers.namespace import ScriptRun
 from rlsys.importers.sizes import (
+    LORA_START,
     Sizes,
     data_source,
     eval_truncation,
-    reject_media_models,
+    omit_offload,
+    reject_media,
     set_anchor,
     set_layout,
     set_sizes,
     set_steps,
+    set_warm_up,
 )
 
 VERL = {
@@ -115,13 +118,15 @@ FULLY_ASYNC = (
     "verl.experimental.fully_async_policy.fully_async_main",
     "recipe.fully_async_policy.fully_async_main",
 )
+SYNC_STEPS = "async_training.trigger_parameter_sync_step"
 ENTRIES = (
     "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "main_ppo", "recipe.dapo.main_dapo", "main_dapo",
-    "recipe.entropy.main_entropy", *ONE_STEP_OFF, *FULLY_ASYNC,
+    "recipe.entropy.main_entropy", "recipe.dapo.dapo_transfer_queue.main_dapo", *ONE_STEP_OFF, *FULLY_ASYNC,
 )  # fmt: skip
 CONFIGS = (
     "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "one_step_off_ppo_trainer",
     "one_step_off_ppo_megatron_trainer", "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer",
+    "dapo_transfer_queue_trainer",
 )  # fmt: skip
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 LOSS_PARAMETERS = {
@@ -187,7 +192,8 @@ DEFAULTS = (
     (r"^async_training\.(use_trainer_do_validate|use_rollout_log_probs)$", None, "evaluations run on the engines"),
     (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir goes on"),
     (r"trainer\.resume_from_path$", (False, None, ""), "the same command with the same run.dir goes on"),
-    (r"trainer\.use_legacy_worker_impl$|trainer\.use_v1$", ("disable", False), "rlsys has its own loop"),
+    (r"trainer\.use_legacy_worker_impl$|trainer\.use_v1$", ("disable", False, True), "rlsys has its own loop"),
+    (r"trainer\.v1\.trainer_mode$", ("sync",), "launch.placement = colocated"),
     (r"(checkpoint\.|max_(critic_)?ckpt_to_keep|max_critic_ckpt|del_local|remove_previous|default_hdfs_dir)", None,
      "trainer.checkpoint_every and trainer.keep_checkpoints"),
     (r"^actor_rollout_ref\.model\.enable_gradient_checkpointing$", (False,), "trainer.recompute = []"),
@@ -202,7 +208,7 @@ DEFAULTS = (
     (r"distillation\.enabled$", (False,), "no distillation"),
     (r"override_transformer_config\.(moe_aux_loss_coeff|moe_z_loss_coeff)$", (0,), "0, as trainer.balance_loss"),
     (r"override_transformer_config\.(moe_router_(dtype|load_balancing_type|enable_expert_bias|score_function|topk|"
-     r"pre_softmax)|sequence_parallel|(context|tensor_model|pipeline_model|expert_model)_parallel_size|moe_grouped_gemm|"
+     r"pre_softmax)|sequence_parallel|(context|tensor_model|pipeline_model|expert_model)_parallel_size|moe_grouped_gemm|use_distributed_optimizer|"
      r"normalization|swiglu|num_layers|num_query_groups|qk_layernorm|position_embedding_type|rotary_[a-z]*|"
      r"add_qkv_bias|untie_[a-z_]*)$", None, "read from the model's config.json, or from parallel"),
     (r"mtp\.mtp_loss_scaling_factor$", None, "not in use: the layer is not trained"),
@@ -245,6 +251,8 @@ SPEED = (
      "the run folder has metrics, samples and checkpoints; run.trackers sends them on"),
 )  # fmt: skip
 """Settings without a counterpart that change speed, memory or logging alone."""
+_SCHEDULES = {"veomni": ("cosine", 0.0), "torchtitan": ("linear", 0.0), "automodel": ("cosine", 0.01)}
+"""Trainer -> schedule and share of the last learning rate that verl gives it; constant for the others."""
 PROGRAM = "train"
 """Key of the program among the settings."""
 NEVER = 1_000_000
@@ -366,7 +374,7 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     name = d.text("trainer.experiment_name", "imported")
     d.set_field("run.dir", d.text("trainer.default_local_dir") or f"runs/{name}", of_run)
     d.set_field("model.path", d.text(f"{MODEL}.path"), f"{MODEL}.path")
-    reject_media_models(d, f"{MODEL}.path")
+    reject_media(d, f"{MODEL}.path", "data.train_files")
     d.set_field("model.dtype", "bfloat16")
     _data(d, rewards)
     _rollout(d)
@@ -376,6 +384,8 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
         d.consumed.add("trainer.resume_from_path")
     d.consumed.discard("trainer.resume_mode")
     set_sizes(d, *_sizes(d))
+    if d.get(PROGRAM) in FULLY_ASYNC:
+        set_warm_up(d, f"{ACTOR}.optim.lr_warmup_steps", d.integer(SYNC_STEPS, 4))
     if not d.get_field("algo.anchor", ""):
         set_anchor(d)
     d.finish(DEFAULTS, SPEED, settings)
@@ -404,7 +414,7 @@ def _fine_tuning(d: Draft) -> None:
     for name in ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys"):
         d.reject(name, "a row has `messages`, or `prompt` and `completion`")
     set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)
-    _optimizer(d, "optim", "sft", 1e-5)
+    _optimizer(d, "optim", "sft", 1e-5 if _is_old_fine_tuning(d) else 1e-3)
     _checkpoints(d)
     _lora(d, "model")
     m = _first_present(d, "engine.tensor_model_parallel_size", "megatron.tensor_model_parallel_size")
@@ -438,9 +448,16 @@ def _distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[str, Any]]
     if len(models) > 1:
         keys = [d.text(name.replace("model_path", "key")) for name in models]
         teacher["by_source"] = {key: d.text(name) for key, name in zip(keys[1:], models[1:], strict=True)}
-    mode = d.text(f"{loss}.loss_mode", "k3")
+    mode, policy_gradient = d.text(f"{loss}.loss_mode", "k3"), f"{loss}.use_policy_gradient"
     forward = mode == "forward_kl_topk"
-    teacher |= {"direction": 0.0 if forward else 1.0}
+    # the gradient's mean: of k1 as a reward and of k2 that of KL(policy || teacher), of k3 KL(teacher || policy)
+    kind = KL_KINDS.get(mode, "")
+    if d.flag(policy_gradient) != (kind == "k1") or not (forward or kind):
+        d.reject(
+            f"{loss}.loss_mode",
+            f"its gradient with use_policy_gradient = {d.flag(policy_gradient)} is of no divergence",
+        )
+    teacher |= {"direction": 0.0 if forward or kind == "k3" else 1.0}
     names = [*models, f"{loss}.loss_mode"]
     if forward:
         teacher["top_k"] = d.integer(f"{loss}.topk", 32)
@@ -452,13 +469,21 @@ def _distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[str, Any]]
             "algo.loss distill: the gradient of the KL over the teacher's most probable tokens; the script estimates "
             "it from the sampled token"
         )
-    d.consumed.add(f"{loss}.use_policy_gradient")
+    d.consumed |= {policy_gradient, f"{loss}.policy_loss_mode"}
+    if not forward:
+        d.consumed.add(f"{loss}.log_prob_min_clamp")
     for name in (f"{loss}.loss_max_clamp", f"{loss}.log_prob_min_clamp"):
-        if d.text(name, "null") not in ("null", "None"):
+        if name not in d.consumed and d.text(name, "null") not in ("null", "None"):
             d.reject(name, "the divergence is not clamped")
-    tasks = f"{loss}.use_task_rewards"
-    weight = {"name": "distill", "weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}
-    return [*(terms if not d.is_present(tasks) or d.flag(tasks) else []), weight]
+    if _has_task_rewards(d):
+        return [*terms, {"name": "distill", "weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}]
+    return [{"name": "distill", "weight": 1.0}]
+
+
+def _has_task_rewards(d: Draft) -> bool:
+    """Return whether a policy loss reads rewards, alone or beside a teacher's divergence."""
+    tasks = "distillation.distillation_loss.use_task_rewards"
+    return not d.flag("distillation.enabled") or not d.is_present(tasks) or d.flag(tasks)
 
 
 def _asynchronous(d: Draft) -> None:
@@ -471,7 +496,7 @@ def _asynchronous(d: Draft) -> None:
         for name, default in (
             (f"{ACTOR}.ppo_mini_batch_size", 256),
             ("async_training.require_batches", 1),
-            ("async_training.trigger_parameter_sync_step", 4),
+            (SYNC_STEPS, 4),
         )
     )
     for name in ("data.train_batch_size", "data.gen_batch_size", "trainer.total_epochs", "rollout.n"):
@@ -607,7 +632,7 @@ def _evaluation(d: Draft) -> None:
     """Translate rollout.val_kwargs and the interval of evaluations."""
     values = f"{ROLLOUT}.val_kwargs"
     n, temperature = d.integer(f"{values}.n", 1), d.number(f"{values}.temperature", 0)
-    truncation = eval_truncation(d.number(f"{values}.top_p", 1.0), d.integer(f"{values}.top_k", -1))
+    truncation = eval_truncation(d, d.number(f"{values}.top_p", 1.0), d.integer(f"{values}.top_k", -1))
     names = [f"{values}.{name}" for name in ("n", "temperature", "do_sample", "top_p", "top_k")]
     if n > 1 and temperature == 0 and not any(map(d.is_unresolved, names)):
         d.warnings.append(f"eval.sets: one greedy response, not the script's {n} equal ones")
@@ -664,21 +689,24 @@ def _algorithm(d: Draft) -> None:
         of_advantage += ["algorithm.gamma", "algorithm.lam"]
     elif gae["gamma"] != 1.0 and advantage_name.startswith("reinforce"):
         d.reject("algorithm.gamma", "the return is not discounted")
-    d.set_field(
-        "algo.advantage", {"name": "gae", **gae} if advantage_name == "gae" else advantage_name, *of_advantage
-    )
+    advantage = {"gae": {"name": "gae", **gae}, "gpg": {"name": "gpg", "counts": "rewarded"}}
+    d.set_field("algo.advantage", advantage.get(advantage_name, advantage_name), *of_advantage)
     of_mode = f"{ACTOR}.policy_loss.loss_mode"
     mode = d.text(of_mode, "vanilla")
     loss: dict[str, Any] = {"name": LOSSES.get(mode, "clip")}
     if mode not in LOSSES:
         d.reject(of_mode, "not here by this name (rlsys algo list)")
-    low, high = (
-        d.number(f"{ACTOR}.clip_ratio_{side}", d.number(f"{ACTOR}.clip_ratio", 0.2))
-        for side in ("low", "high")
-    )
+    low, high = (d.number(f"{ACTOR}.clip_ratio_{side}", 0.2) for side in ("low", "high"))
+    if d.is_present(f"{ACTOR}.clip_ratio"):
+        d.defaults.append(
+            Row(
+                f"{ACTOR}.clip_ratio",
+                d.text(f"{ACTOR}.clip_ratio"),
+                "clip_ratio_low and _high win: 0.2, if not set",
+            )
+        )
     names = [
         "policy_loss.loss_mode",
-        "clip_ratio",
         "clip_ratio_low",
         "clip_ratio_high",
         "use_kl_loss",
@@ -693,15 +721,19 @@ def _algorithm(d: Draft) -> None:
         loss |= {"divergence": mode.removeprefix("dppo_"), "low": low, "high": high}
         loss["cap"] = d.number(f"{ACTOR}.clip_ratio_c", 20.0)
         names.append("clip_ratio_c")
-    if loss["name"] == "clip" and d.is_present(f"{ACTOR}.clip_ratio_c"):
+    if loss["name"] == "clip":
         loss = {"name": "dual_clip", "dual": d.number(f"{ACTOR}.clip_ratio_c", 3.0)}
         names.append("clip_ratio_c")
     d.consumed.add(f"{ACTOR}.clip_ratio_c")
+    for name in ("loss_mode", *LOSS_PARAMETERS.get(loss["name"], {})):  # copies in the entropy recipe
+        copy = f"{ACTOR}.{name}"
+        if d.is_present(copy) and d.text(copy) == d.text(f"{ACTOR}.policy_loss.{name}"):
+            d.consumed.add(copy)
     if loss["name"] in ("clip", "dual_clip", "gspo", "gmpo", "cispo", "clip_cov"):
         loss |= {"clip_low": min(1.0, low), "clip_high": high}  # below 0 there is no ratio
     terms: list[Any] = [loss]
     if advantage_name == "gae":
-        terms.append({"name": "value"})
+        terms.append({"name": "value", "coefficient": 1.0, "clip": d.number("critic.cliprange_value", 0.5)})
         lr, warmup = d.number("critic.optim.lr", 1e-5), d.integer("trainer.critic_warmup", 0)
         d.set_field("algo.critic", {"lr": lr}, "critic.optim.lr")
         if warmup:
@@ -720,13 +752,15 @@ def _algorithm(d: Draft) -> None:
     if d.flag(f"{ACTOR}.use_kl_loss"):
         names += ["kl_loss_coef", "kl_loss_type"]
         kind = d.text(f"{ACTOR}.kl_loss_type", "low_var_kl")
+        gradient = {"gradient": "k2"} if kind.endswith("+") else {}
+        kind = kind.removesuffix("+")
         if kind not in KL_KINDS:
             d.reject(f"{ACTOR}.kl_loss_type", f"{', '.join(KL_KINDS)} are here")
         if beta := d.number(f"{ACTOR}.kl_loss_coef", 0.001):
-            terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")})
+            terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3"), **gradient})
     if entropy := d.number(f"{ACTOR}.entropy_coeff", 0):
         terms.append({"name": "entropy", "coefficient": entropy})
-    of_loss = ["algorithm.adv_estimator", *(f"{ACTOR}.{n}" for n in names)]
+    of_loss = ["algorithm.adv_estimator", "critic.cliprange_value", *(f"{ACTOR}.{n}" for n in names)]
     if d.flag("distillation.enabled"):
         terms = _distillation(d, terms)
         of_loss += ["distillation.enabled", "distillation.distillation_loss.use_task_rewards"]
@@ -744,16 +778,21 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
     if mode not in REDUCERS:
         d.reject(of_mode, f"{', '.join(REDUCERS)} are here")
     reducer = REDUCERS.get(mode, "token_mean")
-    if loss in ("gspo", "gmpo"):  # one ratio a sequence
+    if loss in ("gspo", "gmpo", "sapo"):  # verl's functions of these losses ignore the mode
+        if reducer != "sequence_mean" and len(d.get_field("algo.loss", [])) > 1:
+            d.warnings.append(
+                f"algo.reducer = sequence_mean for all terms; verl reduces KL and entropy by {mode}"
+            )
         reducer = "sequence_mean"
-    length = d.integer("data.max_response_length", 512)
-    reducer_config = {"name": "constant", "length": length} if reducer == "constant" else reducer
-    d.set_field(
-        "algo.reducer",
-        reducer_config,
-        of_mode,
-        *(["data.max_response_length"] if reducer == "constant" else []),
-    )
+    names: list[str] = [of_mode]
+    reducer_config: str | dict[str, Any] = reducer
+    if reducer == "constant":
+        scale = f"{ACTOR}.loss_scale_factor"
+        length = d.integer(scale, d.integer("data.max_response_length", 512))
+        reducer_config = {"name": "constant", "length": length if mode.endswith("norm") else 1}
+        names += [scale, "data.max_response_length"] if mode.endswith("norm") else []
+    d.consumed.add(f"{ACTOR}.loss_scale_factor")
+    d.set_field("algo.reducer", reducer_config, *names)
     if d.flag("algorithm.use_kl_in_reward"):
         if d.text("algorithm.kl_ctrl.type", "fixed") != "fixed":
             d.reject("algorithm.kl_ctrl.type", "the weight of the reward's KL is fixed")
@@ -765,6 +804,16 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
     filtered = d.flag("algorithm.filter_groups.enable")
     if filtered:
         d.set_field("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
+        metric, batches = (f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches"))
+        if d.text(metric, "acc") not in ("acc", "score", "seq_reward", "seq_final_reward"):
+            d.reject(metric, "groups are compared by their rewards")
+        elif d.is_present(metric):
+            d.defaults.append(
+                Row(metric, d.text(metric), "a group of equal rewards of data.reward is dropped")
+            )
+        if d.is_present(batches):
+            d.consumed.add(batches)
+            d.defaults.append(Row(batches, d.text(batches), "verl stops with an error after so many batches"))
     _corrections(d)
     if d.is_present(f"{ACTOR}.ppo_epochs"):
         d.copy(f"{ACTOR}.ppo_epochs", int)
@@ -811,10 +860,15 @@ def _corrections(d: Draft) -> None:
 def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]]:
     """Return the corrections of rollout_rs; bounds of k1 are those of a ratio. Append its settings to `names`."""
     rule, bound = f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"
-    if d.text(rule, "null").strip("'") in ("null", "None"):
-        d.consumed |= {rule, bound}
+    lower_bound, veto = f"{bound}_lower", f"{section}.rollout_token_veto_threshold"
+    option = d.text(rule, "null").strip("'")
+    has_veto = d.text(veto, "null") not in ("null", "None")
+    if option in ("null", "None") and not has_veto:
+        d.consumed |= {rule, bound, lower_bound, veto}
         return []
-    names += [rule, bound]
+    names += [rule, bound, lower_bound, veto]
+    if option in ("token", "sequence", "geometric") or has_veto:  # verl before 2026
+        return [_ratio_rejection(d, option, rule)]
     rules, bounds = d.text(rule).strip("'").split(","), d.text(bound).strip("'").split(",")
     rejections = []
     for option, limits in zip(rules, bounds * len(rules) if len(bounds) == 1 else bounds, strict=False):
@@ -831,6 +885,26 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
             rejection["high"] = float(high)
         rejections.append(rejection)
     return rejections
+
+
+def _ratio_rejection(d: Draft, level: str, rule: str) -> dict[str, Any]:
+    """Return the correction of a rule whose bounds are those of a ratio."""
+    bound, veto = f"{rule}_threshold", f"{rule.removesuffix('rs')}token_veto_threshold"
+    high = d.number(bound, 2.0)
+    is_symmetric = d.text(f"{bound}_lower", "null") in ("null", "None")
+    low = 1 / high if is_symmetric else d.number(f"{bound}_lower", 0.0)
+    rejection: dict[str, Any] = {
+        "name": "icepop",
+        "weighted": False,
+        "level": level,
+        "low": low,
+        "high": high,
+    }
+    if level not in ("token", "sequence", "geometric"):
+        d.reject(veto, f"beside {rule} = {level}")
+    if d.text(veto, "null") not in ("null", "None"):
+        rejection["veto"] = d.number(veto, 0.0)
+    return rejection
 
 
 def _trainer(d: Draft) -> None:
@@ -851,6 +925,13 @@ def _trainer(d: Draft) -> None:
     balance = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
     if d.number(balance, 0.0):
         d.set_field("trainer.balance_loss", d.number(balance, 0.0), balance)
+        d.warnings.append(
+            "trainer.balance_loss: that of each sequence; Megatron's aux_loss is that of a micro-batch"
+        )
+    rate = f"{ACTOR}.megatron.override_transformer_config.moe_router_bias_update_rate"
+    if d.number(rate, 0.0):
+        d.set_field("trainer.balance_rate", d.number(rate, 0.0), rate)
+    _fp8(d)
     _checkpoints(d)
     _lora(d, MODEL)
     mtp = f"{MODEL}.mtp"
@@ -859,8 +940,28 @@ def _trainer(d: Draft) -> None:
         names = (f"{mtp}.enable", f"{mtp}.enable_train")
         d.set_field("trainer.mtp_loss", d.number(weight, 0.1), weight, *names)
         d.set_field("trainer.mtp_trunk", not d.flag(detached), detached, *names)
+        omit_offload(d)
     else:
         d.consumed |= {f"{mtp}.{name}" for name in ("enable", "enable_train", "detach_encoder")}
+
+
+def _fp8(d: Draft) -> None:
+    """Translate FP8 of the engines, and of the trainer too."""
+    transformer = f"{ACTOR}.megatron.override_transformer_config"
+    engines, kind, recipe = f"{ROLLOUT}.quantization", f"{transformer}.fp8", f"{transformer}.fp8_recipe"
+    d.consumed |= {recipe, f"{ACTOR}.optim.override_optimizer_config.fp8_recipe"}
+    in_engines = d.text(engines, "null") not in ("null", "None")
+    if in_engines and d.text(engines) != "fp8":
+        d.reject(engines, "engines compute in the model's type, or in FP8")
+    if d.text(kind, "null") not in ("null", "None", "False"):
+        if d.text(kind) != "e4m3" or d.text(recipe, "delayed") != "blockwise":
+            d.reject(kind, "model.fp8 = both has blocks of e4m3, forward and backward")
+        if not in_engines:
+            d.reject(kind, "engines compute in FP8 where the trainer does: model.fp8 = both")
+        d.set_field("model.fp8", "both", kind, recipe, engines)
+    elif in_engines:
+        d.set_field("model.fp8", "rollout", engines)
+    d.consumed |= {engines, kind}
 
 
 def _checkpoints(d: Draft) -> None:
@@ -893,14 +994,19 @@ def _optimizer(d: Draft, optim: str, section: str, default_lr: float) -> None:
         f"{optim}.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style", "decay_type")
     ]
     style_setting = _first_present(d, *styles)
-    style = d.text(style_setting, "cosine" if section == "sft" else "constant")
+    default_style, default_end = _SCHEDULES.get(_trainer_kind(d), ("constant", 0.0))
+    if _is_old_fine_tuning(d):
+        default_style = "cosine"
+    style = d.text(style_setting, default_style)
     if style not in ("constant", "linear", "cosine"):
         d.reject(style_setting, "constant, linear and cosine are here")
     d.set_field(f"{section}.schedule", style, style_setting)
-    if end := d.number(f"{optim}.min_lr_ratio", 0.0):
-        d.set_field(f"{section}.lr_end", end, f"{optim}.min_lr_ratio")
-    elif min_lr := d.number(f"{optim}.min_lr", 0.0):
-        d.set_field(f"{section}.lr_end", min_lr / lr, f"{optim}.min_lr", f"{optim}.lr")
+    ratio_setting = _first_present(d, f"{optim}.min_lr_ratio", f"{optim}.min_lr_factor")
+    least_setting = _first_present(d, f"{optim}.min_lr", f"{optim}.lr_min")
+    if end := d.number(ratio_setting, default_end):
+        d.set_field(f"{section}.lr_end", end, ratio_setting)
+    elif min_lr := d.number(least_setting, 0.0):
+        d.set_field(f"{section}.lr_end", min_lr / lr, least_setting, f"{optim}.lr")
     elif section == "sft":
         d.set_field("sft.lr_end", 0.0, f"{optim}.min_lr")
     d.set_field("trainer.weight_decay", d.number(f"{optim}.weight_decay", 0.01), f"{optim}.weight_decay")
@@ -910,6 +1016,16 @@ def _optimizer(d: Draft, optim: str, section: str, default_lr: float) -> None:
     d.set_field("trainer.betas", betas, f"{optim}.betas")
     clipped = _first_present(d, f"{ACTOR}.grad_clip", f"{optim}.clip_grad")
     d.set_field("trainer.grad_clip", d.number(clipped, 1.0), clipped)
+
+
+def _is_old_fine_tuning(d: Draft) -> bool:
+    """Return whether the program is verl's first trainer for fine-tuning, whose defaults differ."""
+    return "fsdp_sft_trainer" in str(d.get(PROGRAM))
+
+
+def _trainer_kind(d: Draft) -> str:
+    """Return verl's name of the trainer."""
+    return d.text("model_engine") or d.text(f"{ACTOR}.strategy") or d.text("engine") or "fsdp"
 
 
 def _lora(d: Draft, model: str) -> None:
@@ -924,7 +1040,7 @@ def _lora(d: Draft, model: str) -> None:
         elif target_modules != "all-linear":
             d.reject(targets, "expected all-linear or a list; give trainer.lora.targets")
     else:
-        d.consumed |= {alpha, targets}
+        d.consumed |= {alpha, targets, f"{model}.exclude_modules"}
     section = f"{model}.lora"
     if d.integer(f"{section}.rank", 0) > 0:
         d.set_field("trainer.lora.rank", d.integer(f"{section}.rank", 0), f"{section}.rank")
@@ -938,6 +1054,11 @@ def _lora(d: Draft, model: str) -> None:
             names = [name for matrix in matrices for name in MEGATRON_MATRICES[matrix]]
             d.set_field("trainer.lora.targets", names, f"{section}.target_modules", f"{section}.rank")
         d.consumed |= {f"{section}.target_modules", f"{section}.merge"}
+        initial = f"{section}.lora_A_init_method"
+        if d.text(initial, "xavier") not in ("xavier", "kaiming", "uniform", "normal"):
+            d.reject(initial, "A is drawn evenly, as PEFT does")
+        d.consumed.add(initial)
+        d.warnings.append(LORA_START)
         if d.number(f"{section}.dropout", 0.0):
             d.reject(f"{section}.dropout", "there is no dropout")
     else:
@@ -968,6 +1089,7 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         n == 1
         and not d.is_unresolved(f"{ROLLOUT}.n")
         and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
+        and _has_task_rewards(d)
     ):
         d.mark_unresolved(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
     engine_gpus = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -389,6 +390,10 @@ def test_field_06_verls_sft_trainer(folder: Path, capsys: pytest.CaptureFixture[
     made = run("verl", command, capsys)
     assert made.code == 0, made.said
     assert field(made.config, "sft.params") == {"path": "train.jsonl", "batch": 40}
+    assert field(made.config, "sft.schedule") == "constant"
+    first = command.replace("sft_trainer", "fsdp_sft_trainer").replace("optim.lr=1e-5", "")
+    made = run("verl", first, capsys, out="first.yaml")
+    assert (field(made.config, "sft.schedule"), field(made.config, "trainer.lr")) == ("cosine", 1e-5)
     incomplete(run("verl", f"{command} optim.made_up=3", capsys, out="other.yaml"), "optim.made_up")
 
 
@@ -412,7 +417,7 @@ def test_field_06_distillation_has_a_teacher(folder: Path, capsys: pytest.Captur
     assert made.code == 0, made.said
     teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16}
     assert field(made.config, "algo.teacher") == teacher
-    assert [term["name"] for term in field(made.config, "algo.loss")] == ["clip", "distill"]
+    assert [term["name"] for term in field(made.config, "algo.loss")] == ["dual_clip", "distill"]
     incomplete(
         run("verl", f"{VERL} {more} {loss}.loss_max_clamp=10", capsys, out="c.yaml"), f"{loss}.loss_max_clamp"
     )
@@ -458,6 +463,9 @@ def test_verls_asynchronous_trainers(folder: Path, capsys: pytest.CaptureFixture
     assert made.code == 0, made.said
     assert (field(made.config, "rollout.groups_per_step"), field(made.config, "trainer.steps")) == (48, 10)
     assert field(made.config, "algo.minibatches") == 6
+    warm = f"{sizes} actor_rollout_ref.actor.optim.lr_warmup_steps=10"  # updates of a mini-batch
+    made = run("verl", f"{full} {engines} {warm}", capsys, out="warm.yaml")
+    assert (made.code, field(made.config, "trainer.warmup_steps")) == (0, 4), made.said
 
 
 def test_field_05_rows_with_images(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -534,3 +542,232 @@ def test_security_a13_yaml_of_a_stranger(
 ) -> None:
     made = run(framework, YAML[case], capsys, name="run.yaml")
     assert made.code == 2 and made.said.count("\n") == 1, made.said
+
+
+@pytest.mark.parametrize("name", ["pipe.sh", "pipe.yaml", "zero.txt", "folder.sh"])
+def test_a_file_that_is_not_regular_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pipe in ("pipe.sh", "pipe.yaml"):
+        os.mkfifo(tmp_path / pipe)
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    (tmp_path / "folder.sh").mkdir()
+    assert main.main(["import", "slime", str(tmp_path / name), "--out", str(tmp_path / "y.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{name}: {'Is a directory' if name == 'folder.sh' else 'not a regular file'}" in said
+
+
+MIS = """use_tis: true
+use_rs: true
+tis_level: "token"
+rs_level: "token"
+tis_mode: "truncate"
+tis_lower_bound: 0.5
+tis_upper_bound: 2.0
+rs_lower_bound: null
+rs_upper_bound: null
+rs_veto_threshold: 1.0e-4
+tis_batch_normalize: true
+"""
+CORRECTED = "--use-tis --custom-tis-function-path examples.mis.compute_mis_weights_with_cp"
+
+
+def test_slimes_corrections_of_a_yaml_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script calls its repository by another path; the options of the file are options of the command."""
+    (folder / "examples").mkdir()
+    (folder / "examples" / "mis.yaml").write_text(MIS)
+    script = f"{SLIME} --lr 1e-6 {CORRECTED} --custom-config-path"
+    made = run("slime", f"{script} /root/slime/examples/mis.yaml", capsys, "run.sh")
+    assert made.code == 0, made.said
+    assert field(made.config, "algo.corrections") == [
+        {"name": "tis", "cap": 2.0, "normalise": True},
+        {"name": "icepop", "weighted": False, "low": 0.5, "high": 2.0, "level": "token", "veto": 1e-4},
+    ]
+    (folder / "examples" / "mis.yaml").write_text(MIS.replace("truncate", "mask"))
+    made = run("slime", f"{script} examples/mis.yaml", capsys, "run.sh", "mask.yaml")
+    incomplete(made, "--tis-batch-normalize", "algo.corrections")
+    made = run("slime", f"{script} /etc/hostname", capsys, "run.sh", "host.yaml")
+    incomplete(made, "--custom-config-path")
+
+
+@pytest.mark.parametrize(
+    ("more", "missing"),
+    [
+        ("--custom-rm-path my.reward --reward-key score --eval-reward-key acc", ""),
+        ("--reward-key format", "--reward-key"),
+        ("--eval-input-key prompt --input-key prompt", ""),
+        ("--eval-input-key question --input-key prompt", "--eval-input-key"),
+        ("--custom-rm-path examples.on_policy_distillation.phase1.rm.reward_func", ""),
+        ("--rollout-max-context-len 4096", "--rollout-max-context-len"),
+    ],
+)
+def test_slimes_keys_and_functions(
+    more: str, missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("slime", f"{SLIME} --lr 1e-6 {more}", capsys)
+    if missing:
+        incomplete(made, missing)
+    else:
+        assert made.code == 0, made.said
+
+
+def test_slimes_variables_of_the_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = '{"env_vars": {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}}'
+    script = f"ray job submit --runtime-env-json='{variables}' -- {SLIME} --lr 1e-6"
+    incomplete(run("slime", script, capsys, "run.sh"), "OPEN_TRAINING_INT4_FAKE_QAT_FLAG")
+
+
+def test_rows_that_are_held_out_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "check: data.params: one row in eight is held out"
+    assert said in run("slime", f"{SLIME} --lr 1e-6", capsys).said
+    held = "--eval-prompt-data test test.jsonl"
+    assert said not in run("slime", f"{SLIME} --lr 1e-6 {held}", capsys, out="held.yaml").said
+
+
+def test_slimes_longest_conversation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate = "--custom-generate-function-path examples.agent.generate --rollout-max-context-len 4096"
+    made = run("slime", f"{SLIME} --lr 1e-6 {generate}", capsys)
+    assert made.code == 0, made.said
+    limits = {"rollout_max_context_len": 4096, "eval_max_context_len": 4096}
+    assert field(made.config, "rollout.generator_params") == limits
+    assert field(made.config, "data.params.max_prompt_tokens") == 4095
+
+
+# Defaults of the other framework that decide the method
+
+ACTOR = "actor_rollout_ref.actor"
+RATIO = "algorithm.rollout_correction.rollout"
+MEGATRON = f"{ACTOR}.megatron.override_transformer_config"
+DISTILLATION = (
+    "distillation.enabled=True distillation.teacher_models.t.model_path=/m/t distillation.distillation_loss"
+)
+GAE = {"name": "gae", "gamma": 1.0, "lam": 1.0}
+VERL_FIELDS: list[tuple[str, str, Any]] = [
+    ("", "algo.loss", [{"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.2}]),
+    (
+        f"{ACTOR}.clip_ratio=0.3 {ACTOR}.clip_ratio_high=0.28",
+        "algo.loss",
+        [{"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.28}],
+    ),
+    (
+        f"algorithm.adv_estimator=gae {ACTOR}.policy_loss.loss_mode=gspo",
+        "algo.loss",
+        [
+            {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2},
+            {"name": "value", "coefficient": 1.0, "clip": 0.5},
+        ],
+    ),
+    (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", "algo.reducer", {"name": "constant", "length": 1}),
+    (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "algo.reducer", {"name": "constant", "length": 512}),
+    (
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}.loss_scale_factor=100",
+        "algo.reducer",
+        {"name": "constant", "length": 100},
+    ),
+    (f"{ACTOR}.policy_loss.loss_mode=sapo", "algo.reducer", "sequence_mean"),
+    ("algorithm.adv_estimator=gpg", "algo.advantage", {"name": "gpg", "counts": "rewarded"}),
+    ("", "trainer.schedule", "constant"),
+    ("model_engine=veomni", "trainer.schedule", "cosine"),
+    ("model_engine=veomni", "trainer.lr_end", None),
+    (f"{ACTOR}.strategy=torchtitan", "trainer.schedule", "linear"),
+    (f"{ACTOR}.strategy=torchtitan {ACTOR}.optim.min_lr_factor=1.0", "trainer.lr_end", 1.0),
+    (f"{ACTOR}.strategy=automodel", "trainer.lr_end", 0.01),
+    (
+        f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=k3+",
+        "algo.loss",
+        [
+            {"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.2},
+            {"name": "kl", "beta": 0.001, "kind": "k3", "gradient": "k2"},
+        ],
+    ),
+    (
+        f"{RATIO}_rs=geometric {RATIO}_rs_threshold=1.01 {RATIO}_rs_threshold_lower=0.99 "
+        f"{RATIO}_token_veto_threshold=1e-4",
+        "algo.corrections",
+        [{"name": "icepop", "weighted": False, "level": "geometric", "low": 0.99, "high": 1.01, "veto": 1e-4}],
+    ),
+    ("actor_rollout_ref.rollout.quantization=fp8", "model.fp8", "rollout"),
+    (
+        f"actor_rollout_ref.rollout.quantization=fp8 {MEGATRON}.fp8=e4m3 {MEGATRON}.fp8_recipe=blockwise",
+        "model.fp8",
+        "both",
+    ),
+    (f"{MEGATRON}.moe_router_bias_update_rate=0", "trainer.balance_rate", None),
+    ("trainer.use_v1=True trainer.v1.trainer_mode=sync", "launch.placement", None),
+    (
+        f"{DISTILLATION}.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True "
+        "distillation.distillation_loss.use_task_rewards=False actor_rollout_ref.rollout.n=1 "
+        "distillation.distillation_loss.distillation_loss_coef=0.5",
+        "algo.loss",
+        [{"name": "distill", "weight": 1.0}],
+    ),
+    (f"{DISTILLATION}.loss_mode=k3", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 0.0}),
+    (f"{DISTILLATION}.loss_mode=k2", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 1.0}),
+    (f"{ACTOR}.megatron.expert_model_parallel_size=8", "parallel.ep", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "place", "expected"), VERL_FIELDS)
+def test_what_verl_does_by_default(
+    more: str, place: str, expected: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("verl", f"{VERL} {more}", capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, place) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "missing"),
+    [
+        ("data.train_files=~/data/geo3k/train.parquet", "data.train_files"),
+        (f"{DISTILLATION}.loss_mode=k1", "distillation.distillation_loss.loss_mode"),
+        (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=blockwise", f"{MEGATRON}.fp8"),
+        (
+            "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=response_filter",
+            "algorithm.filter_groups.metric",
+        ),
+        ("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode"),
+    ],
+)
+def test_what_of_verl_has_no_counterpart(
+    more: str, missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    incomplete(run("verl", f"{VERL} {more}", capsys), missing)
+
+
+def test_what_verl_does_otherwise_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sampled = (
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0 actor_rollout_ref.rollout.val_kwargs.top_p=0.7"
+    )
+    made = run("verl", f"{VERL} {sampled} trainer.test_freq=5", capsys)
+    assert made.code == 0 and "check: eval.sets: top_k is 1024" in made.said
+    made = run(
+        "verl", f"{VERL} {ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.use_kl_loss=True", capsys, out="g.yaml"
+    )
+    assert made.code == 0 and "check: algo.reducer = sequence_mean for all terms" in made.said
+    balanced = f"{VERL} {MEGATRON}.moe_aux_loss_coeff=0.001"
+    made = run("verl", balanced, capsys, out="b.yaml")
+    assert made.code == 0 and "check: trainer.balance_loss: that of each sequence" in made.said
+
+
+def test_what_slime_does_by_default(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kl = "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3"
+    made = run("slime", f"{SLIME} --lr 1e-6 {kl}", capsys)
+    assert field(made.config, "algo.loss")[1] == {"name": "kl", "beta": 0.1, "kind": "k3", "cap": None}
+    for flag, whiten in (("", False), ("--normalize-advantages", True)):
+        ppo = f"--advantage-estimator ppo {flag} --value-clip 0.3"
+        made = run("slime", f"{SLIME} --lr 1e-6 {ppo}", capsys, out=f"ppo{whiten}.yaml")
+        assert made.code == 0, made.said
+        assert field(made.config, "algo.advantage") == {**GAE, "whiten": whiten}
+        assert field(made.config, "algo.loss")[1] == {"name": "value", "coefficient": 2.0, "clip": 0.3}
+    mtp = "--optimizer-cpu-offload --enable-mtp-training --mtp-num-layers 1"
+    made = run("slime", f"{SLIME} --lr 1e-6 {mtp}", capsys, out="mtp.yaml")
+    assert "check: trainer.offload_optimizer: not together with trainer.mtp_loss" in made.said
+    assert field(made.config, "trainer.offload_optimizer") is None
+    made = run(
+        "slime", f"{SLIME} --lr 1e-6 --num-steps-per-rollout 4 --lr-warmup-iters 10", capsys, out="warm.yaml"
+    )
+    assert (made.code, field(made.config, "trainer.warmup_steps")) == (0, 3), made.said
+    discounted = "--advantage-estimator reinforce_plus_plus --normalize-advantages --gamma 0.9"
+    incomplete(run("slime", f"{SLIME} --lr 1e-6 {discounted}", capsys, out="g.yaml"), "--gamma")

@@ -12,6 +12,12 @@ shift 3
 BASH_ENV=/run/stubs/trace.sh /run/tools/timeout -k 1 "$limit" /run/tools/bash "$script" "$@" \
   </dev/null >/run/out 2>/run/err
 status=$?
+# Commands in the background may have to be recorded yet.
+exec {pipe}<> <(:)
+for ((i = 0; i < 40; i++)); do
+  processes=(/proc/[0-9]*)
+  ((${#processes[@]} == 1)) || read -r -t 0.05 -u "$pipe" && break
+done
 # The script can replace each file: only a regular file has an end.
 is_regular() { [[ -f $1 && ! -L $1 ]]; }
 print_end() { is_regular "$1" && /run/tools/tail -c 1500 "$1"; }

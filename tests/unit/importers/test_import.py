@@ -144,7 +144,10 @@ def test_a_script_of_verl(
     assert found["data"]["reward"] == f"{tmp_path}/rewards.py:score"
     assert found["algo"] == {
         "advantage": "dr_grpo", "reducer": "token_mean", "planners": ["dapo"], "minibatches": 4, "anchor": "old",
-        "loss": [{"name": "clip", "clip_low": 0.2, "clip_high": 0.28}, {"name": "kl", "beta": 0.001, "kind": "k3"}],
+        "loss": [
+            {"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.28},
+            {"name": "kl", "beta": 0.001, "kind": "k3"},
+        ],
         "shaping": [{"name": "overlong", "cap": 4096, "buffer": 512, "factor": 1.0}],
     }  # fmt: skip
     assert found["parallel"] == {"tp": 2, "pp": 1, "ep": 4, "etp": 1, "dp": 4}
@@ -159,7 +162,7 @@ def test_a_script_of_verl(
     ) == (10, 20, 5)
     assert "algorithm.made_up = 3: no counterpart is known" in told
     assert (found["rollout"]["top_p"], found["rollout"]["top_k"]) == (0.9, 1024)
-    assert "rollout.top_k = 1024: top_p needs a bound" in told
+    assert "rollout.top_k = 1024: engines name a bounded number of tokens" in told
     assert found["trainer"]["epochs"] == 15
     assert load_config(tmp_path / "mine.yaml").trainer.steps == 15
     assert main.main(["explain", str(tmp_path / "mine.yaml")]) == 0

@@ -322,3 +322,17 @@ python train.py
 exit 3"""
     result = run(tmp_path, text)
     assert (result.commands, result.branches, result.status) == ([["python", "train.py"]], [], 3)
+
+
+def test_a_script_that_waits_for_gpus_of_ray_goes_on(tmp_path: Path) -> None:
+    """The number that ends the wait is not one of the script's."""
+    query = """python3 -c "import ray; print(int(ray.cluster_resources().get('GPU', 0)))\""""
+    script = f"while true; do\n N=$({query} || echo 0)\n [ $N -ge 32 ] && break\n sleep 5\ndone\npython train.py $N"
+    found = run(tmp_path, script)
+    assert found.status == 0 and found.commands[-1][:2] == ["python", "train.py"]
+    assert found.explain(found.commands[-1][2]) == "how many GPUs Ray has is not known"
+
+
+def test_a_program_on_the_standard_input_and_a_file_of_the_host(tmp_path: Path) -> None:
+    script = "set -e\ncp /no/such/file .\nD=$(python3 - <<'EOF'\nprint(get_device_name())\nEOF\n)\npython train.py $D"
+    assert run(tmp_path, script).commands[-1] == ["python", "train.py", "cuda"]
