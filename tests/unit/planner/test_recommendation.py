@@ -49,6 +49,7 @@ def test_the_written_config_loads_and_fits(
     assert not memory_problems(config, hf, 80.0)
     pool_tokens = budget(config, model_size(hf)).pool_tokens
     assert samples_held(config, pool_tokens) == config.max_running_requests
+    assert gpus == 0 or f" {pool_tokens} tokens, to the KV pool" in Path("mine/config.yaml").read_text()
 
 
 @pytest.mark.parametrize(
