@@ -1,4 +1,4 @@
-"""Settings that are legal, and unusual for the size of the model or for this machine."""
+"""Settings that are legal, and unusual for the size of the model: they suit the quickstart's small one."""
 
 from __future__ import annotations
 
