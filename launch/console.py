@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _PROGRESS_SECONDS = 5.0
-"""Minimum time between two lines about the progress of the rollout process's startup."""
+"""Minimum time between two lines about the progress of a role."""
 
 
 class Display(Protocol):
@@ -44,8 +44,11 @@ class Console:
         except OSError:
             self._unwritten += 1
 
-    def startup_progress(self, text: str) -> bool:
-        """Show the progress of opening a large ledger, which takes minutes. Return whether it was new."""
+    def progress(self, text: str) -> bool:
+        """Show the progress of work that takes minutes: a ledger is opened, a model is evaluated.
+
+        Return whether it was new.
+        """
         if text == self._progress or time.monotonic() - self._progress_time <= _PROGRESS_SECONDS:
             return False
         self._progress, self._progress_time = text, time.monotonic()

@@ -38,6 +38,7 @@ from launch.stops import NodeLost, StoppedBySignal, StopSignals
 from rlsys.config import Config
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.identity import config_path, engine_identity, write_config
+from rlsys.core.run_files import PROGRESS_FILE
 from rlsys.obs import coordinator
 from rlsys.obs.metrics import MetricsTail
 
@@ -316,7 +317,7 @@ class Supervisor:
             self._backoff.reset(role.unit)
             self._report(f"{role.name} ready after {process.seconds:.0f} s")
         elif code == NOT_YET and role.kind == "rollout":
-            if self._console.startup_progress(body.decode(errors="replace")):
+            if self._console.progress(body.decode(errors="replace")):
                 self._stall_detector.reset()
         elif process.exit_code is not None:
             return
@@ -365,7 +366,7 @@ class Supervisor:
         previous, self._status = self._status, self._fetch_status()
         if self._status is not None:
             self._display.status(self._status)
-        if self._status != previous:
+        if self._status != previous or self._client_progressed():
             self._stall_detector.reset()
         names = [node.name for node in self._plan.nodes]
         self._stall_detector.check(self._processes.values(), names, self._status)
@@ -385,6 +386,13 @@ class Supervisor:
         body = self._get(rollout.role.ready_url)
         status: dict[str, Any] | None = json.loads(body) if body else None
         return status
+
+    def _client_progressed(self) -> bool:
+        """Show the progress of `rlsys eval` or `rlsys try`. Return whether it was new."""
+        try:
+            return self._console.progress((self._run_dir.path / PROGRESS_FILE).read_text(encoding="utf-8"))
+        except OSError:
+            return False
 
     def _on_entry(self, entry: dict[str, Any]) -> None:
         self._stall_detector.reset()

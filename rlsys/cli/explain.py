@@ -29,6 +29,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.hub import pin_models
 from rlsys.core.errors import UserError
 from rlsys.core.machines import machines
+from rlsys.core.model_folder import check_files
 from rlsys.engine.launch_args import attention_notes, engine_command, have_cuda
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 from rlsys.obs.metrics import read_metrics
@@ -47,7 +48,7 @@ from rlsys.planner.memory import (
 )
 from rlsys.planner.model_preflight import check_tensors, read_model
 from rlsys.planner.traffic import describe_traffic
-from rlsys.planner.unusual_settings import host_memory_problems, unusual_settings
+from rlsys.planner.unusual_settings import host_memory_problems, slow_bfloat16, unusual_settings
 from rlsys.viewer.trackers.tracker import check_trackers
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -86,6 +87,7 @@ def explain(args: argparse.Namespace) -> int:
     try:
         config, absent = pin_models(config, weights=False), None
     except UserError as e:
+        check_files(config.model.path)
         absent = str(e)
     screen, plan = describe_run(config, config.launch.gpu_memory_gb, absent)
     check_trackers(config.run.trackers)
@@ -143,7 +145,7 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
         sizes.append(describe_prompts(config, hf, engine))
         sizes += describe_memory(config, hf)
         odd += size_warnings(config, hf)
-        odd += _memory_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
+        odd += _machine_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
         traffic, warnings = describe_traffic(config, hf)
         sizes, odd = sizes + traffic, odd + warnings
         duration = NO_ESTIMATE
@@ -173,10 +175,10 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
     ), plan
 
 
-def _memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Compare the roles with the memory of GPUs, or of this machine where the run has no GPUs."""
+def _machine_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
+    """Compare the run with the memory of GPUs, or with this machine where the run has no GPUs."""
     if not (config.launch.gpus_per_node or have_cuda()):
-        return host_memory_problems(config, hf, psutil.virtual_memory().total / GB)
+        return host_memory_problems(config, hf, psutil.virtual_memory().total / GB) + slow_bfloat16(config)
     return (
         trainer_memory_problems(config, hf, gpu_gb)
         if config.fine_tunes
@@ -191,7 +193,7 @@ def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) 
         hf = read_model(config)
         check_tensors(config, hf)
         sizes = [fact for fact in describe_memory(config, hf) if fact[0] in TRAINER_FACTS]
-        odd = _memory_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
+        odd = _machine_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
     else:
         reason = absent or f"{config.model.path} does not exist"
         odd = [f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory"]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
@@ -20,6 +21,7 @@ from launch.plan import LaunchPlan, build_client_plan
 from launch.ports import choose_ports
 from rlsys.cli.project_template import data_section, write_config, write_starter
 from rlsys.config import Config, add_config, load_config
+from rlsys.convert.config import HFConfig
 from rlsys.convert.hub import find_folder, pin_models
 from rlsys.core.devices import gpu_names
 from rlsys.core.errors import RunError, UserError, disk_errors
@@ -28,6 +30,7 @@ from rlsys.evaluation.tryout import FILE_NAME
 from rlsys.planner.layout import lay_out
 from rlsys.planner.model_preflight import check_model
 from rlsys.planner.recommendation import recommend
+from rlsys.planner.unusual_settings import GB, host_memory_problems
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
@@ -102,12 +105,17 @@ def new_for_model(args: argparse.Namespace) -> int:
         raise UserError(f"--gpus {gpus}: expected a number from 0 to 65536")
     data = data_section(args.data, args.reward)
     snapshot = find_folder(args.model, "--model", weights=False)
-    sections = recommend(snapshot, gpus, args.gpu, data).sections
+    recommendation = recommend(snapshot, gpus, args.gpu, data)
+    sections = recommendation.sections
+    if args.gpus is None and gpus == 0:
+        memory = psutil.virtual_memory().total / GB
+        if problems := host_memory_problems(recommendation.config, HFConfig.read(snapshot), memory):
+            raise UserError(f"--model {args.model}: {problems[0]}; for machines with GPUs give --gpus N")
     sections["model"]["path"] = replace(sections["model"]["path"], value=str(args.model))
     config = write_config(args.folder, sections, data)
     print(f"  {config}")
     if args.gpus is None:
-        print(f"for the {gpus} GPUs of this host; --gpus N: for another number")
+        print(f"for {f'the {gpus} GPUs' if gpus else 'the CPU'} of this host; --gpus N: for N GPUs")
     print(f"next: rlsys explain {config}\n      rlsys rehearse {config}\n      rlsys train {config}")
     return 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlsys.config import Config, load_config
 from rlsys.config.shipped import exists, find_model
 from rlsys.core.hub import fetch_snapshot, snapshot_name
-from rlsys.core.model_folder import WEIGHT_SUFFIXES
+from rlsys.core.model_folder import WEIGHT_SUFFIXES, check_files
 
 _NAME = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(\S+))?", re.ASCII)
 _NOT_READ = [f"*{suffix}" for suffix in sorted(WEIGHT_SUFFIXES - {".safetensors"})] + ["*/*.safetensors"]
@@ -32,14 +32,15 @@ def find_folder(path: Path, field: str, *, weights: bool = True, commit: str | N
         commit: Of the snapshot, where `path` has no revision.
 
     Raises:
-        UserError: The name's model cannot be had.
+        UserError: The name's model cannot be had, or its folder has links to other files (`check_files`).
     """
     path = find_model(path)
     match = _NAME.fullmatch(str(path))
-    if match is None or exists(path):
-        return path
-    without = _NOT_READ if weights else [*_NOT_READ, "*.safetensors"]
-    return fetch_snapshot(field, match[1], match[2] or commit, "model", without)
+    if match is not None and not exists(path):
+        without = _NOT_READ if weights else [*_NOT_READ, "*.safetensors"]
+        path = fetch_snapshot(field, match[1], match[2] or commit, "model", without)
+    check_files(path)
+    return path
 
 
 def pin_models(config: Config, *, weights: bool = True) -> Config:

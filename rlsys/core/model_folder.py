@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,31 @@ def side_files(folder: Path) -> list[Path]:
         and n.name not in excluded
         and (len(n.parts) == 1 or n.parts[0] not in weight_folders)
     )
+
+
+def check_files(folder: Path) -> None:
+    """Check the files of a model folder of unknown origin: readers follow its links, and copy files into exports.
+
+    A link may lead to a file of the folder, or to a blob of a hub's cache; a link to weights may lead anywhere.
+
+    Raises:
+        UserError: a link leads to another place, or a file is a device or a pipe.
+    """
+    if not os.path.lexists(folder / "config.json"):  # not a model folder, and possibly a large one
+        return
+    root = folder.resolve()
+    for file in sorted(folder.rglob("*")):
+        if not os.path.exists(file):
+            continue  # readers report a missing file
+        target = Path(os.path.realpath(file))
+        if not (target.is_file() or target.is_dir()):
+            raise UserError(f"{file}: a device or a pipe; expected a file")
+        is_blob = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+        if not (target.is_relative_to(root) or is_blob or file.suffix in WEIGHT_SUFFIXES):
+            raise UserError(
+                f"{file}: a link to {target}, outside of the model folder; expected a file: copy it if it belongs to "
+                "the model"
+            )
 
 
 def vocabulary_files(folder: Path) -> list[Path]:

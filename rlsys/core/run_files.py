@@ -8,6 +8,8 @@ CONFIG_FILE = "config.yaml"
 EVALUATIONS_FOLDER = "evaluations"
 ANSWERS_FILE = "answers.jsonl"
 """Responses of an evaluation by `rlsys eval`."""
+PROGRESS_FILE = "progress.txt"
+"""Progress of an evaluation by `rlsys eval`, or of `rlsys try`: one line."""
 
 
 def newest_checkpoint_step(run: Path) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 from collections import Counter
@@ -22,9 +23,10 @@ from pathlib import Path
 
 from rlsys.config import Config, load_config
 from rlsys.core.errors import RunError, disk_errors
+from rlsys.core.folders import replace_file
 from rlsys.core.identity import Identity, engine_identity
 from rlsys.core.owner import owner_of_process
-from rlsys.core.run_files import ANSWERS_FILE
+from rlsys.core.run_files import ANSWERS_FILE, PROGRESS_FILE
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer, build_source
 from rlsys.data.source import PromptSource
@@ -45,6 +47,7 @@ from rlsys.worker.assembly import build_router, build_scorer
 from rlsys.worker.scoring import Scorer, Verdict
 
 PROBE_SECONDS = 0.5
+PROGRESS_SECONDS = 10.0
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -143,6 +146,39 @@ async def open_engines(
         yield engines
 
 
+@asynccontextmanager
+async def open_router(
+    config: Config, tokenizer: Tokenizer, identities: Mapping[str, Identity]
+) -> AsyncIterator[Router]:
+    """Yield a router of these engines, once all are healthy; its progress is in PROGRESS_FILE of `run.dir`."""
+    async with open_engines(config, identities) as engines:
+        router = build_router(config, engines, tokenizer, skip_attestation=True)
+        tasks = [
+            asyncio.ensure_future(router.watch()),
+            asyncio.ensure_future(_report_progress(config, router)),
+        ]
+        router.resume()
+        try:
+            yield router
+        finally:
+            for task in tasks:
+                task.cancel()
+            _write_progress(config, router)
+
+
+async def _report_progress(config: Config, router: Router) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_SECONDS)
+        _write_progress(config, router)
+
+
+def _write_progress(config: Config, router: Router) -> None:
+    counts = router.stats()
+    text = f"{counts['received_tokens']:,} tokens generated, {counts['in_flight']} responses in flight"
+    with contextlib.suppress(OSError):  # a full disk; the answers may still fit
+        replace_file(config.run.dir / PROGRESS_FILE, text.encode())
+
+
 async def respond(
     config: Config,
     tokenizer: Tokenizer,
@@ -164,13 +200,9 @@ async def respond(
     """
     rewards = Rewards(config)
     try:
-        async with open_engines(config, identities) as engines:
-            router = build_router(config, engines, tokenizer, skip_attestation=True)
-            watch = asyncio.ensure_future(router.watch())
-            router.resume()
+        async with open_router(config, tokenizer, identities) as router:
             generator = build_generator(config, tokenizer, turns(config, router))
             reasons = await generate_responses(generator, items)
-            watch.cancel()
         answered_part = [probe for probe, reason in zip(items, reasons, strict=True) if reason is None]
         scored = iter(await score_all(answered_part, build_scorer(config, rewards, tokenizer)))
         return [next(scored) if reason is None else Verdict(reason=reason) for reason in reasons]
@@ -192,14 +224,14 @@ async def evaluate(
     if answers is not None:
         write_answers(answers, tokenizer, items, verdicts)
     result = judge(items, verdicts, len(items))
-    async with open_engines(config, identities) as engines:
-        router = build_router(config, engines, tokenizer, skip_attestation=True)
-        watch = asyncio.ensure_future(router.watch())
-        router.resume()
-        async with open_sets(config, tokenizer, router) as sets:
-            for eval_set in sets:
-                result.sets[eval_set.name] = await eval_set.measure()
-        watch.cancel()
+    if not config.eval.sets:
+        return result
+    async with (
+        open_router(config, tokenizer, identities) as router,
+        open_sets(config, tokenizer, router) as sets,
+    ):
+        for eval_set in sets:
+            result.sets[eval_set.name] = await eval_set.measure()
     return result
 
 

@@ -215,9 +215,11 @@ def _sections(model: Path, hf: HFConfig, size: ModelSize, c: Candidate, gpus: in
 
 def _add_pool(sections: Sections, config: Config, size: ModelSize) -> None:
     """Add the share of memory that sizes the KV pool, and the requests that the pool holds."""
-    b = budget(config, size)
-    samples, responses = engine_samples(config), max(1, samples_held(config, b.pool_tokens))
+    samples = engine_samples(config)
+    responses = max(1, samples_held(config, budget(config, size).pool_tokens))
     if config.launch.gpus_per_node:
+        engine = config.engine.model_copy(update={"max_running_requests": responses})  # fewer CUDA graphs
+        b = budget(config.model_copy(update={"engine": engine}), size)
         sections["engine"]["memory_fraction"] = Value(
             config.engine.memory_fraction,
             f"leaves {b.kv_pool / GB:.3g} GB per GPU, {b.pool_tokens} tokens, to the KV pool",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from rlsys.config import Config
 from rlsys.convert.config import HFConfig
 from rlsys.planner.memory import GB, budget, model_size
@@ -11,6 +14,30 @@ PRETRAINED_PARAMETERS = 100_000_000
 LARGEST_FULL_LR = 1e-5
 """SmolLM2-135M lost at 3e-5 what it had learned (docs/performance.md); verl's and slime's examples use 1e-6."""
 SHORT_RESPONSE = 256
+
+
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Flags of /proc/cpuinfo of CPUs that multiply bfloat16; `bf16` is Arm's."""
+
+
+def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this machine's CPU has instructions for bfloat16; True where it is not known."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return flags is None or not _BFLOAT16_FLAGS.isdisjoint(flags[1].split())
+
+
+def slow_bfloat16(config: Config) -> list[str]:
+    """Describe bfloat16 in a run on this machine's CPU, if it has no instructions for it."""
+    if config.model.dtype != "bfloat16" or cpu_multiplies_bfloat16():
+        return []
+    return [
+        "model.dtype = bfloat16: this CPU has no instructions for it (AVX-512 BF16, AMX), so that a step takes "
+        "longer than in float32"
+    ]
 
 
 def unusual_settings(config: Config, hf: HFConfig) -> list[str]:

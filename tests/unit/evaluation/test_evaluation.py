@@ -17,6 +17,7 @@ from rlsys.config import Config, load_config
 from rlsys.config.data import RewardSpec
 from rlsys.core.errors import RunError
 from rlsys.core.identity import ANONYMOUS
+from rlsys.core.run_files import PROGRESS_FILE
 from rlsys.core.types import Prompt
 from rlsys.data import Tokenizer, build_source
 from rlsys.evaluation import evaluation, tryout
@@ -57,6 +58,8 @@ async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str
     """The engine's answers are cut off at 8 tokens and wrong."""
     result = await evaluation.evaluate(config, {engine: ANONYMOUS})
     assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3, constant=1 / 3, reward=0)
+    progress = (config.run.dir / PROGRESS_FILE).read_text()
+    assert progress == "24 tokens generated, 0 responses in flight"
     found = await tryout.try_out(config, {engine: ANONYMOUS})
     assert [len(entry["samples"]) for entry in found] == [tryout.SAMPLES] * tryout.PROMPTS
     source = build_source(config, Tokenizer(config.model.path))

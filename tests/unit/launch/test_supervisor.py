@@ -20,6 +20,7 @@ import pytest
 from launch import supervisor
 from launch.process import RoleFailed
 from launch.ranks import FAILED
+from launch.stall_detector import StallDetector
 from launch.status import status_lines
 from launch.stops import StoppedBySignal
 from launch.supervisor import Supervisor
@@ -353,6 +354,30 @@ def test_a_silence_and_a_request_are_diagnosed(stage: Stage, monkeypatch: pytest
     assert "nothing has changed for launch.silence_seconds" in (stage.folder / "first").read_text()
     assert any("diagnosis.txt" in phase for phase in stage.display.phases)
     assert not (stage.folder / "run/.diagnose").exists()
+
+
+def test_the_progress_of_an_evaluation_is_shown_and_is_a_change(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "STATUS_SECONDS", 0.02)
+    monkeypatch.setattr("launch.console._PROGRESS_SECONDS", 0.0)
+    changes: list[str] = []
+    monkeypatch.setattr(StallDetector, "reset", lambda _: changes.append(stage.display.phases[-1]))
+    shown = stage.display.phase
+
+    def show(text: str) -> None:
+        shown(text)
+        (stage.folder / text.replace(" ", "-")).touch()
+
+    monkeypatch.setattr(stage.display, "phase", show)
+    evaluates = "for tokens in ('1 token', '2 tokens'):\n"
+    evaluates += "    (here / 'run/part').write_text(tokens)\n"
+    evaluates += "    os.replace(here / 'run/part', here / 'run/progress.txt')\n"
+    evaluates += "    while not (here / tokens.replace(' ', '-')).exists(): time.sleep(0.01)"
+    stage.run(stage.role("engine", SERVE_FOREVER, serves=True), stage.role("trainer", evaluates))
+    told = ["1 token", "2 tokens"]
+    assert [text for text in stage.display.phases if text in told] == told
+    assert [text for text in changes if text in told] == told
 
 
 def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(

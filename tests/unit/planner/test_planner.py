@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,26 @@ def test_three_thousand_gpus_at_a_reduced_size(capsys: pytest.CaptureFixture[str
     found = {s["name"]: s["step_seconds"] for s in json.loads(capsys.readouterr().out)["settings"]}
     assert any(name.startswith("colocated, 48 engines, N'/N 1,") for name in found)
     assert any(name.startswith("disaggregated, 24 engines beside 1536 trainer GPUs") for name in found)
+
+
+@pytest.mark.full
+def test_three_thousand_gpus_are_as_the_page_says() -> None:
+    """The first row of the table of docs/planning.md; the others take as long."""
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    row = re.search(
+        r"^\| colocated, N'/N 1, on-policy \| (.*) s \| (.*) s \| (.*) s \| (.*) \| 1 \|$", page, re.M
+    )
+    assert row is not None
+    made = load_config(
+        ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml", ["rollout.groups_per_step=36"]
+    )
+    hf, h100 = HFConfig.read(made.model.path), machines()["h100"]
+    setting = next(iter(settings(made, hf, 3072, h100)))
+    assert isinstance(setting, Setting) and setting.name == "colocated, 48 engines, N'/N 1, 0 steps old"
+    costs = estimate_costs(setting.config, hf, h100)
+    found = simulate(setting.config, costs, long_tail(8192), prompt_tokens=512, steps=2)
+    seconds = (found.step_seconds, found.rollout_seconds, found.push_seconds, found.tokens_per_s)
+    assert seconds == pytest.approx([float(figure.replace(",", "")) for figure in row.groups()], rel=0.02)
 
 
 @pytest.mark.parametrize(

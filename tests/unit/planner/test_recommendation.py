@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +49,7 @@ def test_the_written_config_loads_and_fits(
     assert not memory_problems(config, hf, 80.0)
     pool_tokens = budget(config, model_size(hf)).pool_tokens
     assert samples_held(config, pool_tokens) == config.max_running_requests
+    assert gpus == 0 or f" {pool_tokens} tokens, to the KV pool" in Path("mine/config.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -113,3 +115,28 @@ def cache_snapshot(cache: Path, name: str, file: Path) -> Path:
     (repository / "refs/main").write_text(COMMIT)
     (snapshot / "config.json").write_bytes(file.read_bytes())
     return snapshot
+
+
+def test_a_host_without_gpus_gets_a_config_that_fits_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlsys.cli.project.gpu_names", list)
+    large = ["new", "large", "--model", str(MODELS / "Qwen3-30B-A3B")]
+    monkeypatch.setattr(
+        "rlsys.cli.project.psutil.virtual_memory", lambda: SimpleNamespace(total=64_000_000_000)
+    )
+    assert main(large) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "need" in line and line.endswith("this one has 64; for machines with GPUs give --gpus N")
+    assert not Path("large").exists()
+    assert main(["new", "small", "--model", str(MODELS / "quickstart-moe")]) == 0
+    assert "for the CPU of this host; --gpus N: for N GPUs" in capsys.readouterr().out
+    assert load_config(Path("small/config.yaml"), []).launch.gpus_per_node == 0
+
+
+@pytest.mark.parametrize(("model", "gpus", "peak"), [("GLM-4.5-Air", 64, 45.82)])
+def test_the_memory_of_a_written_config_is_near_its_rehearsal(model: str, gpus: int, peak: float) -> None:
+    """GB of a rank at its peak, by `rlsys rehearse`."""
+    size = model_size(HFConfig.read(MODELS / model))
+    assert budget(recommend(MODELS / model, gpus).config, size).trainer == pytest.approx(1e9 * peak, rel=0.15)
