@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rlsys.config import Config
-from rlsys.core.types import Prompt, Sample
+from rlsys.core.types import AnySequence, Prompt, TokenSequence
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.rollout.canaries import CANARIES, CANARY_TOKENS
@@ -57,13 +57,13 @@ class TracedRouter(Router):
     interrupt_seconds = 0.0
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, *, keep_serving: bool = False
+        self, keep: Callable[[TokenSequence], bool] | None = None, *, keep_serving: bool = False
     ) -> None:
         start = time.monotonic()
         await super().interrupt(keep, keep_serving=keep_serving)
         self.interrupt_seconds += time.monotonic() - start
 
-    async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:
+    async def generate(self, sample: AnySequence, *, max_response_tokens: int, **how: Any) -> AnySequence:
         limit = self.lengths[sample.sample_id % len(self.lengths)]
         return await super().generate(sample, max_response_tokens=limit, **how)
 

@@ -234,7 +234,8 @@ def write_history(file: tuple[Path, str, int], steps: int, config: Config) -> No
         )
         db.executemany(
             "INSERT INTO samples (sample_id, group_id, place, seed, status, tokens, mu_sum, spans, reward, resumes, "
-            "cached_tokens, prefilled_tokens, engine, observed, deaths, faults, own_prompt, spoke, given, discarded) "
+            "cached_tokens, prefilled_tokens, engine, observed, deaths, faults, own_prompt, last_turn, "
+            "inherited_tokens, discarded) "
             "VALUES (?, ?, ?, 1, 'finished', 512, -99.5, '[[1,0,300],[2,300,512]]', 0.5, 1, 0, 32, 'http://x', '[]', "
             "0, 0, 0, 0, 0, 0)",
             ((g * file[2] + i, g, i) for g in own for i in range(size)),

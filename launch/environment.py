@@ -59,10 +59,6 @@ def _cache_variables() -> dict[str, str]:
     return {name: os.environ.get(name) or str(kernel_folder() / part) for name, part in CACHES.items()}
 
 
-def _home_is_writable() -> bool:
-    return os.access(Path.home(), os.W_OK | os.X_OK)
-
-
 def allocator_notes(config: Config) -> list[str]:
     """Return one line for each allocator setting that is changed for some roles."""
     if not on_cuda(config):
@@ -99,7 +95,7 @@ def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = N
         cores: number of cores of a node; by default this node's.
     """
     if not cuda:
-        if _home_is_writable():
+        if os.access(Path.home(), os.W_OK | os.X_OK):
             return dict(CPU_HOST)
         # SGLang and torch create their caches below the home folder while they are imported.
         return {**CPU_HOST, **_cache_variables(), "XDG_CACHE_HOME": str(cache_folder("home"))}

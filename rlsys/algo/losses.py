@@ -185,47 +185,6 @@ def gradient_is_clipped(
     return clipped if dual is None else clipped | ((advantages < 0) & (ratio > dual))
 
 
-def clipped_policy_loss(
-    logp: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight: Tensor | None = None,
-) -> tuple[Tensor, Sums]:
-    """Compute -sum over tokens of weight * min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logp - anchor).
-
-    PPO (Schulman 2017, eq. 7) with DAPO's split clip widths (section 3.1). Returns the loss sum (scalar) and
-    {"clipped": number of tokens whose gradient the clip removed}. Masked tokens contribute exactly 0, also if their
-    log-probs are not finite.
-    """
-    for name, value in (("anchor", anchor), ("advantages", advantages), ("mask", mask)):
-        if value.shape != logp.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}, logp {tuple(logp.shape)}")
-    keep = mask > 0
-    gap = torch.where(keep, logp - anchor, torch.zeros_like(logp))
-    ratio = gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    token_loss = clipped_surrogate(ratio, advantages, 1 - clip_low, 1 + clip_high)
-    if weight is not None:
-        token_loss = token_loss * weight
-    loss = torch.where(keep, token_loss * mask, torch.zeros_like(token_loss)).sum()
-    clipped = gradient_is_clipped(ratio, advantages, 1 - clip_low, 1 + clip_high) & keep
-    return loss, {"clipped": clipped.sum().detach()}
-
-
-def truncated_importance_weight(old: Tensor, mu: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """Compute min(exp(old - mu), cap) per token, detached; 1 where masked (TIS, Yao et al. 2025).
-
-    `cap` 0 gives ones.
-    """
-    if cap == 0:
-        return torch.ones_like(old)
-    gap = torch.where(mask > 0, old - mu, torch.zeros_like(old))
-    return gap.exp().clamp(max=cap).detach()
-
-
 class Clip(Loss):
     """PPO's clipped ratio: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with DAPO's split widths.
 

@@ -171,8 +171,8 @@ class Config(Section):
                 )
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(
-                f"rollout.over_provision = auto needs room to move, but rollout.max_staleness = {r.max_staleness} "
-                "allows only 1; use max_staleness >= 1"
+                f"rollout.max_staleness = {r.max_staleness}: expected 1 or more with rollout.over_provision = auto, "
+                "which is always 1 otherwise"
             )
         if self.over_provision > 1 and r.max_staleness < 1:
             raise ValueError(

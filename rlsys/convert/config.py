@@ -167,7 +167,9 @@ class HFConfig:
                 )
         fields = _normalise_fields(language_part(raw, source) if family.part_of_more else raw, family, source)
         part = raw["text_config"] if family.part_of_more else raw
-        raw = {**family.defaults, **fields, **_null_sizes(part, fields)}
+        # A size that is null is not as if it were absent: as many as heads, no matrix, no expert.
+        null_sizes = {name: None for name in _NULLABLE if name in part and name not in fields}
+        raw = {**family.defaults, **fields, **null_sizes}
         _check_numbers(raw, family, source)
         _check_supported(raw, family, source)
         try:
@@ -297,11 +299,6 @@ _SHARED_EXPERTS = {"n_shared_experts", "num_shared_experts", "moe_num_shared_exp
 _NULLABLE = ("num_key_value_heads", "q_lora_rank", "shared_expert_intermediate_size")
 
 
-def _null_sizes(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, None]:
-    """Return the sizes that are null, which is not as if they were absent: as many as heads, no matrix, no expert."""
-    return {name: None for name in _NULLABLE if name in raw and name not in fields}
-
-
 def _normalise_fields(raw: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
     """Return the fields under our names.
 
@@ -376,7 +373,8 @@ def _check_numbers(raw: dict[str, Any], family: Family, source: str) -> None:
     for field in _SWITCHES:
         if not isinstance(raw[field], bool):
             refuse(field, raw[field], "true or false")
-    if not _whole_numbers(layers := raw.get("mlp_only_layers", [])):
+    layers = raw.get("mlp_only_layers", [])
+    if not isinstance(layers, list) or any(type(layer) is not int for layer in layers):
         refuse("mlp_only_layers", layers, "a list of layers")
     rope = rope_fields(raw, source)
     for field, value in {**raw, **rope}.items():
@@ -426,10 +424,6 @@ def _check_divisions(
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float)
-
-
-def _whole_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(type(v) is int for v in value)
 
 
 def _check_supported(raw: dict[str, Any], family: Family, source: str) -> None:

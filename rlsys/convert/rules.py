@@ -94,10 +94,6 @@ class Stack:
         return 1 if self.interleaved else len(self.parts)
 
 
-def _no_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Family:
     """One architecture.
@@ -142,5 +138,5 @@ class Family:
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     stacks: dict[str, Stack] = field(default_factory=dict)
-    megatron: Callable[[Mapping[str, Any]], dict[str, Any]] = _no_fields
+    megatron: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
     mtp: tuple[Rule, ...] = ()

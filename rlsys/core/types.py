@@ -1,12 +1,12 @@
 """Domain types. Standard library only: every process imports this file.
 
-A `Sample` is one response to one prompt; a `SampleGroup` is all responses to one prompt (GRPO's group). A
-sample's response may consist of several segments from several weight versions and engines; `append` is the
-only way to extend it, and keeps all per-token arrays at the same length (invariant 2).
+A `TokenSequence` is a prompt and its continuation. The continuation may consist of several segments from
+several weight versions and engines; `append` is the only way to extend it, and keeps all per-token arrays at
+the same length (invariant 2).
 
-A sample of an agent may be an episode of several sequences, each a prompt and its continuation, with one
-reward. The sample itself is the first sequence and holds the others; `sequences` returns all. Counts of
-samples count episodes.
+A `Sample` is one response to one prompt, with one reward: a sequence, to which an agent may add others
+(`begin`). `sequences` returns all. Counts of samples count responses. A `SampleGroup` is all samples of one
+prompt (GRPO's group).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from rlsys.core.arrays import LogProbs, TokenIds, log_probs, token_ids
 from rlsys.core.spans import Fork, Piece, RouteSpan, TokenSpan, TurnReward, VersionSpan
@@ -113,8 +113,8 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Sample:
-    """One response, or a later sequence of one. `mu[i]` is the engine's log-prob of `response_ids[i]` at sampling.
+class TokenSequence:
+    """A prompt and its continuation. `mu[i]` is the engine's log-prob of `response_ids[i]` at sampling.
 
     Its tokens are in memory, or `pieces` locates them on disk: then `response_ids`, `mu`, `routes`,
     `support`, `teacher_logprobs` and `behaviour` are empty. `spans` are always present, and tile the
@@ -126,23 +126,13 @@ class Sample:
 
     sample_id: int
     group_id: int
-    index: int  # place in the group, 0 .. group_size-1
+    index: int  # place of its sample in the group, 0 .. group_size-1
     prompt_ids: list[int]
     seed: int  # of the engine's sampler; the same after an interruption
     response_ids: TokenIds = field(default_factory=token_ids)
     mu: LogProbs = field(default_factory=log_probs)
     spans: list[VersionSpan] = field(default_factory=list)
     status: Status = Status.PARKED
-    reward: float | None = None  # what advantages see
-    named_rewards: dict[str, float] | None = None  # its components, if the reward function names them
-    plain_reward: float | None = None  # the reward function's value, if a group reward replaced it
-    turn_rewards: list[TurnReward] | None = None
-    """Reward of each turn, sequence by sequence, if an environment or the reward function gives them."""
-    answer: str | None = None  # the canonical final answer
-    censor_reason: str | None = None
-    censor_cause: CensorCause | None = (
-        None  # not restored after a restart: a censored sample does not run again
-    )
     resumes: int = 0  # continuations after an interruption with tokens
     # Since its last new token, restored after a restart: engines that died while running it, and server errors.
     deaths: int = 0
@@ -152,13 +142,10 @@ class Sample:
     engine: str | None = None  # url of the engine that holds its prefix
     routes: list[RouteSpan] = field(default_factory=list)
     observed: list[TokenSpan] = field(default_factory=list)  # tokens of tools or environments, not sampled
-    tool_penalty: float = 0.0  # of a response with tools: set at take
     # Sampled, but too old to be trained on: set at take.
     masked: list[TokenSpan] = field(default_factory=list)
     trained_prompt: list[int] | None = None
     """The prompt that its response is trained on, if it was sampled from another one (LENS)."""
-    own_prompt: bool = False
-    """Whether it was sampled from, and is trained on, another prompt than its group's (agents)."""
     support: bytearray = field(default_factory=bytearray)
     """Ids that the sampling mask kept, one row per response token (rlsys/segments/support.py); empty: all."""
     teacher_logprobs: bytes = b""
@@ -169,19 +156,10 @@ class Sample:
     """The trainer's log-probs of the first response tokens under the weights that sampled them; NaN: not computed."""
     mu_sum: float = 0.0
     pieces: list[Piece] = field(default_factory=list)
-    sequence: int = 0  # its number in the sample; reward and status of the sample are those of the first
+    sequence: int = 0  # its number in the sample
     parent: int | None = None  # the sequence whose history it continues, rewritten; None: a new one
     aside: bool = False  # a request outside the main conversation: recorded, never trained
     last_turn: int = 0  # number of its last turn among those of all sequences
-    extra_sequences: list[Sample] = field(default_factory=list)
-    """The sequences after the first, by number; empty on these."""
-    fork: Fork | None = (
-        None  # its origin, if it is a fork of another sample of its group (rlsys/core/forks.py)
-    )
-    inherited_tokens: int = (
-        0  # tokens at its start that count as sampled, but were generated for another sample
-    )
-    discarded: int = 0  # tokens that were generated for it and dropped again
 
     def __post_init__(self) -> None:
         if self.mu:
@@ -191,66 +169,6 @@ class Sample:
     def tokens(self) -> int:
         """Number of response tokens of this sequence, in memory or on disk."""
         return self.spans[-1].end if self.spans else 0
-
-    @property
-    def sequences(self) -> list[Sample]:
-        """Return all sequences of the sample, the first one first."""
-        return [self, *self.extra_sequences]
-
-    @property
-    def trained_sequences(self) -> list[Sample]:
-        """Sequences with tokens to train."""
-        return [q for q in self.sequences if q.spans and not q.aside] if self.extra_sequences else [self]
-
-    @property
-    def all_tokens(self) -> int:
-        """Number of response tokens of all sequences."""
-        return self.tokens + sum(q.tokens for q in self.extra_sequences)
-
-    @property
-    def judged_ids(self) -> Sequence[int]:
-        """Token ids for the reward: of all sequences in the order of their last turns."""
-        if not self.extra_sequences:
-            return self.response_ids
-        return [i for q in self._judged for i in q.response_ids]
-
-    @property
-    def judged_mask(self) -> list[int]:
-        """Mask of `judged_ids`: 1 where the model sampled the token."""
-        mask: list[int] = []
-        for sequence in self._judged:
-            sequence_mask = [1] * sequence.tokens
-            for span in sequence.observed:
-                sequence_mask[span.start : span.end] = [0] * (span.end - span.start)
-            mask += sequence_mask
-        return mask
-
-    @property
-    def _judged(self) -> list[Sample]:
-        if not self.extra_sequences:
-            return [self]
-        return sorted((q for q in self.sequences if not q.aside), key=lambda q: (q.last_turn, q.sequence))
-
-    def begin(self, prompt_ids: Sequence[int], parent: int | None = None, *, aside: bool = False) -> Sample:
-        """Add a sequence to this sample and return it. Call it on the first sequence.
-
-        Args:
-            prompt_ids: the prompt of the new sequence.
-            parent: number of the sequence whose history it continues, if any.
-            aside: whether it is a request outside the main conversation, which is never trained.
-        """
-        number, ids = 1 + len(self.extra_sequences), token_ids(prompt_ids).tolist()
-        sequence = Sample(
-            self.sample_id, self.group_id, self.index, ids, 1 + (self.seed + number) % LARGEST_SEED,
-            own_prompt=True, sequence=number, parent=parent, aside=aside,
-        )  # fmt: skip
-        self.extra_sequences.append(sequence)
-        return sequence
-
-    def censor(self, cause: CensorCause, reason: str) -> None:
-        """Mark the sample as having no reward. The reason may be anything: its text is sanitised and shortened."""
-        self.status, self.censor_cause = Status.CENSORED, cause
-        self.censor_reason = shorten(valid_text(str(reason)), LONGEST_REASON)
 
     def append(self, segment: Segment) -> None:
         """Add a segment's tokens and routes.
@@ -348,7 +266,7 @@ class Sample:
     @property
     def received_tokens(self) -> int:
         """Number of tokens that engines generated for this sequence, including those that were dropped again."""
-        return self.sampled_tokens - self.inherited_tokens + self.discarded
+        return self.sampled_tokens
 
     def trained(self) -> list[bool]:
         """Return whether each response token is trained, `[tokens]`."""
@@ -371,11 +289,6 @@ class Sample:
             actual = f"{len(routes.experts)} bytes of routes for {routes.end - routes.start} positions"
             raise ValueError(f"sample {self.sample_id}: {actual}")
 
-    @property
-    def oldest_version(self) -> int | None:
-        """Oldest weight version of the trained sequences."""
-        return min((s.version for q in self.trained_sequences for s in q.spans), default=None)
-
     def versions(self) -> list[int]:
         """Return the weight version of each response token, `[tokens]`."""
         out: list[int] = []
@@ -384,20 +297,126 @@ class Sample:
         return out
 
 
-def _write_once(name: str) -> property:
-    """Return a property in place of a slot of Sample: code of a user cannot give a sample another identity."""
-    slot = Sample.__dict__[name]
+@dataclass(slots=True)
+class Sample(TokenSequence):
+    """One response to one prompt: its first sequence, the sequences after it, and what it has once.
 
-    def set_once(sample: Sample, value: object) -> None:
-        if hasattr(sample, name):
+    Its status is that of its first sequence.
+    """
+
+    reward: float | None = None  # what advantages see
+    named_rewards: dict[str, float] | None = None  # its components, if the reward function names them
+    plain_reward: float | None = None  # the reward function's value, if a group reward replaced it
+    turn_rewards: list[TurnReward] | None = None
+    """Reward of each turn, sequence by sequence, if an environment or the reward function gives them."""
+    answer: str | None = None  # the canonical final answer
+    censor_reason: str | None = None
+    censor_cause: CensorCause | None = (
+        None  # not restored after a restart: a censored sample does not run again
+    )
+    tool_penalty: float = 0.0  # of a response with tools: set at take
+    own_prompt: bool = False
+    """Whether it was sampled from, and is trained on, another prompt than its group's (agents)."""
+    extra_sequences: list[TokenSequence] = field(default_factory=list)
+    """The sequences after the first, by number."""
+    fork: Fork | None = (
+        None  # its origin, if it is a fork of another sample of its group (rlsys/core/forks.py)
+    )
+    inherited_tokens: int = (
+        0  # tokens at its start that count as sampled, but were generated for another sample
+    )
+    discarded: int = 0  # tokens that were generated for it and dropped again
+
+    @property
+    def received_tokens(self) -> int:
+        """Number of tokens that engines generated for the first sequence, including those that were dropped again."""
+        return self.sampled_tokens - self.inherited_tokens + self.discarded
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """Return all sequences of the sample, the first one first."""
+        return [self, *self.extra_sequences]
+
+    @property
+    def trained_sequences(self) -> list[TokenSequence]:
+        """Sequences with tokens to train."""
+        return [q for q in self.sequences if q.spans and not q.aside] if self.extra_sequences else [self]
+
+    @property
+    def all_tokens(self) -> int:
+        """Number of response tokens of all sequences."""
+        return self.tokens + sum(q.tokens for q in self.extra_sequences)
+
+    @property
+    def judged_ids(self) -> Sequence[int]:
+        """Token ids for the reward: of all sequences in the order of their last turns."""
+        if not self.extra_sequences:
+            return self.response_ids
+        return [i for q in self._judged for i in q.response_ids]
+
+    @property
+    def judged_mask(self) -> list[int]:
+        """Mask of `judged_ids`: 1 where the model sampled the token."""
+        mask: list[int] = []
+        for sequence in self._judged:
+            sequence_mask = [1] * sequence.tokens
+            for span in sequence.observed:
+                sequence_mask[span.start : span.end] = [0] * (span.end - span.start)
+            mask += sequence_mask
+        return mask
+
+    @property
+    def _judged(self) -> list[TokenSequence]:
+        if not self.extra_sequences:
+            return [self]
+        return sorted((q for q in self.sequences if not q.aside), key=lambda q: (q.last_turn, q.sequence))
+
+    def begin(
+        self, prompt_ids: Sequence[int], parent: int | None = None, *, aside: bool = False
+    ) -> TokenSequence:
+        """Add a sequence and return it.
+
+        Args:
+            prompt_ids: the prompt of the new sequence.
+            parent: number of the sequence whose history it continues, if any.
+            aside: whether it is a request outside the main conversation, which is never trained.
+        """
+        number, ids = 1 + len(self.extra_sequences), token_ids(prompt_ids).tolist()
+        sequence = TokenSequence(
+            self.sample_id, self.group_id, self.index, ids, 1 + (self.seed + number) % LARGEST_SEED,
+            sequence=number, parent=parent, aside=aside,
+        )  # fmt: skip
+        self.extra_sequences.append(sequence)
+        return sequence
+
+    def censor(self, cause: CensorCause, reason: str) -> None:
+        """Mark the sample as having no reward. The reason may be anything: its text is sanitised and shortened."""
+        self.status, self.censor_cause = Status.CENSORED, cause
+        self.censor_reason = shorten(valid_text(str(reason)), LONGEST_REASON)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest weight version of the trained sequences."""
+        return min((s.version for q in self.trained_sequences for s in q.spans), default=None)
+
+
+AnySequence = TypeVar("AnySequence", bound=TokenSequence)
+
+
+def _write_once(name: str) -> property:
+    """Return a property in place of a slot of TokenSequence: code of a user cannot give it another identity."""
+    slot = TokenSequence.__dict__[name]
+
+    def set_once(sequence: TokenSequence, value: object) -> None:
+        if hasattr(sequence, name):
             raise AttributeError(f"sample.{name} identifies the sample in the ledger and cannot be changed")
-        slot.__set__(sample, value)
+        slot.__set__(sequence, value)
 
     return property(slot.__get__, set_once)
 
 
 for _name in ("sample_id", "group_id", "index", "seed", "sequence"):
-    setattr(Sample, _name, _write_once(_name))
+    setattr(TokenSequence, _name, _write_once(_name))
 
 
 class Response(str):
@@ -491,9 +510,9 @@ class SampleGroup:
 
 @dataclass(slots=True)
 class LogProbRequest:
-    """A sample whose response tokens from `start` on were sampled by the trainer's current weights: score them."""
+    """A sequence whose response tokens from `start` on were sampled by the trainer's current weights: score them."""
 
-    sample: Sample
+    sample: TokenSequence
     start: int
 
 

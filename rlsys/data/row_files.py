@@ -74,7 +74,8 @@ def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
     _check_links(_with_endings(entries, kind))
     files = [file for file in entries if file.is_file()]
     rows = _rows(files, kind)
-    if not any(file.name.lower().endswith(_endings(kind)) for file in rows):
+    endings = tuple(ending for group in _ENDINGS[kind] for ending in _endings_of(group))
+    if not any(file.name.lower().endswith(endings) for file in rows):
         names = ", ".join(sorted({f.suffix or f.name for f in files})[:8]) or "nothing"
         raise PathError(f"{folder}: a folder without {' or '.join(_ENDINGS[kind][0])} files; it has {names}")
     splits = {_split_of(file.relative_to(folder)) for file in rows} - {None}
@@ -114,10 +115,6 @@ def _with_endings(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> l
         if matches := [f for f in files if f.name.lower().endswith(_endings_of(endings))]:
             return matches
     return []
-
-
-def _endings(kind: Literal["jsonl", "parquet"]) -> tuple[str, ...]:
-    return tuple(ending for endings in _ENDINGS[kind] for ending in _endings_of(endings))
 
 
 def _endings_of(endings: Sequence[str]) -> tuple[str, ...]:

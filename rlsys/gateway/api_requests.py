@@ -91,7 +91,7 @@ class ApiRequest:
 def sample_count(body: Mapping[str, Any]) -> int:
     """Return how many responses a request asks for: prompts times `n`.
 
-    No prompt is looked at. A malformed number counts as one: check_request refuses it.
+    It reads no prompt. A malformed number counts as one: check_request refuses it.
     """
     prompts = prompt_count(body) or 1
     sampling = body.get("sampling_params")

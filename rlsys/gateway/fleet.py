@@ -12,9 +12,9 @@ import functools
 import ipaddress
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import aiohttp
 from yarl import URL
@@ -195,7 +195,8 @@ class Fleet:
             info = await engine.client.info()
         except (*DeadEngine, EngineError):
             return
-        previous, folder = self.limits, self._folder_of(info)
+        previous = self.limits
+        folder = self._model_path or Path(str(info.get("tokenizer_path") or info.get("model_path")))
         size = self._vocab_size
         if size is None:
             try:
@@ -220,9 +221,6 @@ class Fleet:
             self.model = await asyncio.to_thread(ServedModel, folder, info)
         self.router.set_limits(strictest)
         self.limits = strictest
-
-    def _folder_of(self, info: Mapping[str, Any]) -> Path:
-        return self._model_path or Path(str(info.get("tokenizer_path") or info.get("model_path")))
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -118,7 +118,10 @@ class Front:
         self._metrics.observe(resource.canonical if resource else "other", status, seconds)
 
     def _check_token(self, request: web.Request) -> None:
-        is_admin, is_client = (_has_token(request, token) for token in (self._admin_token, self._token))
+        is_admin, is_client = (
+            token is not None and same_secret(bearer_token(request), token)
+            for token in (self._admin_token, self._token)
+        )
         request[AUTHORIZED] = is_admin or is_client
         if request.path in OPEN or (self._token is None and self._admin_token is None) or is_admin:
             return
@@ -253,10 +256,6 @@ class Front:
             raise UserError(f"weight_version = {short(version)}: expected a whole number below 2**63")
         new = await self._fleet.update(_text(body, "model_path"), None if version is None else int(version))
         return web.json_response({"success": True, "weight_version": new})
-
-
-def _has_token(request: web.Request, token: str | None) -> bool:
-    return token is not None and same_secret(bearer_token(request), token)
 
 
 def _is_version(value: Any) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from rlsys.core.spans import TopLogprobs
-from rlsys.core.types import Sample, Status
+from rlsys.core.types import Sample, Status, TokenSequence
 from rlsys.engine_requests import DEATHS_POISONOUS
 from rlsys.gateway.api_requests import ApiRequest, GenerationRequest
 from rlsys.gateway.served_model import ServedModel
@@ -164,7 +164,7 @@ class Generations:
                 ) from None
         self._history.clear(generation.identity)
 
-    def _on_failure(self, sample: Sample) -> None:
+    def _on_failure(self, sample: TokenSequence) -> None:
         """Count the death of an engine against all equal requests; a server error counts against none."""
         generation = self._by_sample[sample.sample_id]
         engine = self._router.pool.find(sample.engine or "")

@@ -25,7 +25,7 @@ from rlsys.agents.messages import (
 )
 from rlsys.agents.rendering import Rendering
 from rlsys.config import Config
-from rlsys.core.types import Prompt, Sample, Status
+from rlsys.core.types import Prompt, Sample, Status, TokenSequence
 from rlsys.data.tokenizer import TextTooLong
 from rlsys.generators.parser_client import TAIL_IDS, ToolFailed, Turn, TurnReader
 from rlsys.generators.replay import BudgetExhausted, SavedTurns
@@ -44,7 +44,7 @@ NO_ROOM = "this conversation has no room for another answer"
 class Thread:
     """One conversation: a sequence of the sample, and its messages."""
 
-    def __init__(self, sequence: Sample, turns: SavedTurns) -> None:
+    def __init__(self, sequence: TokenSequence, turns: SavedTurns) -> None:
         self.sequence, self.turns = sequence, turns
         self.history: list[Message] = []  # with its last answer
         self.tools: Sequence[Mapping[str, Any]] = ()

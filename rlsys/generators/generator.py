@@ -23,7 +23,7 @@ from rlsys.config import Config
 from rlsys.config.plugins import call, expect_function
 from rlsys.core.errors import GeneratorError, UserError
 from rlsys.core.imports import resolve
-from rlsys.core.types import Prompt, Sample, Status, is_reward
+from rlsys.core.types import Prompt, Sample, Status, TokenSequence, is_reward
 from rlsys.data import Tokenizer
 from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.generators.agent import agent
@@ -189,7 +189,7 @@ class ReceivedTokens:
         if (entry := self._entries.get(sample.sample_id)) is not None:
             entry.digests = {q.sequence: _digests(q) for q in sample.sequences}
 
-    def add(self, sequence: Sample, tokens: int) -> None:
+    def add(self, sequence: TokenSequence, tokens: int) -> None:
         """Add the last tokens of a sequence, which an engine sent."""
         if (entry := self._entries.get(sequence.sample_id)) is not None:
             end = len(sequence.response_ids)
@@ -230,13 +230,13 @@ def _count(sample: Sample) -> int:
     return sum(q.received_tokens for q in sample.sequences)
 
 
-def _digests(sequence: Sample) -> tuple[int, int]:
+def _digests(sequence: TokenSequence) -> tuple[int, int]:
     digests = 0, 0
     for turn in sequence.turns():
         digests = _extend(digests, sequence, turn.start, turn.end)
     return digests
 
 
-def _extend(digests: tuple[int, int], sequence: Sample, start: int, end: int) -> tuple[int, int]:
+def _extend(digests: tuple[int, int], sequence: TokenSequence, start: int, end: int) -> tuple[int, int]:
     ids, mu = digests
     return zlib.crc32(sequence.response_ids[start:end], ids), zlib.crc32(sequence.mu[start:end], mu)

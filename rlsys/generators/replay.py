@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlsys.core.types import Sample, Status
+from rlsys.core.types import Status, TokenSequence
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.generators.turns import GenerateTurn
 from rlsys.router.turn_ends import TurnEnds
@@ -28,7 +28,9 @@ class SavedTurns:
     `finish`: how the last delivered turn ended, `stop` or `length`; empty before the first.
     """
 
-    def __init__(self, generate_turn: GenerateTurn, ends: TurnEnds, sample: Sample, budget: int) -> None:
+    def __init__(
+        self, generate_turn: GenerateTurn, ends: TurnEnds, sample: TokenSequence, budget: int
+    ) -> None:
         """Create the replay of a sample.
 
         Args:

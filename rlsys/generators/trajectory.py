@@ -23,7 +23,7 @@ from rlsys.config.section import Section
 from rlsys.core.errors import RowError, UserError
 from rlsys.core.imports import resolve
 from rlsys.core.spans import TurnReward
-from rlsys.core.types import Prompt, Sample, Status, is_reward
+from rlsys.core.types import Prompt, Sample, Status, TokenSequence, is_reward
 from rlsys.data import Tokenizer
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.generators.replay import BudgetExhausted, SavedTurns
@@ -113,7 +113,7 @@ class ReplayedTurns:
 
     def _sequence(
         self, sample: Sample, number: int, messages: list[dict[str, Any]], prompt: Prompt
-    ) -> Sample:
+    ) -> TokenSequence:
         """Return the sequence that starts with these messages: a new or a saved one."""
         ids = self._rendering.prompt(messages, ())
         if number == len(sample.sequences):
@@ -122,8 +122,8 @@ class ReplayedTurns:
         if sequence.tokens and sequence.prompt_ids != ids:
             raise ToolFailed("its row has changed since the start of the sample")
         sequence.prompt_ids = ids
-        if not number:
-            sequence.own_prompt = ids != prompt.ids
+        if sequence is sample:
+            sample.own_prompt = ids != prompt.ids
         return sequence
 
     def _steps(self, prompt: Prompt) -> list[tuple[str, str]]:

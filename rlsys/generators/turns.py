@@ -8,7 +8,7 @@ from typing import Protocol
 from rlsys.config import Config
 from rlsys.config.rollout import Truncation
 from rlsys.core.spans import TopLogprobs
-from rlsys.core.types import Sample, Status
+from rlsys.core.types import Status, TokenSequence
 from rlsys.router.engines import Engines
 from rlsys.router.router import Router
 
@@ -22,7 +22,7 @@ class GenerateTurn(Protocol):
     """
 
     def __call__(
-        self, sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
+        self, sample: TokenSequence, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> Awaitable[None]: ...
 
 
@@ -33,14 +33,14 @@ class GenerateWithTopLogprobs(Protocol):
     """
 
     def __call__(
-        self, sample: Sample, max_tokens: int, tops: TopLogprobs, *, greedy: bool
+        self, sample: TokenSequence, max_tokens: int, tops: TopLogprobs, *, greedy: bool
     ) -> Awaitable[object]: ...
 
 
 def top_logprob_turns(config: Config, router: Router) -> GenerateWithTopLogprobs:
     r = config.rollout
 
-    async def generate(sample: Sample, max_tokens: int, tops: TopLogprobs, *, greedy: bool) -> None:
+    async def generate(sample: TokenSequence, max_tokens: int, tops: TopLogprobs, *, greedy: bool) -> None:
         limit = limit_tokens(r.max_response_tokens, max_tokens)
         temperature = 0.0 if greedy else r.temperature
         await router.generate(sample, max_response_tokens=limit, temperature=temperature, tops=tops)
@@ -57,7 +57,7 @@ def sampling_turns(config: Config, router: Router, *, explorers: bool = False) -
     r = config.rollout
 
     async def generate_turn(
-        sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
+        sample: TokenSequence, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         await router.generate(
             sample,
@@ -82,7 +82,7 @@ def probing_turns(
     """Return the function for turns outside the ledger, each with its sample's seed; greedy at temperature 0."""
 
     async def generate_turn(
-        sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
+        sample: TokenSequence, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         budget = limit_tokens(config.rollout.max_response_tokens, max_tokens) - sample.tokens
         if budget > 0:

@@ -213,7 +213,8 @@ async def serving(
             address = str(host)
         else:
             server = await _listen(loop, protocol, host, port, field)
-            address = f"http://{_in_url(host)}:{server.sockets[0].getsockname()[1]}"
+            url_host = f"[{host}]" if ":" in host else host
+            address = f"http://{url_host}:{server.sockets[0].getsockname()[1]}"
         for listening in server.sockets:
             with listening.dup() as duplicate:
                 duplicate.listen(BACKLOG)
@@ -222,10 +223,6 @@ async def serving(
         if server is not None:
             server.close()
         await runner.cleanup()
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 async def _listen(

@@ -31,7 +31,7 @@ from rlsys.core.arrays import token_ids
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.forks import fork
 from rlsys.core.owner import Owner
-from rlsys.core.types import GroupState, LogProbResult, Prompt, Sample, SampleGroup
+from rlsys.core.types import AnySequence, GroupState, LogProbResult, Prompt, Sample, SampleGroup
 from rlsys.ledger.ledger import Ledger, read_ledger
 from rlsys.ledger.replay_log import ReplayLog
 from rlsys.ledger.sample_rows import SampleRows, WorkerUpdate
@@ -330,8 +330,8 @@ class RolloutBuffer:
                     self._move(group, GroupState.TRAINED, train_step)
         return version, groups
 
-    def load(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Return copies of the samples that hold their tokens.
+    def load(self, samples: Iterable[AnySequence]) -> list[AnySequence]:
+        """Return copies of samples or sequences that hold their tokens.
 
         Raises:
             RunError: `prune` has deleted the tokens, or a file is damaged.

@@ -83,7 +83,7 @@ def read_ledger(db: sqlite3.Connection) -> Ledger:
     journal = {step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")}
     in_step = dict(db.execute("SELECT group_id, train_step FROM groups WHERE train_step IS NOT NULL"))
     copied, discarded = db.execute(
-        "SELECT coalesce(sum(given), 0), coalesce(sum(discarded), 0) FROM samples"
+        "SELECT coalesce(sum(inherited_tokens), 0), coalesce(sum(discarded), 0) FROM samples"
     ).fetchone()
     return Ledger(
         issued_groups=meta["issued"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlsys.core.types import Sample, SampleGroup
+from rlsys.core.types import SampleGroup, TokenSequence
 from rlsys.ledger.versions import WeightVersions
 from rlsys.ledger.writer import StoreWriter
 
@@ -22,7 +22,7 @@ class ReplayLog:
             insert = "INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)"
             self._file.db.execute(insert, (group.group_id, self._versions.newest))
 
-    def record_interrupts(self, samples: Iterable[Sample]) -> None:
+    def record_interrupts(self, samples: Iterable[TokenSequence]) -> None:
         """Record that these sequences were removed from an engine and parked."""
         rows = [(s.sample_id, s.sequence, s.tokens, self._versions.newest) for s in samples]
         insert = "INSERT INTO interrupts (sample_id, sequence, tokens, weight_version) VALUES (?, ?, ?, ?)"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from rlsys.core.spans import TokenSpan, TurnReward, VersionSpan
-from rlsys.core.types import Sample, Status
+from rlsys.core.spans import Fork, TokenSpan, TurnReward, VersionSpan
+from rlsys.core.types import Status, TokenSequence
 
 
 def _unchanged(value: Any) -> Any:
@@ -16,10 +17,10 @@ def _unchanged(value: Any) -> Any:
 
 
 class SampleField(NamedTuple):
-    """A field of Sample.
+    """A field of a TokenSequence or Sample.
 
     Args:
-        name: attribute of Sample.
+        name: its attribute.
         type: type of its plain value in a message. Lists and dicts are JSON in SQL.
         column: column in SQL, if its name differs.
         to_plain: converts a value that is not None.
@@ -33,6 +34,19 @@ class SampleField(NamedTuple):
     from_plain: Callable[[Any], Any] = _unchanged
 
 
+IDENTITY_FIELDS = (
+    SampleField("sample_id", int),
+    SampleField("group_id", int),
+    SampleField("index", int, "place"),  # INDEX is a word of SQL
+    SampleField("seed", int),
+)
+"""Fields of each sequence that never change."""
+EXTRA_SEQUENCE_FIELDS = (
+    SampleField("sequence", int),
+    SampleField("parent", int | None),
+    SampleField("aside", bool, from_plain=bool),
+)
+"""Fields of sequences after the first."""
 SEQUENCE_FIELDS = (
     SampleField("status", Status, to_plain=lambda status: status.value, from_plain=Status),
     SampleField(
@@ -50,21 +64,23 @@ SEQUENCE_FIELDS = (
     SampleField("cached_tokens", int),
     SampleField("prefilled_tokens", int),
     SampleField("engine", str | None),
-    SampleField("last_turn", int, "spoke"),
+    SampleField("last_turn", int),
 )  # fmt: skip
-"""Fields of each sequence."""
+"""Fields of each sequence that change while it runs."""
 SAMPLE_FIELDS = (
     SampleField("reward", float | None),
     SampleField("named_rewards", dict[str, float] | None),
     SampleField("plain_reward", float | None),
     SampleField("answer", str | None),
     SampleField("censor_reason", str | None),
-    SampleField("inherited_tokens", int, "given"),
+    SampleField("inherited_tokens", int),
     SampleField("discarded", int),
     SampleField(
-        "turn_rewards", list[tuple[float, bool]] | None, "turn_marks",
-        from_plain=lambda marks: [TurnReward(*m) for m in marks],
+        "turn_rewards", list[tuple[float, bool]] | None,
+        from_plain=lambda rewards: [TurnReward(*r) for r in rewards],
     ),
+    SampleField("own_prompt", bool, from_plain=bool),
+    SampleField("fork", list[int] | None, to_plain=list, from_plain=lambda origin: Fork(*origin)),
 )  # fmt: skip
 """Fields of a sample as a whole."""
 SequenceState = msgspec.defstruct(
@@ -73,18 +89,32 @@ SequenceState = msgspec.defstruct(
 """Message with SEQUENCE_FIELDS."""
 
 
-def sequence_state(sequence: Sample) -> Any:
+def sequence_state(sequence: TokenSequence) -> Any:
     """Return a SequenceState."""
     return SequenceState(*(f.to_plain(getattr(sequence, f.name)) for f in SEQUENCE_FIELDS))
 
 
-def apply_state(state: Any, sequence: Sample) -> None:
+def apply_state(state: Any, sequence: TokenSequence) -> None:
     """Set the fields of a sequence from a SequenceState."""
     for field in SEQUENCE_FIELDS:
         setattr(sequence, field.name, field.from_plain(getattr(state, field.name)))
 
 
-def to_columns(sample: Sample, fields: Sequence[SampleField]) -> dict[str, object]:
+_SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL"}
+
+
+def column_definitions(fields: Sequence[SampleField]) -> str:
+    """Return the columns of these fields as in a CREATE TABLE."""
+    definitions = []
+    for field in fields:
+        optional = NoneType in get_args(field.type)
+        plain_type = next(t for t in get_args(field.type) if t is not NoneType) if optional else field.type
+        null = "" if optional else " NOT NULL"
+        definitions.append(f"{field.column or field.name} {_SQL_TYPES.get(plain_type, 'TEXT')}{null}")
+    return ", ".join(definitions)
+
+
+def to_columns(sample: TokenSequence, fields: Sequence[SampleField]) -> dict[str, object]:
     """Return the columns of these fields. In flight is stored as parked, the state after a restart."""
     columns: dict[str, object] = {}
     for field in fields:
@@ -97,7 +127,7 @@ def to_columns(sample: Sample, fields: Sequence[SampleField]) -> dict[str, objec
 
 
 def from_columns(row: Mapping[str, Any], fields: Sequence[SampleField]) -> dict[str, Any]:
-    """Return arguments of Sample for these fields."""
+    """Return arguments of TokenSequence or Sample for these fields."""
     arguments: dict[str, Any] = {}
     for field in fields:
         value = row[field.column or field.name]

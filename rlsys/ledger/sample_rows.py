@@ -12,7 +12,7 @@ import numpy as np
 from rlsys.core.arrays import log_probs, token_ids
 from rlsys.core.errors import RunError
 from rlsys.core.spans import Piece, RouteSpan
-from rlsys.core.types import LogProbResult, Sample
+from rlsys.core.types import LogProbResult, Sample, TokenSequence
 from rlsys.ledger.segments import SegmentFile
 from rlsys.ledger.store import ids_to_blob, insert, row_of_sample, row_of_sequence
 from rlsys.ledger.writer import StoreWriter
@@ -38,7 +38,7 @@ class StoredLengths(NamedTuple):
     scores: int = 0
 
     @classmethod
-    def of(cls, sample: Sample) -> StoredLengths:
+    def of(cls, sample: TokenSequence) -> StoredLengths:
         return cls(
             sample.tokens,
             len(sample.routes),
@@ -104,7 +104,7 @@ class SampleRows:
         self._file.segments.add_pieces(locations)
         return locations
 
-    def _append(self, q: Sample, lengths: StoredLengths) -> list[Piece]:
+    def _append(self, q: TokenSequence, lengths: StoredLengths) -> list[Piece]:
         """Append the unsaved part of a sequence's arrays to a segment, and write its row unless it is the first."""
         new = q.routes[lengths.routes :]
         q.routes[lengths.routes :] = self._file.routes.claim(q.sample_id, new)
@@ -149,7 +149,7 @@ class SampleRows:
         insert(self._file.db, "samples", rows)
         self._file.segments.add_pieces(locations)
 
-    def _forget_tokens(self, q: Sample) -> StoredLengths:
+    def _forget_tokens(self, q: TokenSequence) -> StoredLengths:
         """Delete the references to a sequence that lost tokens. Returns its new, empty lengths."""
         key = q.sample_id, q.sequence
         self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", key)
@@ -157,7 +157,7 @@ class SampleRows:
         del q.behaviour[q.tokens :]
         return StoredLengths()
 
-    def _write_sequence(self, sequence: Sample) -> None:
+    def _write_sequence(self, sequence: TokenSequence) -> None:
         """Write the row of a sequence if it changed: most sequences of a sample do not."""
         key, current = (sequence.sample_id, sequence.sequence), mutable_fields(sequence)
         previous, prompt_ids = self._rows.get(key, (None, None))
@@ -165,7 +165,7 @@ class SampleRows:
             insert(self._file.db, "sequences", [row_of_sequence(sequence)])
             self._rows[key] = current, sequence.prompt_ids
 
-    def write_scores(self, sample: Sample, scored: LogProbResult) -> None:
+    def write_scores(self, sample: TokenSequence, scored: LogProbResult) -> None:
         """Store the trainer's log-probs of tokens of a sequence.
 
         Raises:
@@ -208,7 +208,7 @@ class SampleRows:
         self._file.forget_unused()
 
 
-def mutable_fields(q: Sample) -> tuple[object, ...]:
+def mutable_fields(q: TokenSequence) -> tuple[object, ...]:
     """Return the fields that change while a sequence runs.
 
     They are cheap to compare: an agent has hundreds of sequences with long prompts, and continues one or two of
@@ -222,7 +222,7 @@ def mutable_fields(q: Sample) -> tuple[object, ...]:
 
 
 def append_tokens(
-    file: SegmentFile, sample: Sample, lengths: StoredLengths, new_routes: Sequence[RouteSpan]
+    file: SegmentFile, sample: TokenSequence, lengths: StoredLengths, new_routes: Sequence[RouteSpan]
 ) -> list[Piece]:
     """Append the unsaved part of the sample's arrays to `file`.
 
@@ -251,7 +251,7 @@ def append_tokens(
     return pieces
 
 
-def append_scores(file: SegmentFile, sample: Sample, start: int) -> list[Piece]:
+def append_scores(file: SegmentFile, sample: TokenSequence, start: int) -> list[Piece]:
     """Append the trainer's log-probs from token `start` on to `file`. Returns no piece if there are none."""
     if len(sample.behaviour) <= start:
         return []

@@ -95,7 +95,7 @@ def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQ
         RunError: stored tokens are damaged.
     """
     conditions, values = _conditions(db, query)
-    columns = "samples.*, prompt_ids, prompt_index, state, train_step"
+    columns = "samples.*, groups.prompt_ids AS group_prompt, prompt_index, state, train_step"
     rows = list(
         select(
             db,
@@ -165,7 +165,7 @@ def _view(
     pieces: dict[int, list[Piece]] = {}
     for sequence, *location in db.execute(query, (sample_id,)):
         pieces.setdefault(sequence, []).append(Piece(*location))
-    sample = sample_of_row(row, blob_to_ids(row["prompt_ids"]), pieces.get(0, []))
+    sample = sample_of_row(row, blob_to_ids(row["group_prompt"]), pieces.get(0, []))
     sequences = select(db, "SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (sample_id,))
     for sequence_row in sequences:
         later = sequence_of_row(sequence_row, pieces.get(sequence_row["sequence"], []))

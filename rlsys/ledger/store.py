@@ -4,11 +4,13 @@
              the state of planners
     groups   one row per issued group: its prompt, size, state, rank in the order of completion
     samples  one row per issued sample: status, lengths, reward. Rows are small, so that counting is cheap.
-             `drawn_from` is the prompt it was sampled from if that is not its group's; with `own_prompt`
+             `prompt_ids` is the prompt it was sampled from if that is not its group's; with `own_prompt`
              it is trained on it too.
-             `tokens` counts all its sequences, the other columns describe the first. Of these tokens, `given` were
-             copied from another sample or forced; `discarded` counts further tokens that were cut off
+             `tokens` counts all its sequences, the other columns describe the first. Of these tokens,
+             `inherited_tokens` were copied from another sample or forced; `discarded` counts further tokens that
+             were cut off
     sequences   the other sequences of samples that have several; prompts are kept as long as `pieces`
+             The columns of both tables are the fields of sample_fields.py
     pieces   references into segment files (rlsys/segments/records.py), in the order of the records: ids, mu,
              routes, and the trainer's log-probs; deleted when no checkpoint can need them
     segments name and committed length of each file
@@ -40,16 +42,26 @@ from typing import Any
 import numpy as np
 
 from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
-from rlsys.core.spans import Fork, Piece
-from rlsys.core.types import GroupState, Sample, SampleGroup
-from rlsys.ledger.sample_fields import SAMPLE_FIELDS, SEQUENCE_FIELDS, from_columns, to_columns
+from rlsys.core.spans import Piece
+from rlsys.core.types import GroupState, Sample, SampleGroup, TokenSequence
+from rlsys.ledger.sample_fields import (
+    EXTRA_SEQUENCE_FIELDS,
+    IDENTITY_FIELDS,
+    SAMPLE_FIELDS,
+    SEQUENCE_FIELDS,
+    column_definitions,
+    from_columns,
+    to_columns,
+)
 from rlsys.obs.filesystem import is_local
 
 FILE_NAME = "rollouts.sqlite"
 
 _APPLICATION_ID = 0x726C7379  # "rlsy": marks the files of rlsys
-_SCHEMA_VERSION = 16
-_SCHEMA = """
+_SCHEMA_VERSION = 17
+_SAMPLE_COLUMNS = IDENTITY_FIELDS + SEQUENCE_FIELDS + SAMPLE_FIELDS
+_SEQUENCE_COLUMNS = IDENTITY_FIELDS + EXTRA_SEQUENCE_FIELDS + SEQUENCE_FIELDS
+_SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY, prompt_index INTEGER NOT NULL, state TEXT NOT NULL,
@@ -58,21 +70,13 @@ CREATE TABLE groups (
 CREATE INDEX groups_by_state ON groups (state);
 CREATE INDEX groups_by_step ON groups (train_step);
 CREATE TABLE samples (
-    sample_id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL REFERENCES groups, place INTEGER NOT NULL,
-    seed INTEGER NOT NULL, status TEXT NOT NULL, tokens INTEGER NOT NULL, mu_sum REAL NOT NULL,
-    spans TEXT NOT NULL, reward REAL, censor_reason TEXT, resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
-    prefilled_tokens INTEGER NOT NULL, engine TEXT, named_rewards TEXT, plain_reward REAL, answer TEXT,
-    observed TEXT NOT NULL, drawn_from BLOB, deaths INTEGER NOT NULL, faults INTEGER NOT NULL,
-    own_prompt INTEGER NOT NULL, spoke INTEGER NOT NULL, fork_place INTEGER, fork_at INTEGER,
-    given INTEGER NOT NULL, discarded INTEGER NOT NULL, turn_marks TEXT
+    {column_definitions(_SAMPLE_COLUMNS)}, tokens INTEGER NOT NULL, prompt_ids BLOB,
+    PRIMARY KEY (sample_id), FOREIGN KEY (group_id) REFERENCES groups
 );
 CREATE INDEX samples_by_group ON samples (group_id);
 CREATE TABLE sequences (
-    sample_id INTEGER NOT NULL REFERENCES samples, sequence INTEGER NOT NULL, group_id INTEGER NOT NULL,
-    place INTEGER NOT NULL, seed INTEGER NOT NULL, status TEXT NOT NULL, prompt_ids BLOB NOT NULL, parent INTEGER,
-    aside INTEGER NOT NULL, spoke INTEGER NOT NULL, spans TEXT NOT NULL, observed TEXT NOT NULL, mu_sum REAL NOT NULL,
-    resumes INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, prefilled_tokens INTEGER NOT NULL, engine TEXT,
-    deaths INTEGER NOT NULL, faults INTEGER NOT NULL, PRIMARY KEY (sample_id, sequence)
+    {column_definitions(_SEQUENCE_COLUMNS)}, prompt_ids BLOB NOT NULL,
+    PRIMARY KEY (sample_id, sequence), FOREIGN KEY (sample_id) REFERENCES samples
 ) WITHOUT ROWID;
 CREATE INDEX sequences_by_group ON sequences (group_id);
 CREATE TABLE segments (segment INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, length INTEGER NOT NULL);
@@ -341,43 +345,31 @@ def insert(db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, objec
         db.executemany(f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({placeholders})", rows)
 
 
-def row_of_sequence(q: Sample) -> dict[str, object]:
+def row_of_sequence(q: TokenSequence) -> dict[str, object]:
     """Row of the table sequences."""
-    return {
-        "sample_id": q.sample_id, "sequence": q.sequence, "group_id": q.group_id, "place": q.index, "seed": q.seed,
-        "prompt_ids": ids_to_blob(q.prompt_ids), "parent": q.parent, "aside": int(q.aside),
-        **to_columns(q, SEQUENCE_FIELDS),
-    }  # fmt: skip
+    return {"prompt_ids": ids_to_blob(q.prompt_ids), **to_columns(q, _SEQUENCE_COLUMNS)}
 
 
 def row_of_sample(sample: Sample) -> dict[str, object]:
     """Row of the table samples."""
     has_prompt = sample.trained_prompt is not None or sample.own_prompt
-    fork_place, fork_at = sample.fork or (None, None)
-    return {
-        "sample_id": sample.sample_id, "group_id": sample.group_id, "place": sample.index, "seed": sample.seed,
-        "tokens": sample.all_tokens, "drawn_from": ids_to_blob(sample.prompt_ids) if has_prompt else None,
-        "own_prompt": int(sample.own_prompt), "fork_place": fork_place, "fork_at": fork_at,
-        **to_columns(sample, SEQUENCE_FIELDS), **to_columns(sample, SAMPLE_FIELDS),
-    }  # fmt: skip
+    prompt_ids = ids_to_blob(sample.prompt_ids) if has_prompt else None
+    return {"tokens": sample.all_tokens, "prompt_ids": prompt_ids, **to_columns(sample, _SAMPLE_COLUMNS)}
 
 
-def sequence_of_row(row: Mapping[str, Any], pieces: list[Piece]) -> Sample:
+def sequence_of_row(row: Mapping[str, Any], pieces: list[Piece]) -> TokenSequence:
     """Create a sequence from its row and the location of its tokens."""
-    return Sample(
-        row["sample_id"], row["group_id"], row["place"], blob_to_ids(row["prompt_ids"]), row["seed"],
-        sequence=row["sequence"], parent=row["parent"], aside=bool(row["aside"]), pieces=pieces, own_prompt=True,
-        **from_columns(row, SEQUENCE_FIELDS),
-    )  # fmt: skip
+    prompt_ids = blob_to_ids(row["prompt_ids"])
+    return TokenSequence(prompt_ids=prompt_ids, pieces=pieces, **from_columns(row, _SEQUENCE_COLUMNS))
 
 
-def sample_of_row(row: Mapping[str, Any], prompt_ids: list[int], pieces: list[Piece]) -> Sample:
+def sample_of_row(row: Mapping[str, Any], group_prompt: list[int], pieces: list[Piece]) -> Sample:
     """Create a sample from its row, the prompt of its group, and the location of its tokens."""
-    drawn_from, own_prompt = row["drawn_from"], bool(row["own_prompt"])
-    return Sample(
-        row["sample_id"], row["group_id"], row["place"],
-        prompt_ids if drawn_from is None else blob_to_ids(drawn_from), row["seed"], pieces=pieces,
-        trained_prompt=None if drawn_from is None or own_prompt else prompt_ids, own_prompt=own_prompt,
-        fork=None if row["fork_place"] is None else Fork(row["fork_place"], row["fork_at"]),
-        **from_columns(row, SEQUENCE_FIELDS), **from_columns(row, SAMPLE_FIELDS),
+    blob = row["prompt_ids"]
+    sample = Sample(
+        prompt_ids=group_prompt if blob is None else blob_to_ids(blob), pieces=pieces,
+        **from_columns(row, _SAMPLE_COLUMNS),
     )  # fmt: skip
+    if blob is not None and not sample.own_prompt:
+        sample.trained_prompt = group_prompt
+    return sample

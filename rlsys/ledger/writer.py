@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from rlsys.core.errors import RlsysError, RunError, UserError, disk_errors
 from rlsys.core.owner import FencedError, Owner
-from rlsys.core.types import Sample
+from rlsys.core.types import AnySequence
 from rlsys.ledger.route_files import RouteFiles
 from rlsys.ledger.samples import SampleQuery, SampleView, find_samples
 from rlsys.ledger.segments import SegmentFile, SegmentTable
@@ -149,8 +149,8 @@ class StoreWriter:
         with self.writing():
             self._count_torn(self.segments.retire(writer))
 
-    def load(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Return copies of the samples that hold their tokens, including those that are not flushed."""
+    def load(self, samples: Iterable[AnySequence]) -> list[AnySequence]:
+        """Return copies of samples or sequences that hold their tokens, including those that are not flushed."""
         self.tokens.write_out()
         with SegmentReader(self.path.parent) as reader:
             return [reader.load(sample) for sample in samples]

@@ -13,7 +13,6 @@ is removed.
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
 import math
@@ -33,15 +32,6 @@ MISMATCH_EDGES: tuple[float, ...] = tuple(
     10 ** (i / _BINS_PER_DECADE) for i in range(-12 * _BINS_PER_DECADE, 2 * _BINS_PER_DECADE + 1)
 )
 """Bin edges of |logp - mu|, 1e-12 .. 1e2, evenly spaced in log10; histograms can be summed over ranks and steps."""
-
-
-def mismatch_counts(gaps: Iterable[float]) -> list[int]:
-    """Count `gaps` (absolute, in nats) in the bins of MISMATCH_EDGES; outliers go to the outermost bins."""
-    counts = [0] * (len(MISMATCH_EDGES) - 1)
-    for gap in gaps:
-        at = bisect.bisect_right(MISMATCH_EDGES, gap) - 1
-        counts[min(max(at, 0), len(counts) - 1)] += 1
-    return counts
 
 
 def censored_by_cause(entry: Mapping[str, Any]) -> dict[str, int]:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from rlsys.config import Config
-from rlsys.convert.config import HFConfig
-from rlsys.core.machines import TRAIN_EFFICIENCY, machines
-from rlsys.planner.capacity import StepForecast, forecast_step
+from rlsys.core.machines import TRAIN_EFFICIENCY
+from rlsys.planner.capacity import StepForecast
 
 RECENT = 10
 NO_ESTIMATE = "not estimated without GPUs; shown after the first steps"
@@ -31,13 +30,6 @@ def measured_duration(seconds: Sequence[float], steps_left: int) -> str | None:
     return (
         f"steps take {format_duration(step_seconds)} each; the remaining {steps_left} take about {rest_time}"
     )
-
-
-def estimated_duration(config: Config, hf: HFConfig) -> str:
-    """Describe the forecast seconds of a step's parts and of the whole run, on H100s."""
-    if not config.launch.gpus_per_node:
-        return NO_ESTIMATE
-    return describe_forecast(config, forecast_step(config, hf, machines()["h100"]))
 
 
 def describe_forecast(config: Config, forecast: StepForecast) -> str:

@@ -357,7 +357,7 @@ def _adapter_sizes(config: Config) -> list[AdapterSize]:
 
 
 def _rank_parameters(config: Config, size: ModelSize, stage: int) -> tuple[float, float]:
-    """Return the parameters of one rank: dense, and of routed experts."""
+    """Return the number of parameters of one rank: dense ones, and those of routed experts."""
     p, layers = config.parallel, _layers_of(config, size, stage)
     ends = size.embedding * ((stage == 0) + (stage == p.pp - 1))
     if p.pp == 1 and size.tied:

@@ -120,7 +120,9 @@ class Planning:
                 prompt, ids=original_ids, refusal=prompt.refusal or f"{reason} ({prompt_name(prompt)})"
             )
         if prompt.ids != original_ids:
-            raise UserError(f"data.source: prompt {prompt.index} is not what it was when its group began")
+            raise UserError(
+                f"data.source: prompt {prompt.index} differs from that of its group in the ledger"
+            )
         return prompt
 
     def _apply_template(self, group_id: int, prompt: Prompt) -> Prompt:

@@ -12,7 +12,7 @@ from rlsys.config import Config
 from rlsys.config.sidecar_servers import teacher_config
 from rlsys.core.identity import ANONYMOUS, engine_identity
 from rlsys.core.owner import Owner
-from rlsys.core.types import Sample
+from rlsys.core.types import Sample, TokenSequence
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import BAD_ANSWER, DeadEngine, EngineError
 from rlsys.engine_requests import ANY_ENGINE, Limits, RefusedPrompt
@@ -67,7 +67,7 @@ class EngineTeacher:
             self._tokens += sequence.tokens
         return None
 
-    async def _score_sequence(self, sequence: Sample) -> str | None:
+    async def _score_sequence(self, sequence: TokenSequence) -> str | None:
         prompt = sequence.trained_prompt or sequence.prompt_ids
         url = self.client.url
         try:

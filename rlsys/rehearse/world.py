@@ -37,7 +37,7 @@ def enter(rank: int, size: int) -> None:
 
 @contextmanager
 def of_rank(rank: int, size: int) -> Iterator[None]:
-    """Enter the world in a context."""
+    """Be rank `rank` of a world of `size` ranks while the context is active."""
     real = dist.new_group, dist.all_gather_object, dist.broadcast_object_list
     enter(rank, size)
     try:

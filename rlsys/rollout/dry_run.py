@@ -21,7 +21,7 @@ from rlsys.config.sidecar_servers import teacher_config
 from rlsys.core.errors import RunError, UserError
 from rlsys.core.model_folder import vocabulary_files
 from rlsys.core.spans import VersionSpan
-from rlsys.core.types import Prompt, Sample, SampleGroup, Segment, Status
+from rlsys.core.types import Prompt, Sample, SampleGroup, Segment, Status, TokenSequence
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.mixture import check_teachers, row_sources
 from rlsys.data.row_check import row_counts
@@ -347,7 +347,7 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
     response_ids = [*tokenizer.encode(RESPONSE), tokenizer.turn_end_id]
 
     async def generate_turn(
-        sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
+        sample: TokenSequence, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
         room = limit_tokens(config.rollout.max_response_tokens, max_tokens) - sample.tokens
         ids = response_ids[: max(room, 0)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from rlsys.config import Config
-from rlsys.core.types import Sample
+from rlsys.core.types import TokenSequence
 from rlsys.ledger.buffer import RolloutBuffer
 
 FIRST_SHARE = 0.25
@@ -48,7 +48,7 @@ class KeepBudget:
             self._share = next_share(self._share, self._budget, measured)
             self._buffer.set_note("keep_share", repr(self._share))
 
-    def choose(self, in_flight: Iterable[Sample]) -> Callable[[Sample], bool]:
+    def choose(self, in_flight: Iterable[TokenSequence]) -> Callable[[TokenSequence], bool]:
         """Return a predicate: whether a sample is kept in its engine."""
         if self._budget is None:
             return lambda _: True

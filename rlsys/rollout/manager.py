@@ -19,9 +19,9 @@ from rlsys.core.types import (
     GroupState,
     LogProbRequest,
     LogProbResult,
-    Sample,
     SampleGroup,
     Status,
+    TokenSequence,
     TrainBatch,
 )
 from rlsys.core.weight_updates import Canary, WeightUpdate
@@ -294,7 +294,7 @@ class RolloutManager:
         if rolls:
             self._continue_generation()
 
-    def _keep_predicate(self, done_steps: int) -> Callable[[Sample], bool]:
+    def _keep_predicate(self, done_steps: int) -> Callable[[TokenSequence], bool]:
         """Return a predicate: whether a sample may stay in its engine during the push after this many steps."""
         in_flight = (s for g in self._buffer.active() for s in g.samples if s.status is Status.IN_FLIGHT)
         within_budget = self._keep_budget.choose(in_flight)
@@ -442,7 +442,7 @@ class RolloutManager:
 
     async def _interrupt_all(
         self,
-        keep: Callable[[Sample], bool] | None = None,
+        keep: Callable[[TokenSequence], bool] | None = None,
         *,
         keep_serving: bool = False,
         wait_for_max_resumes: bool = False,

@@ -135,11 +135,11 @@ class ProgressWatch:
                 if (current := self._progress()) != progress:
                     progress, last_progress = current, loop.time()
                 elif not task.done() and loop.time() - last_progress > limit:
+                    engines = ", ".join(f"{u} {state}" for u, state in self._engines.engine_states().items())
                     raise RunError(
                         f"no token and no reward for rollout.stall_timeout = {stall:g} s"
                         f"{f' and engine.start_timeout = {limit - stall:g} s' * no_engine}; "
-                        f"waiting for {description}: "
-                        f"{self.missing()}; engines: {self._describe_engines()}"
+                        f"waiting for {description}: {self.missing()}; engines: {engines}"
                     )
             self._runner.raise_failure()
             return task.result()
@@ -162,6 +162,3 @@ class ProgressWatch:
         filtered = self._buffer.counts[GroupState.FILTERED] - self._filtered
         filtered_note = f", {filtered} filtered since the last step" if filtered > 0 else ""
         return f"{len(self._buffer.ready())} groups are ready{filtered_note}, {unfinished}"
-
-    def _describe_engines(self) -> str:
-        return ", ".join(f"{url} {state}" for url, state in self._engines.engine_states().items())

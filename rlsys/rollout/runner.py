@@ -190,7 +190,9 @@ class SampleRunner:
             return
         try:
             for _ in range(MAX_STARTS_PER_ITERATION):
-                if not (self._has_slot() and (self._pending or self._admit(step))):
+                if self._repeat is None and len(self._generating) >= self.slots:
+                    break
+                if not self._pending and not self._admit(step):
                     break
                 if self._pending:
                     self._start_next()
@@ -212,9 +214,6 @@ class SampleRunner:
         self._fill()
         if self._trained_steps is not None:
             self._update_occupancy()
-
-    def _has_slot(self) -> bool:
-        return self._repeat is not None or len(self._generating) < self.slots
 
     def _may_admit(self, trained_steps: int) -> bool:
         if self._repeat is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlsys.core.spans import TokenSpan
-from rlsys.core.types import Sample, SampleGroup
+from rlsys.core.types import SampleGroup, TokenSequence
 
 
 def admission_capacity(*, max_staleness: int, trained_steps: int, groups_per_step: int, accepted: int) -> int:
@@ -55,7 +55,7 @@ def choose_in_time(
     return order[:count]
 
 
-def too_old(sample: Sample, limit: int, age: Callable[[int], int]) -> list[TokenSpan]:
+def too_old(sample: TokenSequence, limit: int, age: Callable[[int], int]) -> list[TokenSpan]:
     """Return the tokens sampled by weights more than `limit` steps old.
 
     Args:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import fields
 from itertools import takewhile
 
 from rlsys.config import Config
-from rlsys.core.types import LogProbRequest, Sample, SampleGroup
+from rlsys.core.types import LogProbRequest, SampleGroup, TokenSequence
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.schedule import choose, choose_in_time, too_old
 from rlsys.worker.run_replay import ReplaySchedule
@@ -70,7 +70,7 @@ class Selection:
             return False
         return any(members is None or url in members for url in self._at_max_resumes())
 
-    def stays_young(self, sample: Sample, done_steps: int) -> bool:
+    def stays_young(self, sample: TokenSequence, done_steps: int) -> bool:
         """Return whether `too_old` will not include its group.
 
         A sample without tokens may get some before its engine pauses.
@@ -112,12 +112,14 @@ class Selection:
             q for g in self._buffer.read_groups(group_ids) for s in g.samples for q in s.trained_sequences
         ]
         return [
-            LogProbRequest(replace(q, extra_sequences=[]), start)
+            LogProbRequest(
+                TokenSequence(**{f.name: getattr(q, f.name) for f in fields(TokenSequence)}), start
+            )
             for q in sequences
             if (start := starts.get((q.sample_id, q.sequence))) is not None
         ]
 
-    def _first_unscored(self, sample: Sample, trained_steps: int) -> int | None:
+    def _first_unscored(self, sample: TokenSequence, trained_steps: int) -> int | None:
         """Return the first response token without log-probs in the last run of tokens of these weights."""
         if sample.trained_prompt is not None:  # other log-probs are wanted than those of its sampling
             return None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from rlsys.core.types import Sample
+from rlsys.core.types import TokenSequence
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.engine_state import NEVER, EngineState, Flight
 from rlsys.router.pool import NoExplorationEngine, Pool
@@ -39,7 +39,7 @@ keeps them with the cache, so later tokens use keys and values of older weights.
 """
 
 Priority = Callable[[], tuple[int, ...]]
-Keep = Callable[[Sample], bool]
+Keep = Callable[[TokenSequence], bool]
 
 log = logging.getLogger("rlsys.router")
 
@@ -83,7 +83,10 @@ class Dispatcher:
         Raises:
             NoExplorationEngine: `explorers` is set, and all of them are dead.
         """
-        while not (self._is_open_for(evaluation) and (serving := self.pool.serving(explorers=explorers))):
+        while not (
+            (self.open or (evaluation and not self.interrupted))
+            and (serving := self.pool.serving(explorers=explorers))
+        ):
             if explorers and not self.pool.explorable:
                 raise NoExplorationEngine("no engine for exploration is alive")
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -92,9 +95,6 @@ class Dispatcher:
         request = routing_request()
         preferred = [e for e in serving if e.url not in request.avoid] if request.avoid else serving
         return self._strategy(preferred or serving, request)
-
-    def _is_open_for(self, evaluation: bool) -> bool:
-        return self.open or (evaluation and not self.interrupted)
 
     @contextmanager
     def track(self, engine: EngineState, flight: Flight, tokens: int) -> Iterator[Flight]:

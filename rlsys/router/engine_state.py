@@ -13,7 +13,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from rlsys.core.types import Sample, Segment
+from rlsys.core.types import Segment, TokenSequence
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import DeadEngine, EngineError, ForeignServer, PortClosed
 from rlsys.router.attest import Agreement
@@ -50,7 +50,7 @@ class Flight:
     """One request in an engine. Its scope has no deadline until the request is cancelled."""
 
     rid: str
-    sample: Sample | None  # None for a request without one: log-probs, or loading a folder
+    sample: TokenSequence | None  # None for a request without one: log-probs, or loading a folder
     scope: asyncio.Timeout
     tokens: int = 0  # prompt and response tokens so far
     pinned: bool = False  # of an evaluation on its pinned engine

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rlsys.core.errors import RunError
-from rlsys.core.types import Sample
+from rlsys.core.types import TokenSequence
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.dispatch import EVALUATION, Dispatcher
 from rlsys.router.engine_state import EngineState, Flight
@@ -132,14 +132,14 @@ class PoisonDetector:
     engine died or answered with a server error.
     """
 
-    def __init__(self, on_failure: Callable[[Sample], None], limits: PoisonLimits = SAMPLES) -> None:
+    def __init__(self, on_failure: Callable[[TokenSequence], None], limits: PoisonLimits = SAMPLES) -> None:
         self._on_failure = on_failure
         self._limits = limits
         self._lock = asyncio.Lock()
-        self._isolated: Sample | None = None
+        self._isolated: TokenSequence | None = None
         self.counts = {"engine_faults": 0, "poisonous": 0}
 
-    def check(self, sample: Sample, fault: str) -> None:
+    def check(self, sample: TokenSequence, fault: str) -> None:
         """Raise PoisonRequest if the sample is to be dropped. `fault` is the last server error."""
         if sample.deaths >= self._limits.deaths:
             self.counts["poisonous"] += 1
@@ -150,7 +150,7 @@ class PoisonDetector:
             raise PoisonRequest(f"{sample.faults} answers in a row were server errors{last}")
 
     @asynccontextmanager
-    async def isolate(self, sample: Sample, timeout: float | None = None) -> AsyncIterator[None]:
+    async def isolate(self, sample: TokenSequence, timeout: float | None = None) -> AsyncIterator[None]:
         """Run a suspect alone until it gets a token or its request ends. Other samples do not wait.
 
         Args:
@@ -167,19 +167,19 @@ class PoisonDetector:
         finally:
             self._release(sample)
 
-    def clear(self, sample: Sample) -> None:
+    def clear(self, sample: TokenSequence) -> None:
         """Reset the counts of a sample that got a token."""
         sample.faults = 0
         if self._limits.reset_by_tokens:
             sample.deaths = 0
         self._release(sample)
 
-    def _release(self, sample: Sample) -> None:
+    def _release(self, sample: TokenSequence) -> None:
         if self._isolated is sample:
             self._isolated = None
             self._lock.release()
 
-    def record_end(self, result: Attempt, engine: EngineState, sample: Sample) -> str:
+    def record_end(self, result: Attempt, engine: EngineState, sample: TokenSequence) -> str:
         """Count a failed request against engine and sample. Returns the message of a server error, if any."""
         if result.end is RequestEnd.FAULT:  # continued on another engine, or here after a back-off
             self.counts["engine_faults"] += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlsys.config.rollout import Truncation
 from rlsys.core.spans import TopLogprobs
-from rlsys.core.types import Sample, Status
+from rlsys.core.types import Status, TokenSequence
 from rlsys.engine_requests.sampling import MAX_STOPS
 from rlsys.router.dispatch import EVALUATION, Dispatcher, Interruption
 from rlsys.router.engine_state import EngineState, Flight
@@ -60,7 +60,7 @@ class Turn:
             options["store_routes"] = False
         return options
 
-    def status(self, sample: Sample, finish: str | None = None) -> Status:
+    def status(self, sample: TokenSequence, finish: str | None = None) -> Status:
         """Return the status before a request, or after one that ended with `finish`.
 
         SGLang checks a response's last token last: where it aborts a request, or the budget is used up, that
@@ -112,7 +112,7 @@ class RequestSender:
         """
         return f"{self.run_id}-{sample_id}-{next(self._order)}."
 
-    def routing_request(self, sample: Sample, limit: int) -> RoutingRequest:
+    def routing_request(self, sample: TokenSequence, limit: int) -> RoutingRequest:
         """Describe a sample's next request to the routing strategy. `limit`: see Turn.
 
         A prefix stays in an engine's cache as long as the weights. A response of any length is expected to grow
@@ -134,7 +134,7 @@ class RequestSender:
         """Forget the cached prefixes of these engines, which get other weights."""
         self._group_engine = {g: url for g, url in self._group_engine.items() if url not in urls}
 
-    async def send(self, engine: EngineState, sample: Sample, turn: Turn) -> str:
+    async def send(self, engine: EngineState, sample: TokenSequence, turn: Turn) -> str:
         """Send one request. Afterwards the sample is terminal, or PARKED with every token that arrived.
 
         Returns:
@@ -188,19 +188,19 @@ class RequestSender:
             if sample.status.terminal and sample.sample_id != EVALUATION:
                 self._record_turn_length(sample)
 
-    def _record_turn_length(self, sample: Sample) -> None:
+    def _record_turn_length(self, sample: TokenSequence) -> None:
         """Update the running mean of turn lengths."""
         tokens = len(sample.response_ids) - (sample.observed[-1].end if sample.observed else 0)
         mean = self._turn_tokens
         self._turn_tokens = tokens if mean is None else mean + (tokens - mean) / TURNS
 
-    def _has_prefix(self, engine: EngineState, sample: Sample) -> bool:
+    def _has_prefix(self, engine: EngineState, sample: TokenSequence) -> bool:
         own_prefix = (
             bool(sample.spans) and sample.engine == engine.url and sample.spans[-1].version == engine.version
         )
         return own_prefix or self._group_engine.get(sample.group_id) == engine.url
 
-    def _routes_from(self, sample: Sample) -> int | None:
+    def _routes_from(self, sample: TokenSequence) -> int | None:
         """Return the first position whose routes are requested.
 
         0 at first; later the last sampled token, which no pass has processed.
@@ -212,7 +212,7 @@ class RequestSender:
         unread = sample.observed[-1].end - sample.observed[-1].start if sample.observed_last else 0
         return len(sample.prompt_ids) + len(sample.response_ids) - 1 - unread
 
-    def _cache_key(self, engine: EngineState, sample: Sample) -> str | None:
+    def _cache_key(self, engine: EngineState, sample: TokenSequence) -> str | None:
         """Return the key that separates cached prefixes.
 
         Where caches outlive a push, only samples of the same first version may share them; with `reads_again`
@@ -225,7 +225,7 @@ class RequestSender:
         return str(sample.spans[0].version if sample.spans else engine.version)
 
 
-def _cache_source(engine: EngineState, sample: Sample) -> str:
+def _cache_source(engine: EngineState, sample: TokenSequence) -> str:
     """Return why the sample's prefix may be in the engine's cache."""
     if not sample.response_ids:
         return "sibling"

@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from rlsys.core.types import Sample, Segment
+from rlsys.core.types import Segment, TokenSequence
 from rlsys.engine.wire import EngineError
 from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.router.dispatch import EVALUATION, Dispatcher
@@ -23,7 +23,7 @@ class ResponseHandler:
         dispatcher: Dispatcher,
         limits: Limits,
         poison_detector: PoisonDetector,
-        on_tokens: Callable[[Sample, int], None],
+        on_tokens: Callable[[TokenSequence, int], None],
     ) -> None:
         self._dispatcher = dispatcher
         self.limits = limits
@@ -105,7 +105,7 @@ class ResponseHandler:
             await engine.client.abort(flight.rid)
         return segment.finish
 
-    def _count_prefill(self, cache_source: str, sample: Sample, segment: Segment) -> None:
+    def _count_prefill(self, cache_source: str, sample: TokenSequence, segment: Segment) -> None:
         self._counts["cached_tokens"] += segment.cached_tokens
         self._counts["prefilled_tokens"] += segment.prompt_tokens
         self._prefills[cache_source][0] += segment.cached_tokens

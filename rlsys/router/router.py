@@ -15,7 +15,7 @@ from types import MappingProxyType
 from rlsys.config.rollout import EngineConfig, Truncation
 from rlsys.core.errors import UserError
 from rlsys.core.spans import TopLogprobs
-from rlsys.core.types import Sample, Segment, Status
+from rlsys.core.types import AnySequence, Sample, Segment, Status, TokenSequence
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import Aborted, EngineClient
 from rlsys.engine_requests import Limits, RefusedPrompt, check_turn
@@ -109,13 +109,13 @@ class Router:
             self._dispatcher, bounds, interruption, push_timeout_s, single_router=single_router, tps=tps
         )
         self._peer_transfer = PeerWeightTransfer(self._dispatcher, self._push, enabled=peers)
-        self.check_sample: Callable[[Sample], None] = lambda sample: None
+        self.check_sample: Callable[[TokenSequence], None] = lambda sample: None
         """Called before a sample goes to engines; raises for one that is not in the ledger."""
-        self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
+        self.on_tokens: Callable[[TokenSequence, int], None] = lambda sample, tokens: None
         """Called with a sample of the ledger and the number of its new tokens."""
-        self.on_failure: Callable[[Sample], None] = lambda sample: None
+        self.on_failure: Callable[[TokenSequence], None] = lambda sample: None
         """Called with a sample of the ledger whose engine died or answered with a server error."""
-        self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
+        self.priority: Callable[[TokenSequence], tuple[int, ...]] = lambda sample: (sample.sample_id,)
         """Of waiting samples, the smallest value goes first; evaluation precedes all of them."""
         self._refused_prompts = 0
 
@@ -143,7 +143,7 @@ class Router:
 
     async def generate(
         self,
-        sample: Sample,
+        sample: AnySequence,
         *,
         max_response_tokens: int,
         temperature: float,
@@ -156,7 +156,7 @@ class Router:
         sampling: Mapping[str, object] = MappingProxyType({}),
         routes: bool = False,
         admission_timeout: float | None = None,
-    ) -> Sample:
+    ) -> AnySequence:
         """Generate until the sample is FINISHED or TRUNCATED, across all interruptions and engine deaths.
 
         Cancel it after an interrupt only: the sample then stays PARKED with its tokens, and would lose some in
@@ -210,7 +210,7 @@ class Router:
         return sample
 
     @contextmanager
-    def _track_call(self, sample: Sample) -> Iterator[None]:
+    def _track_call(self, sample: TokenSequence) -> Iterator[None]:
         done = asyncio.get_running_loop().create_future()
         ongoing = self._ongoing.setdefault(id(sample), set())
         ongoing.add(done)
@@ -231,7 +231,7 @@ class Router:
             while ongoing := self._ongoing.get(id(sequence)):
                 await asyncio.wait(set(ongoing))
 
-    async def _run_to_completion(self, sample: Sample, turn: Turn, *, explorers: bool) -> None:
+    async def _run_to_completion(self, sample: TokenSequence, turn: Turn, *, explorers: bool) -> None:
         evaluation = sample.sample_id == EVALUATION
         if not evaluation:
             self.check_sample(sample)
@@ -274,7 +274,7 @@ class Router:
         evaluation: bool = False,
     ) -> Segment:
         """Sample one response outside the ledger. `evaluation`: on the pinned engine, if there is one."""
-        probe = Sample(EVALUATION, EVALUATION, 0, prompt_ids, seed=seed)
+        probe = TokenSequence(EVALUATION, EVALUATION, 0, prompt_ids, seed=seed)
         pinned = evaluation and self._pool.has_pin
         await self.generate(
             probe,
@@ -312,7 +312,7 @@ class Router:
             PoisonRequest: too many engines died or failed on it.
         """
         self.check(ids)
-        probe, fault = Sample(EVALUATION, EVALUATION, 0, ids, seed=0), ""
+        probe, fault = TokenSequence(EVALUATION, EVALUATION, 0, ids, seed=0), ""
         while True:
             self._poison_detector.check(probe, fault)
             engine = await self._dispatcher.admit(lambda: (), lambda: RoutingRequest(read=len(ids)))
@@ -328,7 +328,7 @@ class Router:
     # -- all samples --------------------------------------------------------------------------------------------
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None = None, *, keep_serving: bool = False
+        self, keep: Callable[[TokenSequence], bool] | None = None, *, keep_serving: bool = False
     ) -> None:
         """Close the gate and abort all requests; afterwards none is in flight, and every token has arrived.
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from rlsys.config import Config
 from rlsys.core.spans import truncate_spans
-from rlsys.core.types import Sample, Segment
+from rlsys.core.types import Segment, TokenSequence
 from rlsys.data import Tokenizer
 
 LONGEST_CHARACTER = 4
@@ -59,7 +59,7 @@ class TurnEnds:
             few, enough = (few, middle) if self._has_text([*context, *new[:middle]]) else (middle, enough)
         return enough
 
-    def turn_of(self, sample: Sample) -> Sequence[int]:
+    def turn_of(self, sample: TokenSequence) -> Sequence[int]:
         """Return the last ids of the sample's current turn, as many as matter for its end."""
         start = sample.observed[-1].end if sample.observed else 0
         return sample.response_ids[max(start, len(sample.response_ids) - self.reach - 1) :]

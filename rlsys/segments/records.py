@@ -28,7 +28,7 @@ from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from rlsys.core.arrays import log_probs, token_ids
 from rlsys.core.errors import RunError
 from rlsys.core.spans import Piece, RouteSpan
-from rlsys.core.types import Sample
+from rlsys.core.types import AnySequence, Sample, TokenSequence
 
 FOLDER = "segments"
 _HEADER = struct.Struct("<4sIBBHQIIIIII")
@@ -93,7 +93,7 @@ class SequenceKey(NamedTuple):
     parent: int = _NO_PARENT
 
     @classmethod
-    def of(cls, sample: Sample) -> SequenceKey:
+    def of(cls, sample: TokenSequence) -> SequenceKey:
         return cls(sample.sample_id, sample.sequence, _NO_PARENT if sample.parent is None else sample.parent)
 
 
@@ -262,11 +262,11 @@ class SegmentReader:
         self.bytes_read += len(data)
         return data
 
-    def arrays(self, sample: Sample) -> TokenArrays | Sample:
-        """Return the object that holds the sample's tokens: the sample itself, or the arrays read from its pieces.
+    def arrays(self, sample: TokenSequence) -> TokenArrays | TokenSequence:
+        """Return the holder of the sequence's tokens: the sequence itself, or the arrays read from its pieces.
 
         Raises:
-            RunError: a file is missing or damaged, or its records do not belong to the sample.
+            RunError: a file is missing or damaged, or its records do not belong to the sequence.
         """
         if len(sample.response_ids) == sample.tokens:
             return sample
@@ -302,19 +302,21 @@ class SegmentReader:
             bytearray().join(r.payload for r in masks), bytes(teacher[-1].payload) if teacher else b"",
         )  # fmt: skip
 
-    def load(self, sample: Sample) -> Sample:
-        """Return a copy of the sample that holds the tokens of all its sequences.
+    def load(self, sequence: AnySequence) -> AnySequence:
+        """Return a copy of a sequence that holds its tokens, and of a sample those of all its sequences.
 
         Routes that an engine wrote stay on disk; `load_with_routes` reads them too. Raises RunError like
         `arrays`.
         """
-        other_sequences = [self.load(q) for q in sample.extra_sequences]
-        if isinstance(arrays := self.arrays(sample), Sample):
-            return replace(sample, extra_sequences=other_sequences) if other_sequences else sample
+        others: dict[str, Any] = {}
+        if isinstance(sequence, Sample):
+            others["extra_sequences"] = [self.load(q) for q in sequence.extra_sequences]
+        if isinstance(arrays := self.arrays(sequence), TokenSequence):
+            return replace(sequence, **others) if any(others.values()) else sequence
         ids, mu, behaviour, routes, support, teacher_logprobs = arrays
         out = replace(
-            sample, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
-            support=support, teacher_logprobs=teacher_logprobs, pieces=[], extra_sequences=other_sequences,
+            sequence, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
+            support=support, teacher_logprobs=teacher_logprobs, pieces=[], **others,
         )  # fmt: skip
         out.response_ids.frombytes(ids.astype(np.intc).tobytes())
         out.mu.frombytes(mu.astype(np.double).tobytes())

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from rlsys.core.errors import RunError
 from rlsys.core.spans import RouteLocation, RouteSpan
-from rlsys.core.types import Sample
+from rlsys.core.types import AnySequence, Sample
 from rlsys.segments.records import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -187,16 +187,17 @@ def to_route_span(routes: LayerRoutes) -> RouteSpan:
     return RouteSpan(routes.start, routes.end, experts.astype(kind).tobytes())
 
 
-def load_with_routes(reader: SegmentReader, sample: Sample) -> Sample:
-    """Return a copy of the sample that holds its tokens and routes. Raises RunError like `read_routes`."""
-    loaded = reader.load(sample)
+def load_with_routes(reader: SegmentReader, sequence: AnySequence) -> AnySequence:
+    """Return a copy of a sequence or sample that holds its tokens and routes. Raises RunError like `read_routes`."""
+    loaded = reader.load(sequence)
     routes = [
         s if s.location is None else to_route_span(read_routes(reader.bytes_at, s, None))
         for s in loaded.routes
     ]
-    return replace(
-        loaded, routes=routes, extra_sequences=[load_with_routes(reader, q) for q in loaded.extra_sequences]
-    )
+    loaded = replace(loaded, routes=routes)
+    if isinstance(loaded, Sample):
+        loaded.extra_sequences = [load_with_routes(reader, q) for q in loaded.extra_sequences]
+    return loaded
 
 
 def file_size(path: Path) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlsys.algo.batch import Batch
 from rlsys.core.errors import RunError
 from rlsys.core.spans import RouteSpan
-from rlsys.core.types import Sample
+from rlsys.core.types import TokenSequence
 from rlsys.segments import support, teacher_logprobs
 from rlsys.segments.records import SegmentReader, TokenArrays
 from rlsys.segments.route_records import LayerRoutes, read_routes
@@ -77,9 +77,9 @@ class TrainSample:
     @classmethod
     def of(
         cls,
-        sample: Sample,
+        sample: TokenSequence,
         row: int = -1,
-        arrays: TokenArrays | Sample | None = None,
+        arrays: TokenArrays | TokenSequence | None = None,
         load_routes: ReadRoutes = list,
         first_turn: int = 0,
     ) -> TrainSample:
@@ -128,7 +128,7 @@ class TrainSample:
 class LazySample:
     """A sequence whose tokens only the rank that trains it reads."""
 
-    sample: Sample
+    sample: TokenSequence
     row: int
     segments: SegmentReader
     layers: Sequence[int] | None = None

@@ -213,7 +213,8 @@ class _EngineTensor:
         else:
             self._early[index] = shares
             if len(self._early) == self.count:
-                self._add_parts([_with_offsets(parts) for parts in zip(*self._in_order(), strict=True)])
+                in_order = [self._early[index] for index in range(self.count)]
+                self._add_parts([_with_offsets(parts) for parts in zip(*in_order, strict=True)])
                 self._early = {}
 
     def digest(self, index: int, parts: Sequence[TilePart]) -> str | TilePart | None:
@@ -224,9 +225,6 @@ class _EngineTensor:
         if self._parts:
             return merge_parts([parts[i] for i in self._parts[index]])
         return self._complete[index] if self._complete else None
-
-    def _in_order(self) -> list[list[Tensor]]:
-        return [self._early[index] for index in range(self.count)]
 
     def _add_parts(self, rank_parts: list[list[tuple[Tensor, int, int]]]) -> None:
         """Add for each rank parts, with their first word and the number of words of the whole tensor."""

@@ -144,14 +144,10 @@ class SendersGroup:
             self._group = None
         if self._rank == 0:
             receivers.exclude_failed(answers, {}, failure)  # the others have timed out, and refuse as well
-        self._sync_receivers(receivers)
-        return False
-
-    def _sync_receivers(self, receivers: Receivers) -> None:
-        """Copy rank 0's receivers to every rank."""
         receivers.present, receivers.excluded = self._control.on_main(
             lambda: (receivers.present, receivers.excluded)
         )
+        return False
 
     def _wait_each(self, works: Sequence[tuple[str, dist.Work]], failed: dict[str, str]) -> None:
         """Wait for each engine's transfer."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.core.types import Sample
+from rlsys.core.types import TokenSequence
 from rlsys.data import Tokenizer
 from rlsys.engine_requests import Limits
 from rlsys.ledger.buffer import RolloutBuffer
@@ -60,8 +60,8 @@ class DirectWorker:
         return ()
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None, *, keep_serving: bool, wait_for_max_resumes: bool
-    ) -> list[Sample]:
+        self, keep: Callable[[TokenSequence], bool] | None, *, keep_serving: bool, wait_for_max_resumes: bool
+    ) -> list[TokenSequence]:
         """See Streams.interrupt. The coordinator has waited already: it reads the same state."""
         return await self._streams.interrupt(keep, keep_serving=keep_serving)
 

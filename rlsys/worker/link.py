@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from rlsys.core.spans import Fork, Piece, RouteSpan, TurnReward
-from rlsys.core.types import CensorCause, Sample
+from rlsys.core.types import CensorCause, Sample, TokenSequence
 from rlsys.ledger.sample_fields import SequenceState, apply_state, sequence_state
 from rlsys.ledger.sample_rows import NewTokens, SequenceUpdate
 from rlsys.router.router import Router
@@ -75,11 +75,11 @@ class SequenceRow(msgspec.Struct, array_like=True):
     routes: list[RouteSpan]
     rewritten: bool
 
-    def apply(self, sequence: Sample) -> None:
+    def apply(self, sequence: TokenSequence) -> None:
         """Update the coordinator's copy, except for its pieces."""
         apply_state(self.state, sequence)
         if self.prompt_ids is not None:
-            sequence.prompt_ids, sequence.own_prompt = self.prompt_ids, True
+            sequence.prompt_ids = self.prompt_ids
 
 
 class LaterSequenceRow(SequenceRow, array_like=True):
@@ -90,6 +90,10 @@ class LaterSequenceRow(SequenceRow, array_like=True):
     aside: bool
 
 
+_REPORTED_FIELDS = ("censor_reason", "censor_cause", "turn_rewards", "fork", "inherited_tokens", "discarded")
+"""Fields of a sample that its row repeats."""
+
+
 class SampleRow(SequenceRow, tag=True, array_like=True):
     """State of a sample: its first sequence, the sample itself, and its other sequences that changed."""
 
@@ -98,22 +102,18 @@ class SampleRow(SequenceRow, tag=True, array_like=True):
     """Generation has finished."""
     censor_reason: str | None
     censor_cause: CensorCause | None
-    marks: list[TurnReward] | None
+    turn_rewards: list[TurnReward] | None
     fork: Fork | None
     inherited_tokens: int
-    discarded_tokens: int
+    discarded: int
     extra_sequences: list[LaterSequenceRow]
 
     def apply_to(self, sample: Sample) -> list[SequenceUpdate]:
         """Update the coordinator's sample. Returns the new tokens of each sequence."""
         self.apply(sample)
-        sample.censor_reason, sample.censor_cause = self.censor_reason, self.censor_cause
-        sample.turn_rewards = self.marks
-        sample.fork, sample.inherited_tokens, sample.discarded = (
-            self.fork,
-            self.inherited_tokens,
-            self.discarded_tokens,
-        )
+        sample.own_prompt |= self.prompt_ids is not None
+        for name in _REPORTED_FIELDS:
+            setattr(sample, name, getattr(self, name))
         for row in self.extra_sequences:
             if row.number > len(sample.extra_sequences):
                 sample.begin(row.prompt_ids or (), row.parent, aside=row.aside)
@@ -125,23 +125,22 @@ class SampleRow(SequenceRow, tag=True, array_like=True):
 def sample_row(sample: Sample, done: bool, first: NewTokens, later: Mapping[int, NewTokens]) -> SampleRow:
     """Create the row of a sample from the new tokens of its first sequence and of later ones, by number."""
     return SampleRow(
-        **_sequence_fields(sample, first), sample_id=sample.sample_id, done=done, censor_reason=sample.censor_reason,
-        censor_cause=sample.censor_cause, marks=sample.turn_rewards, fork=sample.fork,
-        inherited_tokens=sample.inherited_tokens,
-        discarded_tokens=sample.discarded,
+        **_sequence_fields(sample, first, has_prompt=sample.own_prompt), sample_id=sample.sample_id, done=done,
+        **{name: getattr(sample, name) for name in _REPORTED_FIELDS},
         extra_sequences=[
             LaterSequenceRow(
-                **_sequence_fields(q := sample.sequences[n], new), number=n, parent=q.parent, aside=q.aside
+                **_sequence_fields(q := sample.sequences[n], new, has_prompt=True), number=n, parent=q.parent,
+                aside=q.aside,
             )
             for n, new in later.items()
         ],
     )  # fmt: skip
 
 
-def _sequence_fields(q: Sample, new: NewTokens) -> dict[str, Any]:
-    """Return the fields of SequenceRow."""
+def _sequence_fields(q: TokenSequence, new: NewTokens, *, has_prompt: bool) -> dict[str, Any]:
+    """Return the fields of SequenceRow. `has_prompt`: its prompt is not the group's."""
     pieces, routes, rewritten = new
-    prompt_ids = list(q.prompt_ids) if q.own_prompt else None
+    prompt_ids = list(q.prompt_ids) if has_prompt else None
     return {
         "state": sequence_state(q), "prompt_ids": prompt_ids, "pieces": pieces, "routes": routes,
         "rewritten": rewritten,

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.core.errors import RunError
-from rlsys.core.types import Prompt, Sample, Status
+from rlsys.core.types import Prompt, Sample, Status, TokenSequence
 from rlsys.engine.client import EngineClient
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.commit_scheduler import CommitScheduler
@@ -298,8 +298,8 @@ class RemoteWorker(WorkerProcess):
             del self._groups[group_id]
 
     async def interrupt(
-        self, keep: Callable[[Sample], bool] | None, *, keep_serving: bool, wait_for_max_resumes: bool
-    ) -> list[Sample]:
+        self, keep: Callable[[TokenSequence], bool] | None, *, keep_serving: bool, wait_for_max_resumes: bool
+    ) -> list[TokenSequence]:
         """Interrupt as Streams.interrupt. If it dies meanwhile, none of its samples is in flight.
 
         Args:

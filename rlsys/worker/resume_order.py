@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlsys.core.types import Sample, SampleGroup
+from rlsys.core.types import SampleGroup, TokenSequence
 
 ResumeOrder = Literal["oldest", "nearest_done", "longest"]
 
 
-def resume_key(order: ResumeOrder, sample: Sample, group: SampleGroup) -> tuple[int, ...]:
+def resume_key(order: ResumeOrder, sample: TokenSequence, group: SampleGroup) -> tuple[int, ...]:
     """Return the sort key of a waiting sample; smaller keys resume first, ties by age.
 
     oldest: no sample waits behind a younger one. nearest_done: groups that lack the fewest samples, since only

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from rlsys.config import Config, identity
 from rlsys.core.errors import RunError, UserError
-from rlsys.core.types import Sample, SampleGroup, Status
+from rlsys.core.types import SampleGroup, Status, TokenSequence
 from rlsys.generators.turns import GenerateTurn, limit_tokens
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.reader import RunReader
@@ -118,7 +118,7 @@ class ReplayStops:
         self._record = record
         self._trained_steps = -1
         self._advanced = asyncio.Event()
-        self.on_stop: Callable[[Sample], None] = lambda sample: None
+        self.on_stop: Callable[[TokenSequence], None] = lambda sample: None
 
     def advance(self, trained_steps: int) -> None:
         """Report that the engines have weights of this many train steps."""
@@ -126,7 +126,7 @@ class ReplayStops:
         advanced, self._advanced = self._advanced, asyncio.Event()
         advanced.set()
 
-    async def next_stop(self, sample: Sample) -> Stop:
+    async def next_stop(self, sample: TokenSequence) -> Stop:
         """Wait for the weights of the sample's next stop. Never returns at the end of its record."""
         stops = self._record.stops.get((sample.sample_id, sample.sequence), [])
         stop = next((s for s in stops if s.end > sample.tokens), None)
@@ -139,7 +139,7 @@ class ReplayStops:
         r = config.rollout
 
         async def generate_turn(
-            sample: Sample, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
+            sample: TokenSequence, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
         ) -> None:
             budget = limit_tokens(r.max_response_tokens, max_tokens)
             while not sample.status.terminal:

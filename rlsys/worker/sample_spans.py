@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rlsys.core.types import Sample
+from rlsys.core.types import Sample, TokenSequence
 from rlsys.obs.otlp import SpanSender
 from rlsys.obs.spans import Span, Value, child_of, sample_span
 
@@ -41,7 +41,7 @@ class SampleSpans:
                 self._clock(), version, parked=bool(sample.tokens)
             )
 
-    def on_tokens(self, sample: Sample) -> None:
+    def on_tokens(self, sample: TokenSequence) -> None:
         """Record new tokens of a sample."""
         if (timeline := self._timelines.get(sample.sample_id)) is None:
             return
@@ -56,7 +56,7 @@ class SampleSpans:
             self._note(timeline, "weights", {"rlsys.weight_version": version})
         timeline.version, timeline.parked = version, False
 
-    def on_interrupt(self, samples: Iterable[Sample]) -> None:
+    def on_interrupt(self, samples: Iterable[TokenSequence]) -> None:
         for sample in samples:
             if (timeline := self._timelines.get(sample.sample_id)) is not None:
                 self._note(timeline, "interrupt", {"rlsys.tokens": sample.tokens})

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rlsys.config import Config
 from rlsys.core.errors import GeneratorError, RunError
-from rlsys.core.types import Prompt, Sample, SampleGroup, Status
+from rlsys.core.types import Prompt, Sample, SampleGroup, Status, TokenSequence
 from rlsys.data import Tokenizer
 from rlsys.generators.agent import AgentGenerator
 from rlsys.generators.censoring import prompt_name
@@ -57,7 +57,7 @@ class Streams:
         scorer: Scorer,
         generator: Generator,
         store: SampleStore,
-        group_of: Callable[[Sample], SampleGroup],
+        group_of: Callable[[TokenSequence], SampleGroup],
         spans: SampleSpans,
         flush_tokens: int,
         stops: ReplayStops | None = None,
@@ -147,7 +147,7 @@ class Streams:
             self._received.reconcile(sample)
         self._store.save(samples)
 
-    def _check_sample(self, sequence: Sample) -> None:
+    def _check_sample(self, sequence: TokenSequence) -> None:
         """Check that tokens of this sequence will be saved.
 
         Raises:
@@ -228,10 +228,10 @@ class Streams:
 
     async def interrupt(
         self,
-        keep: Callable[[Sample], bool] | None = None,
+        keep: Callable[[TokenSequence], bool] | None = None,
         *,
         keep_serving: bool = False,
-    ) -> list[Sample]:
+    ) -> list[TokenSequence]:
         """Interrupt and save all running samples.
 
         Afterwards none is in flight, except samples to `keep` in engines that hold them or continue.
@@ -261,7 +261,7 @@ class Streams:
         self._save(s for s in self._live() if self._store.unsaved(s))
         self._unsaved_tokens = 0
 
-    def _on_tokens(self, sample: Sample, tokens: int) -> None:
+    def _on_tokens(self, sample: TokenSequence, tokens: int) -> None:
         """Save all running samples whenever rollout.flush_tokens tokens are unsaved."""
         if tokens:
             self._received.add(sample, tokens)
@@ -271,7 +271,7 @@ class Streams:
             self.save_unsaved()
             self._store.flush()
 
-    def _save_soon(self, sample: Sample) -> None:
+    def _save_soon(self, sample: TokenSequence) -> None:
         """Save a sample that waits at a stop of a replay, or whose engine failed.
 
         The number of failures must survive this process, or the sample would be retried forever.
@@ -287,7 +287,7 @@ def build_streams(
     scorer: Scorer,
     tokenizer: Tokenizer | None,
     store: SampleStore,
-    group_of: Callable[[Sample], SampleGroup],
+    group_of: Callable[[TokenSequence], SampleGroup],
     spans: SampleSpans,
     siblings_of: Callable[[Sample], Awaitable[Sequence[Sample]]] | None = None,
 ) -> Streams:

@@ -29,7 +29,7 @@ from rlsys.core.descriptors import raise_descriptors
 from rlsys.core.errors import RlsysError
 from rlsys.core.identity import engine_identity
 from rlsys.core.owner import owner_of_process
-from rlsys.core.types import Prompt, Sample, Status
+from rlsys.core.types import Prompt, Sample, Status, TokenSequence
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
@@ -280,7 +280,7 @@ class Worker(FlushScheduler):
             first = self._write_new(self._file, sample)
             self._rows.append(sample_row(sample, not self._streams.runs(sample), first, later))
 
-    def _write_new(self, file: SegmentFile, sequence: Sample) -> NewTokens:
+    def _write_new(self, file: SegmentFile, sequence: TokenSequence) -> NewTokens:
         """Append the unsaved part of a sequence to the file."""
         lengths = self._stored_lengths[sequence.sample_id]
         if sequence.sequence == len(lengths):

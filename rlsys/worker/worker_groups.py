@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlsys.core.types import Sample, SampleGroup
+from rlsys.core.types import Sample, SampleGroup, TokenSequence
 
 
 @dataclass
@@ -39,7 +39,7 @@ class WorkerGroups:
         if not entry.group.samples:
             del self._groups[sample.group_id]
 
-    def group_of(self, sample: Sample) -> SampleGroup:
+    def group_of(self, sample: TokenSequence) -> SampleGroup:
         """Return the group with its samples in this worker: all that are not done."""
         return self._groups[sample.group_id].group
 

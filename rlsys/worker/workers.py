@@ -14,7 +14,7 @@ from rlsys.config import Config
 from rlsys.core.errors import RunError
 from rlsys.core.imports import module_command
 from rlsys.core.run_files import CONFIG_FILE
-from rlsys.core.types import Prompt, Sample
+from rlsys.core.types import Prompt, Sample, TokenSequence
 from rlsys.data import Tokenizer
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.ledger.commit_scheduler import CommitScheduler
@@ -95,11 +95,11 @@ class Workers:
 
     async def interrupt(
         self,
-        keep: Callable[[Sample], bool] | None = None,
+        keep: Callable[[TokenSequence], bool] | None = None,
         *,
         keep_serving: bool = False,
         wait_for_max_resumes: bool = False,
-    ) -> list[Sample]:
+    ) -> list[TokenSequence]:
         """Interrupt all workers, see RemoteWorker.interrupt."""
         self.engines.open = False
         parked = await call_each(

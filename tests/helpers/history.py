@@ -194,7 +194,7 @@ def _read(path: Path) -> _File:
         meta = dict(db.execute("SELECT key, value FROM meta"))
         rows = db.execute("SELECT group_id, state, train_step, size, prompt_ids FROM groups").fetchall()
         prompts = {row[0]: _ints(row[4]) for row in rows}
-        columns = "sample_id, group_id, tokens, spans, observed, drawn_from"
+        columns = "sample_id, group_id, tokens, spans, observed, prompt_ids"
         samples = {
             sample: _Sample(
                 group,

@@ -14,7 +14,7 @@ import pytest
 
 from rlsys.config import Config, identity
 from rlsys.convert.config import HFConfig
-from rlsys.core.types import Prompt, Sample
+from rlsys.core.types import AnySequence, Prompt, Sample, TokenSequence
 from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
@@ -52,7 +52,7 @@ class Numbers:
 class TracedRouter(Router):
     """The product's router; responses have many lengths, so that they do not all end together."""
 
-    async def generate(self, sample: Sample, **how: Any) -> Sample:
+    async def generate(self, sample: AnySequence, **how: Any) -> AnySequence:
         how["max_response_tokens"] = 24 + 12 * (sample.sample_id * 5 % 8)
         return await super().generate(sample, **how)
 
@@ -82,7 +82,7 @@ class Run:
         self.rounds: list[tuple[list[str], Counter[str]]] = []
         heard = self.router.on_tokens
 
-        def hear(sample: Sample, tokens: int) -> None:
+        def hear(sample: TokenSequence, tokens: int) -> None:
             self.made[str(sample.engine)] += tokens
             self.came.append(time.monotonic())
             heard(sample, tokens)

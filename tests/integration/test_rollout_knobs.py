@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rlsys.config import Config, identity
-from rlsys.core.types import Prompt, Sample, TrainBatch
+from rlsys.core.types import AnySequence, Prompt, Sample, TrainBatch
 from rlsys.core.weight_updates import Canary
 from rlsys.data import Tokenizer
 from rlsys.engine.client import EngineClient
@@ -68,7 +68,7 @@ def length(sample_id: int) -> int:
 class TracedRouter(Router):
     """The product's router; the trace says how long each response is."""
 
-    async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:
+    async def generate(self, sample: AnySequence, *, max_response_tokens: int, **how: Any) -> AnySequence:
         limit = min(length(sample.sample_id), max_response_tokens)
         return await super().generate(sample, max_response_tokens=limit, **how)
 

@@ -8,8 +8,9 @@ import pytest
 
 from rlsys.cli import main
 from rlsys.config import Config, load_config
+from rlsys.core.machines import machines
 from rlsys.engine.launch_args import engine_command
-from rlsys.planner.duration import estimated_duration
+from rlsys.planner.capacity import forecast_step
 from rlsys.planner.model_preflight import read_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,8 @@ def test_field_04_a_small_pool_makes_generation_longer() -> None:
         real("model.dtype=bfloat16", *sizes, f"engine.max_total_tokens={tokens}")
         for tokens in (81_920, 2_000_000)
     )
-    assert estimated_duration(small, read_model(small)) != estimated_duration(large, read_model(large))
+    one, two = (forecast_step(c, read_model(c), machines()["h100"]).generation for c in (small, large))
+    assert one > two
 
 
 def test_field_09_explain_warns_of_a_toys_learning_rate(

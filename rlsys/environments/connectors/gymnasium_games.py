@@ -72,7 +72,9 @@ class GymnasiumEpisode:
     def step(self, action: Action) -> Step:
         parsed_action = self._parse_action(action.text)
         if parsed_action is None:
-            return Step(as_messages(f"no action; {self._choices()}"), self._penalty)
+            expected = f"expected {self._environment.action_space}"
+            choices = f"choose one of {', '.join(self._names)}" if self._names else expected
+            return Step(as_messages(f"no action; {choices}"), self._penalty)
         observation, reward, terminated, truncated, _ = self._environment.step(parsed_action)
         return Step(as_messages(_observation_text(observation)), float(reward), bool(terminated or truncated))
 
@@ -95,13 +97,6 @@ class GymnasiumEpisode:
             numpy: Any = importlib.import_module("numpy")
             value = numpy.array([float(n) for n in numbers[-size:]], dtype=space.dtype).reshape(space.shape)
         return value if value is not None and space.contains(value) else None
-
-    def _choices(self) -> str:
-        return (
-            f"choose one of {', '.join(self._names)}"
-            if self._names
-            else f"expected {self._environment.action_space}"
-        )
 
     def close(self) -> None:
         self._environment.close()

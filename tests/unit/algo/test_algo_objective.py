@@ -16,7 +16,7 @@ from torch import Tensor
 from rlsys.algo.advantages import grpo
 from rlsys.algo.batch import Samples
 from rlsys.algo.figures import loss_metrics
-from rlsys.algo.losses import clipped_policy_loss
+from rlsys.algo.losses import clipped_surrogate, gradient_is_clipped
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import threshold
 from rlsys.config import read_layers
@@ -396,13 +396,18 @@ def test_one_process_equals_ranks_of_any_number() -> None:
 
 
 def test_the_default_is_the_plain_clipped_loss_on_grpo_advantages() -> None:
-    """The whole composition against the two pure functions that it is made of."""
+    """The whole composition against the pure functions that it is made of."""
     world = World()
     outcome = run(world, section(), whole)
     part = world.part(outcome.rows)
     advantages = part.expand(grpo(world.samples.reward, world.samples.group_ids))
     logp = torch.cat([world.sequences[r]["logp"] for r in outcome.rows])
-    loss, sums = clipped_policy_loss(logp, part.mu, advantages, part.mask, clip_low=0.2, clip_high=0.28)
+    keep = part.mask > 0
+    ratio = torch.where(keep, logp - part.mu, torch.zeros_like(logp)).exp()
+    loss = (clipped_surrogate(ratio, advantages, 0.8, 1.28) * part.mask).sum()
     assert outcome.loss == pytest.approx(float(loss / world.samples.lengths.sum()), abs=1e-12)
-    assert outcome.sums["mismatch_clipped"].sum() == sums["clipped"]
+    assert (
+        outcome.sums["mismatch_clipped"].sum()
+        == (gradient_is_clipped(ratio, advantages, 0.8, 1.28) & keep).sum()
+    )
     assert outcome.denominator == world.samples.lengths.sum()

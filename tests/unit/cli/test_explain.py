@@ -15,8 +15,10 @@ from rlsys.cli.explain import describe_run, render_plain, render_rich
 from rlsys.config import Config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.flops import crossover_length, visited_parameters
+from rlsys.core.machines import machines
 from rlsys.obs.metrics import MetricsWriter
-from rlsys.planner.duration import estimated_duration, format_duration, measured_duration
+from rlsys.planner.capacity import forecast_step
+from rlsys.planner.duration import describe_forecast, format_duration, measured_duration
 from rlsys.planner.layout import lay_out
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,7 +136,8 @@ def test_durations_by_hand() -> None:
     assert visited_parameters(hf) == pytest.approx(3.04e9, rel=0.02)
     assert crossover_length(hf) == pytest.approx(2 * 3.04e9 / (48 * 32 * 256), rel=0.02)
     one, two = (
-        estimated_duration(c, hf) for c in (made, config("qwen3-30b-a3b_8gpu_colocated", "algo.epochs=2"))
+        describe_forecast(c, forecast_step(c, hf, machines()["h100"]))
+        for c in (made, config("qwen3-30b-a3b_8gpu_colocated", "algo.epochs=2"))
     )
     assert one != two
     assert f"responses of 1362 tokens on average and up to {tokens}" in one

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlsys.core.types import Sample, Status
+from rlsys.core.types import Sample, Status, TokenSequence
 from rlsys.generators.generator import build_generator
 from rlsys.generators.turns import sampling_turns
 from tests.helpers.router_rig import A, B, Rig
@@ -28,7 +28,7 @@ class Watch:
         self._waits: list[tuple[int, asyncio.Event]] = []
         rig.router.on_tokens = self._heard
 
-    def _heard(self, sample: Sample, tokens: int) -> None:
+    def _heard(self, sample: TokenSequence, tokens: int) -> None:
         for least, event in self._waits:
             if sample.tokens + 12 * (sample.sequence > 0) >= least:
                 event.set()

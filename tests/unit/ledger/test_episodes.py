@@ -43,7 +43,7 @@ def arrays(s: Sample) -> list[object]:
     return [
         (
             q.sequence, q.parent, q.aside, q.last_turn, q.seed, q.prompt_ids, list(q.response_ids), list(q.mu),
-            q.spans, q.observed, q.routes, q.status, q.own_prompt if q.sequence else None,
+            q.spans, q.observed, q.routes, q.status,
         )
         for q in s.sequences
     ]  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from rlsys.obs.metrics import (
     MISMATCH_EDGES,
     MetricsTail,
     MetricsWriter,
-    mismatch_counts,
     mismatch_quantile,
     mismatch_quantiles,
     read_metrics,
@@ -26,6 +27,14 @@ from rlsys.obs.progress import LiveProgress, PlainProgress, format_clock
 from rlsys.obs.report import summary_table, write_report
 from rlsys.obs.role import format_error, parse_error, run_role
 from rlsys.obs.summary import summarise
+
+
+def mismatch_counts(gaps: Iterable[float]) -> list[int]:
+    """Counts of the gaps in the bins of MISMATCH_EDGES; the outermost bins have the outliers."""
+    counts = [0] * (len(MISMATCH_EDGES) - 1)
+    for gap in gaps:
+        counts[min(max(bisect.bisect_right(MISMATCH_EDGES, gap) - 1, 0), len(counts) - 1)] += 1
+    return counts
 
 
 def step(n: int, **more: Any) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def test_each_group_keeps_the_words_of_its_template(tmp_path: Path) -> None:
     group = SampleGroup(3, 3, [Sample(3, 3, 0, plan.prompt(3).ids, 0)])
     assert plan.restored_prompt(group) == plan.prompt(3)
     group.samples[0].prompt_ids = [1]
-    with pytest.raises(UserError, match="prompt 3 is not what it was"):
+    with pytest.raises(UserError, match="prompt 3 differs from that of its group"):
         plan.restored_prompt(group)
     group.samples[0].own_prompt = True  # an agent's
     assert plan.restored_prompt(group) == plan.prompt(3)
