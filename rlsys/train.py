@@ -45,7 +45,6 @@ class Loop:
         self.on_main = self.trainer.on_main
         self.step = self.saved_step = self.trainer.load_checkpoint(self.objective)
         self.recorder = Recorder(config, self.step) if self.trainer.is_main else None
-        self.profiler = StepProfiler(config, self.trainer.rank)
         self.evaluating: int | None = None  # the step whose weights are evaluated in the background
 
     def run(self) -> None:
@@ -63,7 +62,7 @@ class Loop:
             if (batch := self.take(early)) is None:
                 self.leave()
                 return
-            with self.profiler.record(batch.train_step):
+            with StepProfiler(self.config, self.trainer.rank).record(batch.train_step):
                 self.train(batch, early, start)
             self.finish_step()
         self.commit_checkpoint(wait=True)
@@ -130,11 +129,9 @@ class Loop:
 
     def finish_step(self) -> None:
         """Evaluate, export and begin a checkpoint after a step, each when it is due."""
-        step, t, accuracy = self.step, self.config.trainer, None
-        last = step == t.steps
+        step, t, last = self.step, self.config.trainer, self.step == self.config.trainer.steps
         self.end_evaluation(wait=False)
-        if self.config.eval.due(step, last):
-            accuracy = self.evaluate()
+        accuracy = self.evaluate() if self.config.eval.due(step, last) else None
         if t.export_every and step % t.export_every == 0:
             self.trainer.export(self.config.run.dir / "exports" / f"step-{step:06d}")
         due = last or step % t.checkpoint_every == 0

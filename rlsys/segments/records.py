@@ -308,15 +308,15 @@ class SegmentReader:
         Routes that an engine wrote stay on disk; `load_with_routes` reads them too. Raises RunError like
         `arrays`.
         """
-        others: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         if isinstance(sequence, Sample):
-            others["extra_sequences"] = [self.load(q) for q in sequence.extra_sequences]
+            changes["extra_sequences"] = [self.load(q) for q in sequence.extra_sequences]
         if isinstance(arrays := self.arrays(sequence), TokenSequence):
-            return replace(sequence, **others) if any(others.values()) else sequence
+            return replace(sequence, **changes) if any(changes.values()) else sequence
         ids, mu, behaviour, routes, support, teacher_logprobs = arrays
         out = replace(
             sequence, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
-            support=support, teacher_logprobs=teacher_logprobs, pieces=[], **others,
+            support=support, teacher_logprobs=teacher_logprobs, pieces=[], **changes,
         )  # fmt: skip
         out.response_ids.frombytes(ids.astype(np.intc).tobytes())
         out.mu.frombytes(mu.astype(np.double).tobytes())

@@ -103,8 +103,8 @@ class Share:
             and support_ids is not None
             and (rows.start, rows.stop) != (0, len(self.tokens))
         ):
-            here = (support_at >= rows.start) & (support_at < rows.stop)
-            support_at, support_ids = support_at[here] - rows.start, support_ids[here]
+            is_local = (support_at >= rows.start) & (support_at < rows.stop)
+            support_at, support_ids = support_at[is_local] - rows.start, support_ids[is_local]
         return Targets(
             self.following[rows],
             self.predicts[rows],

@@ -92,8 +92,8 @@ class OutputLayer:
         if self._model.share_embeddings_and_output_weights:
             shared: Tensor = self._model.shared_embedding_or_output_weight()
             return shared
-        own: Tensor = self._layer.weight
-        return own
+        weight: Tensor = self._layer.weight
+        return weight
 
     def _gather(self, hidden: Tensor) -> Tensor:
         """Return `[P / c, H]`. Its gradient is summed over tensor-parallel ranks, each of which has other ids."""
@@ -128,9 +128,11 @@ class _RowsOfScores(torch.autograd.Function):
             del scores  # frees the logits of these rows before the next ones are computed
         ctx.save_for_backward(states)
         ctx.weight, ctx.logits, ctx.score_rows, ctx.rows = weight, logits, score_rows, rows
-        whole = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.mark_non_differentiable(*(s for name, s in zip(names, whole, strict=True) if name in constant))
-        return whole
+        scores_of_rows = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(
+            *(s for name, s in zip(names, scores_of_rows, strict=True) if name in constant)
+        )
+        return scores_of_rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,10 +148,10 @@ class _RowsOfScores(torch.autograd.Function):
                 *((score, gradient[part]) for score, gradient in pairs if score.requires_grad), strict=True
             )
             inputs = [leaf, weight] if weight.requires_grad else [leaf]
-            of_leaf, *rest = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
+            of_leaf, *weight_gradient = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
             of_states[part] = of_leaf
-            if rest:
-                of_weight = _sum(of_weight, rest[0], weight)
+            if weight_gradient:
+                of_weight = _sum(of_weight, weight_gradient[0], weight)
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         return of_states, of_weight, None, None, None, None
 
