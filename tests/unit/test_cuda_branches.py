@@ -72,6 +72,7 @@ TAKEN: dict[str, str] = {
     "rlsys/engine/turn_parser.py": "a CPU alone has a branch of its own",
     "rlsys/config/precision.py": "tests/unit/config/test_precision.py",
     "rlsys/trainer/model/model.py": f"{HERE}::test_layers_are_made_on_the_device",
+    "rlsys/trainer/profiler.py": "tests/unit/trainer/test_profiler.py::test_a_gpus_kernels_are_recorded",
     "rlsys/trainer/setup.py": f"{HERE}::test_a_rank_takes_its_gpu_and_nccl_for_what_is_on_it",
     "rlsys/trainer/trainer.py": f"{FINDINGS}::test_gpu_p7_make_room_collects_the_buckets_that_were_sent",
     "rlsys/weights/buckets.py": INSTRUMENT,

@@ -135,7 +135,7 @@ def test_a_host_without_gpus_gets_a_config_that_fits_its_memory(
     assert load_config(Path("small/config.yaml"), []).launch.gpus_per_node == 0
 
 
-@pytest.mark.parametrize(("model", "gpus", "peak"), [("GLM-4.5-Air", 64, 45.82)])
+@pytest.mark.parametrize(("model", "gpus", "peak"), [("GLM-4.5-Air", 64, 44.92), ("Qwen3-30B-A3B", 8, 39.34)])
 def test_the_memory_of_a_written_config_is_near_its_rehearsal(model: str, gpus: int, peak: float) -> None:
     """GB of a rank at its peak, by `rlsys rehearse`."""
     size = model_size(HFConfig.read(MODELS / model))

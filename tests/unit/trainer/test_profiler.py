@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
+from rlsys.trainer import profiler as profiler_module
 from rlsys.trainer.profiler import StepProfiler
 
 pytestmark = pytest.mark.gate
@@ -64,3 +67,17 @@ def test_a_step_that_fails_leaves_no_file(tmp_path: Path) -> None:
 def test_a_section_that_records_nothing_is_refused(section: str, error: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=error):
         profiler(tmp_path, 0, f"run.profile={section}")
+
+
+def test_a_gpus_kernels_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[set[ProfilerActivity]] = []
+
+    def profile(*, activities: list[ProfilerActivity]) -> Any:
+        recorded.append(set(activities))
+        return torch.profiler.profile(activities=[ProfilerActivity.CPU])
+
+    monkeypatch.setattr(profiler_module, "profile", profile)
+    for has_cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        multiply(profiler(tmp_path, 0, "run.profile={steps: [1]}"), 1)
+    assert recorded == [{ProfilerActivity.CPU}, {ProfilerActivity.CPU, ProfilerActivity.CUDA}]
