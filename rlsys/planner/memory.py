@@ -89,13 +89,13 @@ class ModelSize:
 
     @property
     def dense(self) -> int:
-        """Parameters outside routed experts."""
+        """Number of parameters outside routed experts."""
         split, replicated = self.dense_of(range(self.layers))
         return split + replicated + self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.dense + self.experts
 
     def dense_of(self, layers: Sequence[int]) -> tuple[int, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -25,12 +23,12 @@ class ValueLayer(torch.nn.Linear):
             # Under sequence parallelism each rank has its own tokens: Megatron sums such gradients.
             parameter.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Map `[P or P / tp, 1, H]` to `[P, 1, 1]`, without bias."""
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map `[P / c or P / (c tp), 1, H]` to `[P / c, 1, 1]`."""
         out = super().forward(hidden)
         if self._sequence_parallel:
             out = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
-        return out, None
+        return out
 
     def values(self, hidden: Tensor) -> Tensor:
         """Return the expected return after each token, `[P / c]` float32.
@@ -38,4 +36,5 @@ class ValueLayer(torch.nn.Linear):
         Args:
             hidden: The last hidden states, `[P / c or P / (c tp), 1, H]`.
         """
-        return self(hidden)[0][:, 0, 0].float()
+        values: Tensor = self(hidden)[:, 0, 0].float()
+        return values
