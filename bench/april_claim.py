@@ -1,155 +1,275 @@
-"""APRIL's own claim: over-provision shortens the way to the same held-out accuracy, training included, at no loss.
+"""APRIL's own claims: throughput, convergence, accuracy, for several algorithms and seeds, training included.
 
-    python bench/april_claim.py --json [--seeds 5] [--steps 10] [--quick]
+    python bench/april_claim.py --json [--records FILE] [--algorithms grpo ...] [--seeds 0 1 ...] [--ratios 1 1.5 2]
+    python bench/april_claim.py --quick
+    python bench/april_claim.py --table
 
-Real runs of the quickstart, whose task has a long tail, at N'/N = 1 (synchronous), 1.5 and 2, one after the other;
-who begins goes round from seed to seed. Each makes the same number of steps and evaluates greedily after every one.
-What evaluations take is in no figure. The engine sleeps before every forward pass (SGLang's /slow_down), as
-april.py's `gpu-like` one does: a pass of a GPU takes hardly longer for more requests. On the raw CPU it does, and
-there is nothing to gain: see bench/README.md.
+Real runs of configs/algorithms/NAME.yaml on the quickstart's task, which has a long tail, with a learning rate with
+which it takes some 40 steps. N'/N = 1 is synchronous (max_staleness 0); N'/N = 1.5 and 2 over-provision
+(max_staleness 8). Each run makes the same number of steps and evaluates greedily every few of them. What evaluations
+take is in no figure. The engine sleeps before every forward pass (SGLang's /slow_down), as april.py's `gpu-like` one
+does: a pass of a GPU takes hardly longer for more requests. On the raw CPU it does, and there is nothing to gain: see
+bench/README.md.
 
-    seconds_to_target   from the first moment at which a run could train to the step whose evaluation showed the
-                        target
-    times_sooner        the synchronous run's seconds to the target over this one's, of the same seed
-    accuracy            after the last step, which is the same step for all
-    accuracy_difference this accuracy less that of the synchronous run of the same seed: mean, and its 95 % interval
-                        by Student's t over the seeds
+Every finished run is one line of `--records`, and is not run again: the table grows over days. A line of other
+settings of this bench ends it. Runs of one seed and algorithm follow each other; which ratio begins rotates from seed
+to seed.
+
+    throughput            trained tokens per second of steps, over the whole run
+    step_seconds          mean
+    to_ACCURACY           steps and seconds of steps to the first evaluation of at least ACCURACY, or null
+    accuracy              of the last evaluation
+    against_synchronous   of the same algorithm and seed: ratios of throughput and of seconds, difference of accuracy;
+                          mean, and 95 % interval by Student's t over the seeds
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from measure import ROOT, machine, say, spread
+from measure import ROOT, machine, say
 from plan_stage import Size, Stage, stage
-from race import CONFIG, read_run
 
 from rlsys.config import load_config
+from rlsys.core.errors import UserError
 
+ALGORITHMS = ("grpo", "dapo", "gspo")
 RATIOS = (1.0, 1.5, 2.0)
-STALENESS = 8
-"""Steps; where N'/N is 1 it is 0."""
-SLEEP = 0.02
-"""Seconds before every pass."""
-TARGET = 0.9
-QUICK = Size(groups=4, group=8, longest=64, engines=1)
-SIZE = Size(groups=16, group=8, longest=256, engines=1)
-"""The quickstart's own."""
+SEEDS = (0, 1, 2, 3, 4)
+SETTINGS: dict[str, Any] = {
+    "groups": 8, "group_size": 8, "longest": 256, "steps": 52, "lr": 6.0e-6, "eval_interval": 4, "eval_prompts": 128,
+    "max_staleness": 8, "sleep": 0.02,
+}  # fmt: skip
+"""Of every run. `sleep`: seconds before every pass. `max_staleness`: steps; 0 where N'/N is 1."""
+QUICK = SETTINGS | {
+    "groups": 4,
+    "longest": 64,
+    "steps": 2,
+    "eval_interval": 1,
+    "eval_prompts": 8,
+}
+TARGETS = (0.5, 0.9)
+"""Held-out accuracies."""
+RECORDS = ROOT / "bench" / "april_claim.jsonl"
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
 
-
-@dataclass(frozen=True)
-class Claimed:
-    """One run. `seconds`: to the target, None where it was not reached."""
-
-    accuracy: float
-    seconds: float | None
-    steps: int | None
-    step_seconds: float
+Record = dict[str, Any]
+Key = tuple[str, float, int]
+"""Algorithm, N'/N, seed."""
 
 
-def run(
-    kept: Stage, ratio: float, seed: int, steps: int, target: float, overrides: tuple[str, ...]
-) -> Claimed:
-    """Ends the bench when the run fails: a claim of fewer runs is another one."""
-    size, folder = kept.size, kept.new_folder()
+def run(engines: Stage, settings: Mapping[str, Any], key: Key) -> Record:
+    """Return the record of one run. Ends the bench if the run fails: a table of fewer runs is another one."""
+    algorithm, ratio, seed = key
+    folder, samples = engines.new_folder(), settings["groups"] * settings["group_size"]
     config = load_config(
-        ROOT / CONFIG,
+        ROOT / "configs" / "algorithms" / f"{algorithm}.yaml",
         [
-            f"run.dir={folder}", f"run.seed={seed}", "trainer.warmup_steps=0", "trainer.steps=100000",
-            "trainer.checkpoint_every=100000", "eval.interval=1", f"rollout.groups_per_step={size.groups}",
-            f"rollout.group_size={size.group}", f"rollout.max_response_tokens={size.longest}",
-            f"rollout.over_provision={ratio:g}", f"rollout.max_staleness={0 if ratio == 1 else STALENESS}",
-            f"engine.max_running_requests={2 * size.groups * size.group}",
-            *overrides,
+            f"run.dir={folder}", f"run.seed={seed}", f"trainer.lr={settings['lr']}", "trainer.warmup_steps=0",
+            "trainer.steps=100000", "trainer.checkpoint_every=100000", f"eval.interval={settings['eval_interval']}",
+            f"eval.prompts={settings['eval_prompts']}", f"rollout.groups_per_step={settings['groups']}",
+            f"rollout.group_size={settings['group_size']}", f"rollout.max_response_tokens={settings['longest']}",
+            f"rollout.over_provision={ratio:g}",
+            f"rollout.max_staleness={0 if ratio == 1 else settings['max_staleness']}",
+            f"engine.max_running_requests={2 * samples}",
         ],
     )  # fmt: skip
-    began = time.time()
-    kept.run_config(config, SLEEP, "eval", 1 + steps)
+    evaluations = 1 + settings["steps"] // settings["eval_interval"]
+    engines.run_config(config, settings["sleep"], "eval", evaluations)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    reached = read_run(lines, began, target)
-    took = [line["time_step"] for line in lines if line["kind"] == "step"]
-    return Claimed(
-        [line["accuracy"] for line in lines if line["kind"] == "eval"][steps],
-        None if reached is None else reached.step_seconds,
-        None if reached is None else reached.steps,
-        mean(took[:steps]),
-    )
+    return {
+        "algorithm": algorithm, "ratio": ratio, "seed": seed, **measured(lines, settings["steps"]),
+        "settings": dict(settings), "machine": machine(),
+    }  # fmt: skip
 
 
-def interval(differences: list[float]) -> list[float] | None:
+def measured(lines: Sequence[Mapping[str, Any]], steps: int) -> Record:
+    """Return the figures of a run from its metrics: evaluations with the seconds of steps before them.
+
+    A step lasts from the end of the step before, or of the evaluation after that, to its own end.
+    """
+    seconds, before, tokens = 0.0, 0.0, 0
+    curve: list[list[float]] = []
+    for line in lines:
+        if line["kind"] == "step" and line["step"] <= steps:
+            seconds += line["time"] - before
+            tokens += line["tokens"]
+        elif line["kind"] == "eval" and line["step"] <= steps:
+            curve.append([line["step"], round(line["accuracy"], 4), round(seconds, 2)])
+        before = line["time"]
+    return {"seconds": round(seconds, 2), "tokens": tokens, "steps": steps, "curve": curve}
+
+
+def target_reached(record: Record, accuracy: float) -> list[float] | None:
+    """Return steps and seconds to the first evaluation of at least this accuracy; None without one."""
+    for step, value, seconds in record["curve"]:
+        if value >= accuracy:
+            return [step, seconds]
+    return None
+
+
+def interval(values: Sequence[float]) -> list[float] | None:
     """95 % of the mean, by Student's t; None for a single one, and for more than the table has."""
-    n = len(differences)
+    n = len(values)
     if not 2 <= n <= len(T_975) + 1:
         return None
-    half = T_975[n - 2] * stdev(differences) / n**0.5
-    return [mean(differences) - half, mean(differences) + half]
+    half = T_975[n - 2] * stdev(values) / n**0.5
+    return [mean(values) - half, mean(values) + half]
 
 
-def compared(runs: dict[float, list[Claimed]]) -> dict[str, Any]:
-    """Return the figures of each N'/N, and ratios and differences against N'/N = 1, seed by seed."""
+def estimate(values: Sequence[float]) -> dict[str, Any] | None:
+    """Return mean and interval, and how many values they are of; None without values."""
+    if not values:
+        return None
+    bounds = interval(values)
+    return {
+        "mean": round(mean(values), 4),
+        "interval": bounds and [round(x, 4) for x in bounds],
+        "n": len(values),
+    }
+
+
+def table(records: Mapping[Key, Record], targets: Sequence[float] = TARGETS) -> dict[str, Any]:
+    """Return algorithm -> N'/N -> figures over the seeds, and paired with the synchronous runs."""
     out: dict[str, Any] = {}
-    for ratio, own in runs.items():
-        pairs = list(zip(runs[1.0], own, strict=True))
-        sooner = [a.seconds / b.seconds for a, b in pairs if a.seconds and b.seconds]
-        differences = [b.accuracy - a.accuracy for a, b in pairs]
-        found = [r.seconds for r in own if r.seconds is not None]
-        out[f"{ratio:g}"] = {
-            "seconds_to_target": spread(found) if found else None,
-            "steps_to_target": [r.steps for r in own],
-            "times_sooner": spread(sooner) if sooner else None,
-            "times_sooner_by_seed": sooner,
-            "seconds_of_a_step": spread([r.step_seconds for r in own]),
-            "times_faster_a_step": spread([a.step_seconds / b.step_seconds for a, b in pairs]),
-            "accuracy": spread([r.accuracy for r in own]),
-            "accuracy_difference": mean(differences),
-            "accuracy_difference_interval": interval(differences),
+    for algorithm, ratio in sorted(
+        {key[:2] for key in records}, key=lambda k: (ALGORITHMS.index(k[0]), k[1])
+    ):
+        own = {seed: r for (a, n, seed), r in records.items() if (a, n) == (algorithm, ratio)}
+        pairs = [
+            (records[algorithm, 1.0, seed], r) for seed, r in own.items() if (algorithm, 1.0, seed) in records
+        ]
+        figures: dict[str, Any] = {
+            "throughput": estimate([r["tokens"] / r["seconds"] for r in own.values()]),
+            "step_seconds": estimate([r["seconds"] / r["steps"] for r in own.values()]),
+            "accuracy": estimate([r["curve"][-1][1] for r in own.values()]),
+            "against_synchronous": {
+                "throughput": estimate(
+                    [b["tokens"] / b["seconds"] / (a["tokens"] / a["seconds"]) for a, b in pairs]
+                ),
+                "accuracy": estimate([b["curve"][-1][1] - a["curve"][-1][1] for a, b in pairs]),
+            },
         }
+        for accuracy in targets:
+            name = f"to_{accuracy:g}"
+            reached = [target_reached(r, accuracy) for r in own.values()]
+            figures[name] = {
+                "steps": [r and r[0] for r in reached],
+                "seconds": estimate([r[1] for r in reached if r]),
+            }
+            both = [(target_reached(a, accuracy), target_reached(b, accuracy)) for a, b in pairs]
+            figures["against_synchronous"][f"seconds_{name}"] = estimate(
+                [b[1] / a[1] for a, b in both if a and b and a[1]]
+            )
+        out.setdefault(algorithm, {})[f"{ratio:g}"] = figures
     return out
 
 
-def main() -> None:
+def table_lines(figures: Mapping[str, Any], targets: Sequence[float] = TARGETS) -> list[str]:
+    """Return the table as Markdown. Ratios are this row's over the synchronous one's."""
+
+    def text(value: Mapping[str, Any] | None, form: str = ".2f") -> str:
+        if value is None:
+            return "not reached"
+        low_high = value["interval"]
+        bounds = f" ({low_high[0]:{form}} to {low_high[1]:{form}})" if low_high else ""
+        return f"{value['mean']:{form}}{bounds}"
+
+    names = [f"to_{accuracy:g}" for accuracy in targets]
+    head = ["algorithm", "N'/N", "seeds", "trained tokens/s", "ratio", "s a step"]
+    for accuracy in targets:
+        head += [f"steps to {accuracy:g}", f"seconds to {accuracy:g}", "ratio"]
+    head += ["final accuracy", "difference"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for algorithm, rows in figures.items():
+        for ratio, row in rows.items():
+            paired = row["against_synchronous"]
+            synchronous = ratio == "1"
+            cells = [
+                algorithm, ratio, str(row["throughput"]["n"]), text(row["throughput"], ".0f"),
+                "" if synchronous else text(paired["throughput"]), text(row["step_seconds"], ".2f"),
+            ]  # fmt: skip
+            for name in names:
+                steps = " ".join("-" if s is None else f"{s:g}" for s in row[name]["steps"])
+                cells += [
+                    steps, text(row[name]["seconds"], ".0f"),
+                    "" if synchronous else text(paired[f"seconds_{name}"]),
+                ]  # fmt: skip
+            cells += [text(row["accuracy"], ".3f"), "" if synchronous else text(paired["accuracy"], "+.3f")]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def read_records(path: Path, settings: Mapping[str, Any]) -> dict[Key, Record]:
+    """Return the records of a file. Raises UserError for one of other settings."""
+    records: dict[Key, Record] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
+        record = json.loads(line)
+        if record["settings"] != dict(settings):
+            raise UserError(f"{path}:{number}: settings are {record['settings']}; expected {dict(settings)}")
+        records[record["algorithm"], record["ratio"], record["seed"]] = record
+    return records
+
+
+def missing_keys(
+    records: Mapping[Key, Record], algorithms: Sequence[str], seeds: Sequence[int], ratios: Sequence[float]
+) -> list[Key]:
+    """Return what is still to be run: seed by seed, so that all algorithms have equally many."""
+    keys = []
+    for seed in seeds:
+        first = seed % len(ratios)
+        for algorithm in algorithms:
+            keys += [(algorithm, ratio, seed) for ratio in (*ratios[first:], *ratios[:first])]
+    return [key for key in keys if key not in records]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="the whole result as JSON on one line")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each N'/N, at most 10")
-    parser.add_argument("--steps", type=int, default=10, help="of every run")
-    parser.add_argument("--target", type=float, default=TARGET, help="held-out accuracy")
-    parser.add_argument("--quick", action="store_true", help="one seed, two tiny steps: that it runs")
+    parser.add_argument("--table", action="store_true", help="print the table of the finished runs; run none")
+    parser.add_argument("--records", type=Path, help=f"a line for each run (default: bench/{RECORDS.name})")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
+    parser.add_argument("--ratios", nargs="+", type=float, choices=RATIOS, default=RATIOS, help="N'/N")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="values of run.seed")
+    parser.add_argument("--quick", action="store_true", help="grpo, one seed, two tiny steps: that it runs")
     args = parser.parse_args()
-    seeds, steps, target = (1, 2, 0.0) if args.quick else (args.seeds, args.steps, args.target)
-    runs: dict[float, list[Claimed]] = {ratio: [] for ratio in RATIOS}
-    with tempfile.TemporaryDirectory() as name, stage(Path(name), QUICK if args.quick else SIZE) as kept:
-        for seed in range(seeds):
-            first = seed % len(RATIOS)
-            for ratio in (*RATIOS[first:], *RATIOS[:first]):
-                runs[ratio].append(
-                    run(kept, ratio, seed, steps, target, ("eval.prompts=8",) if args.quick else ())
-                )
-                say(f"seed {seed} N'/N = {ratio:g}: {runs[ratio][-1]}")
-    found = compared(runs)
-    summary = {
-        f"{figure}_at_{name}": value["median"] if isinstance(value, dict) else value
-        for name, figures in found.items()
-        if name != "1"
-        for figure in ("times_sooner", "times_faster_a_step", "accuracy_difference")
-        if (value := figures[figure]) is not None
-    }
-    result = {
-        "bench": "april_claim", "seconds_slept_before_a_pass": SLEEP, "seeds": seeds, "steps": steps,
-        "target": target, "machine": machine(), "runs": found, "summary": summary,
-    }  # fmt: skip
-    print(json.dumps(result) if args.json else json.dumps(result, indent=2))
+    settings, targets, path = SETTINGS, TARGETS, args.records or RECORDS
+    algorithms, seeds = args.algorithms, args.seeds
+    with tempfile.TemporaryDirectory() as name:
+        if args.quick:
+            settings, targets, algorithms, seeds = QUICK, (0.0,), ("grpo",), (0,)
+            path = Path(name) / "records.jsonl"
+        try:
+            records = read_records(path, settings)
+        except UserError as e:
+            print(f"error: {e}", file=sys.stderr)
+            return e.exit_code
+        keys = [] if args.table else missing_keys(records, algorithms, seeds, args.ratios)
+        if keys:
+            size = Size(settings["groups"], settings["group_size"], settings["longest"], engines=1)
+            with stage(Path(name) / "stage", size) as engines, path.open("a", encoding="utf-8") as file:
+                for key in keys:
+                    records[key] = run(engines, settings, key)
+                    file.write(json.dumps(records[key]) + "\n")
+                    file.flush()
+                    say(f"{key}: {records[key]['seconds']} s, {records[key]['curve'][-1]}")
+        figures = table(records, targets)
+    if args.json:
+        print(json.dumps({"bench": "april_claim", "settings": settings, "runs": figures}))
+    else:
+        print("\n".join(table_lines(figures, targets)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from measure import ROOT
 
+from tests.gate.reference import RECIPES_PAGE, recipes_page
+
 FOLDER = ROOT / "examples" / "recipes"
 BEGIN, END = "<!-- figures: python bench/recipes.py --record -->", "<!-- end of figures -->"
 KEYS = ("base", "start", "end")
@@ -98,9 +100,10 @@ def pages() -> dict[Path, str]:
 
 
 def write_pages() -> None:
-    """Write the pages and the pictures."""
+    """Write the pages and the pictures, and docs/recipes.md, which has the index as well."""
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
+    RECIPES_PAGE.write_text(recipes_page(), encoding="utf-8")
     for name in names():
         if figures := expected_figures(name).get("full"):
             draw(figures, FOLDER / name / PICTURE)

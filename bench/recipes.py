@@ -10,9 +10,10 @@ makes the data and the model, evaluates the model (full form, before a warm star
 a kill: finished records and stages are not run again, and a run folder continues from its checkpoint.
 
 `--short` has fewer steps (`short` of recipe.yaml) and its own recorded range. `--record` writes the scores, curves
-and seconds of all finished records into expected.json, and the pages. `--turn` selects one recipe whose short form
-needs no package and has a range; commits take turns. `--model` runs a recipe with another model, and prints where its
-figures differ from the recorded ones of the recipe's model.
+and seconds of all finished records into expected.json, and the pages. Seeds that expected.json already has stay,
+unless the recipe's settings have changed since; so seeds can be measured on several days. `--turn` selects one recipe
+whose short form needs no package and has a range; commits take turns. `--model` runs a recipe with another model, and
+prints where its figures differ from the recorded ones of the recipe's model.
 
     score   accuracy or mean reward on the held-out prompts: `base` of the model, `start` before RL, `end` after it
     interval, of five seeds or more: 95 % of the mean, by Student's t
@@ -100,12 +101,23 @@ class Recipe:
         return self.folder.name
 
     @property
+    def digest(self) -> str:
+        """sha256 of the files that a score depends on: data, reward, model and settings."""
+        digest = hashlib.sha256()
+        files = ("recipe.yaml", "data.py", "reward.py", "sft.yaml", "rl.yaml", "eval.yaml")
+        for path in [self.folder / name for name in files if (self.folder / name).is_file()]:
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    @property
     def stages(self) -> tuple[str, ...]:
         return ("sft", "rl") if (self.folder / "sft.yaml").is_file() else ("rl",)
 
     def expected(self, form: str) -> dict[str, Any]:
+        """Return the recorded figures of these settings; empty without."""
         path = self.folder / "expected.json"
-        return dict(json.loads(path.read_text(encoding="utf-8")).get(form, {})) if path.is_file() else {}
+        figures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return dict(figures.get(form, {})) if figures.get("digest") == self.digest else {}
 
 
 @dataclass(frozen=True)
@@ -297,7 +309,7 @@ def run(place: Place) -> dict[str, Any]:
     curve = [[e["step"], round(e[recipe.score], DIGITS)] for e in metrics.evals]
     record = {
         "recipe": recipe.name, "form": place.form, "seed": place.seed, "model": place.model_folder.name,
-        "score": recipe.score, "prompts": metrics.evals[-1]["prompts"],
+        "digest": recipe.digest, "score": recipe.score, "prompts": metrics.evals[-1]["prompts"],
         **scores, "start": curve[0][1], "end": curve[-1][1], "curve": curve,
         "rewards": [round(s["reward"], DIGITS) for s in metrics.steps], "signals": signals(metrics.steps),
         "groups": load_config(recipe.folder / "rl.yaml", place.overrides("rl")).rollout.groups_per_step,
@@ -341,19 +353,33 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_expected(recipe: Recipe, out: Path) -> None:
-    """Write the figures of all records of the recipe's own model into expected.json."""
-    path = recipe.folder / "expected.json"
-    expected = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """Write the figures of all records of the recipe's own model into expected.json, beside its other seeds.
+
+    Figures of other settings are dropped: of records as well as of expected.json.
+    """
     files = sorted((out / recipe.name).glob("*/record.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     own = Path(MODELS[recipe.model].path).name
+    forms = {}
     for form in FORMS:
-        if own_records := [r for r in records if r["form"] == form and r["model"] == own]:
-            figures = summary(sorted(own_records, key=lambda r: r["seed"]))
-            expected[form] = {"score": recipe.score, "prompts": own_records[0]["prompts"], **figures}
-    if expected:
-        write_json(path, {"model": own, **expected})
-    say(f"{recipe.name}: {len(records)} records")
+        kept = recipe.expected(form)
+        by_seed = {
+            int(seed): {"seed": int(seed), "prompts": kept["prompts"], **figures}
+            for seed, figures in kept.get("seeds", {}).items()
+        }
+        by_seed |= {
+            r["seed"]: r
+            for r in records
+            if (r["form"], r["model"], r["digest"]) == (form, own, recipe.digest)
+        }
+        if by_seed:
+            figures = summary([by_seed[seed] for seed in sorted(by_seed)])
+            prompts = next(iter(by_seed.values()))["prompts"]
+            forms[form] = {"score": recipe.score, "prompts": prompts, **figures}
+    if forms:
+        write_json(recipe.folder / "expected.json", {"model": own, "digest": recipe.digest, **forms})
+    counts = ", ".join(f"{len(figures['seeds'])} seeds {form}" for form, figures in forms.items())
+    say(f"{recipe.name}: {counts or 'no record'}")
 
 
 def regression(record: Mapping[str, Any], expected: Mapping[str, Any], own_model: bool) -> bool:

@@ -26,9 +26,9 @@ PROMPT_TOKENS, MEAN_PROMPT_TOKENS = 2048, 512
 """Assumed length of the longest prompt, and of all prompts on average."""
 _ACTIVATION_BYTES = 34
 """In bfloat16; twice as much in float32."""
-_NORM_BYTES = 16
-"""In bfloat16 without GPUs, per token and hidden unit of a layer: its two norms keep their input and output in
-float32; counted by `rlsys rehearse`."""
+_NORM_BYTES = 8
+"""In bfloat16 without GPUs, per token and hidden unit of a layer: its two norms keep their input in float32, and as
+much of their output if their weights are trained; counted by `rlsys rehearse`."""
 _EXPERT_ACTIVATION_BYTES = 8
 """In bfloat16, per token, selected expert and intermediate unit: gate, up, their product, and its gradient's
 input."""
@@ -386,7 +386,7 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
     widest = max(size.active_width if moe else 0, size.ffn_width if moe < layers else 0)
     layer = _ACTIVATION_BYTES * size.hidden + _EXPERT_ACTIVATION_BYTES * widest
     if value_bytes(config) == 2 and not config.launch.gpus_per_node:
-        layer += _NORM_BYTES * size.hidden
+        layer += _NORM_BYTES * size.hidden * (1 if config.trainer.lora else 2)
     dispatched = _SENT_BYTES * size.experts_per_token * size.hidden if moe else 0
     # Recomputed layers store their inputs; one layer at a time stores everything.
     recomputes = "layer" in config.trainer.recompute

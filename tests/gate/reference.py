@@ -36,10 +36,19 @@ All commands and options of `rlsys`, from the code. `python -m tests.gate.refere
 `rlsys COMMAND --help` prints the same. CONFIG is a YAML file or the name of a shipped config, RUN a run folder;
 `SECTION.FIELD=VALUE` changes [a field of the config](config.md).
 """
+SCORES_PAGE = ROOT / "examples" / "recipes" / "README.md"
 RECIPES_HEAD = """# Recipes
 
-All shipped configs of methods, with the first sentences of each file. `python -m tests.gate.reference` writes this
-page. [algorithms.md](algorithms.md) describes the plug-ins that they name.
+All recipes with scores, and all shipped configs of methods, with the first sentences of each file.
+`python -m tests.gate.reference` writes this page. [algorithms.md](algorithms.md) describes the plug-ins that they
+name.
+
+## Recipes with scores
+
+Tasks with data, reward, configs and measured scores. [examples/recipes](../examples/recipes/README.md) explains the
+columns and the commands.
+
+{scores}
 """
 RECIPE_FOLDERS = {
     "algorithms": "`rlsys train FILE` trains with one of them.",
@@ -142,8 +151,11 @@ def _default(field: Mapping[str, Any]) -> str:
 
 
 def recipes_page() -> str:
-    """Return the list of all recipes."""
-    lines = [RECIPES_HEAD]
+    """Return the recipes with scores, as their own page lists them, and the configs of methods."""
+    _, _, figures = SCORES_PAGE.read_text(encoding="utf-8").partition("<!-- figures")
+    table = [line for line in figures.partition("<!-- end")[0].splitlines() if line.startswith("|")]
+    scores = "\n".join(table).replace("](", "](../examples/recipes/")
+    lines = [RECIPES_HEAD.format(scores=scores)]
     for folder, command in RECIPE_FOLDERS.items():
         lines += [f"## {folder}", "", command, "", "| recipe | content |", "|---|---|"]
         for path in sorted((ROOT / "configs" / folder).glob("*.yaml")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rlsys.config import Config
+from rlsys.core.errors import UserError
 from rlsys.core.spans import VersionSpan
 from rlsys.core.types import Sample, SampleGroup, TrainBatch
 from rlsys.core.weight_updates import Canary
@@ -179,26 +181,78 @@ async def test_a_mode_on_a_scripted_engine(
     )
 
 
-@pytest.mark.gate
-def test_the_claim_pairs_runs_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def claim(ratio: float, seed: int, *curve: tuple[int, float, float], tokens: int = 1000) -> dict[str, Any]:
+    """Return a record of bench/april_claim.py; the last evaluation is at its end."""
+    return {
+        "algorithm": "grpo", "ratio": ratio, "seed": seed, "tokens": tokens, "seconds": curve[-1][2],
+        "steps": curve[-1][0], "curve": [list(point) for point in curve], "settings": {"lr": 1},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def april_claim(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
     import april_claim
 
-    def runs(*figures: tuple[float, float | None]) -> list[Any]:
-        return [april_claim.Claimed(accuracy, seconds, 3, 2.0) for accuracy, seconds in figures]
+    return april_claim
 
-    found = april_claim.compared(
-        {
-            1.0: runs((0.90, 30.0), (0.92, 40.0), (0.94, None)),
-            2.0: runs((0.91, 10.0), (0.91, 20.0), (0.96, 5.0)),
-        }
-    )["2"]
-    assert found["times_sooner_by_seed"] == [3.0, 2.0], "a run without the target is in no pair"
-    assert found["accuracy_difference"] == pytest.approx(0.02 / 3)
-    low, high = found["accuracy_difference_interval"]
-    # Differences 0.01, -0.01, 0.02: standard deviation 0.01528, t with 2 degrees of freedom 4.303.
-    assert (low, high) == (
-        pytest.approx(0.02 / 3 - 0.03795, abs=1e-4),
-        pytest.approx(0.02 / 3 + 0.03795, abs=1e-4),
+
+@pytest.mark.gate
+def test_the_claim_pairs_runs_by_seed(april_claim: ModuleType) -> None:
+    records = [
+        claim(1.0, 0, (0, 0.1, 0.0), (4, 0.6, 30.0), (8, 0.90, 60.0)),
+        claim(1.0, 1, (0, 0.1, 0.0), (4, 0.6, 40.0), (8, 0.92, 80.0)),
+        claim(1.0, 2, (0, 0.1, 0.0), (4, 0.2, 40.0), (8, 0.40, 80.0)),
+        claim(2.0, 0, (0, 0.1, 0.0), (4, 0.4, 10.0), (8, 0.91, 30.0)),
+        claim(2.0, 1, (0, 0.1, 0.0), (4, 0.6, 20.0), (8, 0.91, 40.0)),
+        claim(2.0, 2, (0, 0.1, 0.0), (4, 0.6, 20.0), (8, 0.42, 40.0)),
+    ]
+    table = april_claim.table({(r["algorithm"], r["ratio"], r["seed"]): r for r in records}, (0.5, 0.9))
+    synchronous, twice = table["grpo"]["1"], table["grpo"]["2"]
+    assert synchronous["to_0.5"] == {
+        "steps": [4, 4, None],
+        "seconds": {"mean": 35.0, "interval": [-28.53, 98.53], "n": 2},
+    }
+    assert twice["to_0.9"]["steps"] == [8, 8, None]
+    paired = twice["against_synchronous"]
+    assert paired["seconds_to_0.5"]["mean"] == 0.75 and paired["seconds_to_0.5"]["n"] == 2, (
+        "a run without the target is in no pair"
     )
+    # Differences 0.01, -0.01, 0.02: standard deviation 0.01528, t with 2 degrees of freedom 4.303.
+    assert paired["accuracy"] == {"mean": 0.0067, "interval": [-0.0313, 0.0446], "n": 3}
+    assert paired["throughput"] == {"mean": 2.0, "interval": [2.0, 2.0], "n": 3}
     assert april_claim.interval([0.1]) is None
+    head, _, first, second = april_claim.table_lines(table, (0.5, 0.9))
+    assert head.count("|") == first.count("|") == second.count("|")
+    assert first.startswith("| grpo | 1 | 3 | 14 (") and "| 4 4 - | 35 (-29 to 99) |  |" in first
+    assert second.startswith("| grpo | 2 | 3 | 28 (") and second.endswith("| +0.007 (-0.031 to +0.045) |")
+
+
+@pytest.mark.gate
+def test_seconds_of_evaluations_are_in_no_figure_of_the_claim(april_claim: ModuleType) -> None:
+    def line(kind: str, step: int, time: float, **values: float) -> dict[str, Any]:
+        return {"kind": kind, "step": step, "time": time, **values}
+
+    lines = [
+        line("run", 0, 100.0),
+        line("eval", 0, 107.0, accuracy=0.1),
+        line("step", 1, 110.0, tokens=50),
+        line("eval", 1, 118.0, accuracy=0.4),
+        line("step", 2, 120.0, tokens=70),
+        line("step", 3, 125.0, tokens=1000),
+    ]
+    measured = april_claim.measured(lines, 2)
+    assert measured == {"seconds": 5.0, "tokens": 120, "steps": 2, "curve": [[0, 0.1, 0.0], [1, 0.4, 3.0]]}
+
+
+@pytest.mark.gate
+def test_the_claim_continues_with_what_is_missing(april_claim: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    records = [claim(1.0, 1, (1, 0.5, 1.0)), claim(2.0, 1, (1, 0.5, 1.0))]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = april_claim.read_records(file, {"lr": 1})
+    assert april_claim.missing_keys(found, ["grpo"], [0, 1], [1.0, 1.5, 2.0]) == [
+        ("grpo", 1.0, 0), ("grpo", 1.5, 0), ("grpo", 2.0, 0), ("grpo", 1.5, 1),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"records\.jsonl:1: settings are \{'lr': 1\}; expected \{'lr': 2\}"):
+        april_claim.read_records(file, {"lr": 2})

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,7 +77,9 @@ def test_the_reward_of_a_recipe_passes_its_own_test(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_figures_are_whole(name: str) -> None:
-    """Scores of each seed, with the seconds and the machine; intervals of five seeds, or none."""
+    """Scores of each seed under today's settings, with seconds and machine; intervals of five seeds, or none."""
+    if all_figures := recipe_pages.expected_figures(name):
+        assert all_figures["digest"] == Recipe.read(name).digest, "measure again, or delete expected.json"
     for form in ("full", "short"):
         figures = Recipe.read(name).expected(form)
         if not figures:
@@ -395,18 +398,32 @@ def test_a_missing_package_does_not_stop_the_other_recipes(
     assert captured.out.startswith("chain_sum full seed 0: accuracy 0.500")
 
 
-def test_figures_of_finished_records_are_recorded(
-    bench: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_figures_of_finished_records_are_recorded_beside_those_of_other_days(
+    bench: Callable[..., int], tmp_path: Path
 ) -> None:
-    assert bench("addition", "--seeds", "0", "1") == 0
-    copy = tmp_path / "copy" / "addition"
-    copy.mkdir(parents=True)
     recipe = Recipe.read("addition")
-    recipes.write_expected(Recipe(copy, recipe.model, recipe.score, recipe.data, recipe.short), tmp_path)
-    figures = json.loads((copy / "expected.json").read_text())
-    assert figures["model"] == "SmolLM2-135M-Instruct" and set(figures) == {"model", "full"}
+    copy = Recipe(tmp_path / "copy" / "addition", recipe.model, recipe.score, recipe.data, recipe.short)
+    shutil.copytree(recipe.folder, copy.folder, ignore=shutil.ignore_patterns("expected.json"))
+    expected = copy.folder / "expected.json"
+    assert bench("addition", "--seeds", "0", "1") == 0
+    recipes.write_expected(copy, tmp_path)
+    figures = json.loads(expected.read_text())
+    assert figures["model"] == "SmolLM2-135M-Instruct" and set(figures) == {"model", "digest", "full"}
     assert figures["full"]["end"] == {"mean": 0.5, "interval": None, "range": None}
     assert list(figures["full"]["seeds"]) == ["0", "1"]
+    shutil.rmtree(tmp_path / "addition")  # another machine
+    assert bench("addition", "--seeds", "10", "2") == 0
+    recipes.write_expected(copy, tmp_path)
+    later = json.loads(expected.read_text())
+    assert list(later["full"]["seeds"]) == ["0", "1", "2", "10"]
+    assert later["full"]["seeds"]["0"] == figures["full"]["seeds"]["0"]
+    recipes.write_expected(copy, tmp_path)
+    assert json.loads(expected.read_text()) == later
+    with (copy.folder / "rl.yaml").open("a") as file:
+        file.write("# other settings\n")
+    recipes.write_expected(copy, tmp_path)
+    assert json.loads(expected.read_text()) == later, "there is no record of these settings"
+    assert copy.expected("full") == {}
 
 
 def test_commits_take_turns_among_recipes_without_a_package() -> None:
