@@ -35,17 +35,21 @@ TOLERANCE = 0.15
 GPUS = (8, 64, 512)
 
 
+def model_name(source: Path) -> str:
+    return source.parent.name if source.name == "config.json" else source.stem
+
+
 def cell(source: Path, gpus: int, rehearse: bool) -> dict[str, Any]:
     """Return the figures of a model on a number of GPUs: `refusal` or layout and bytes."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / source.stem
+        folder = Path(name) / model_name(source)
         folder.mkdir()
         shutil.copyfile(source, folder / "config.json")
         try:
             hf = HFConfig.read(folder)
             config = recommend(folder, gpus).config
         except UserError as e:
-            return {"refusal": str(e).replace(name, "")}
+            return {"refusal": str(e).replace(f"{name}/", "")}
         stated = budget(config, model_size(hf))
         p, in_stage = config.parallel, config.parallel.world_size // config.parallel.pp
         figures: dict[str, Any] = {
@@ -91,9 +95,8 @@ def main() -> int:
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
     for source in args.configs:
-        name = source.parent.name if source.name == "config.json" else source.stem
         for gpus in args.gpus:
-            key = f"{name} {gpus}"
+            key = f"{model_name(source)} {gpus}"
             if key not in results:
                 results[key] = cell(source, gpus, args.rehearse)
                 if args.out:

@@ -1,7 +1,7 @@
 """Real ranks take the step that is rehearsed. Under torchrun: `rehearsal_cases.py OUT LAYOUT...`.
 
-A layout is `tp=2,ep=2,etp=1` or `dp=2,trainer.lora.rank=8`; rank r writes OUT/LAYOUT.r.json: bytes held, phases and
-collectives.
+A layout is `tp=2,ep=2,etp=1` or `dp=2,trainer.lora.rank=8`; rank r writes OUT/I.r.json for the I-th: bytes held,
+phases and collectives.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(out: Path, layouts: list[str]) -> None:
     rehearsals: list[Rehearsal] = []
     for name in ("broadcast_object_list", "all_gather_object"):
         setattr(dist, name, unlogged(getattr(dist, name), lambda: rehearsals[-1].meter))
-    for layout in layouts:
+    for i, layout in enumerate(layouts):
         config = load_config(CONFIG, overrides(layout))
         one = Rehearsal(config, node_of(config), None, lambda text: None)
         rehearsals.append(one)
@@ -65,7 +65,7 @@ def main(out: Path, layouts: list[str]) -> None:
             "phases": [dataclasses.asdict(phase) for phase in one.meter.phases],
             "collectives": [dataclasses.asdict(call) for call in one.meter.collectives.calls],
         }
-        (out / f"{layout}.{dist.get_rank()}.json").write_text(json.dumps(seen))
+        (out / f"{i}.{dist.get_rank()}.json").write_text(json.dumps(seen))
         one.trainer.close()
 
 

@@ -30,8 +30,8 @@ def real_ranks(folder: Path, ranks: int, layouts: list[str]) -> dict[str, list[d
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     subprocess.run([*torchrun, "-m", cases.__name__, str(folder), *layouts], check=True, env=env)
     return {
-        layout: [json.loads((folder / f"{layout}.{rank}.json").read_text()) for rank in range(ranks)]
-        for layout in layouts
+        layout: [json.loads((folder / f"{i}.{rank}.json").read_text()) for rank in range(ranks)]
+        for i, layout in enumerate(layouts)
     }
 
 

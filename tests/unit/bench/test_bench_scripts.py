@@ -1,4 +1,4 @@
-"""bench/step_path.py on a tree of a few lines, and bench/rehearse.py without its rehearsals."""
+"""bench/step_path.py on a tree of a few lines, bench/rehearse.py and bench/new_models.py without their rehearsals."""
 
 from __future__ import annotations
 
@@ -125,3 +125,30 @@ def test_a_rank_that_takes_too_much_memory_is_the_exit_code(
 ) -> None:
     code, found = results(rehearse, monkeypatch, capsys, "--quick", gb=4.1)
     assert (code, found["within"]) == (1, False)
+
+
+@pytest.mark.gate
+def test_configs_of_new_models_are_sized_or_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}')
+    models, out = ROOT / "configs/models", tmp_path / "out.json"
+    configs = [models / "Qwen3-30B-A3B/config.json", models / "DeepSeek-V3/config.json", other]
+    command = [
+        sys.executable,
+        str(BENCH / "new_models.py"),
+        *map(str, configs),
+        "--gpus",
+        "8",
+        "--out",
+        str(out),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "3 cells: 1 sized, 2 refused"
+    cells = json.loads(out.read_text())
+    assert cells["Qwen3-30B-A3B 8"]["stated_gb"] == pytest.approx(41, rel=0.15)
+    assert cells["DeepSeek-V3 8"]["refusal"] == (
+        "DeepSeek-V3: full training does not fit 8 GPUs of 80 GB (h100); 128 GPUs (16 nodes) are enough"
+    )
+    assert cells["other 8"]["refusal"].startswith("config.json: architecture 'Mamba2ForCausalLM' has no")
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert again.stdout == ended.stdout
