@@ -11,9 +11,9 @@ take is in no figure. The engine sleeps before every forward pass (SGLang's /slo
 does: a pass of a GPU takes hardly longer for more requests. On the raw CPU it does, and there is nothing to gain: see
 bench/README.md.
 
-Every finished run is one line of `--records`, and is not run again: the table grows over days. A line of other
-settings of this bench ends it. Runs of one seed and algorithm follow each other; which ratio begins rotates from seed
-to seed.
+Every finished run is one line of `--records`, and is not run again: the table grows over days. `--table` writes it
+into bench/README.md. A line of other settings of this bench ends it. Runs of one seed and algorithm follow each
+other; which ratio begins rotates from seed to seed.
 
     throughput            trained tokens per second of steps, over the whole run
     step_seconds          mean
@@ -58,6 +58,8 @@ QUICK = SETTINGS | {
 TARGETS = (0.5, 0.9)
 """Held-out accuracies."""
 RECORDS = ROOT / "bench" / "april_claim.jsonl"
+PAGE = ROOT / "bench" / "README.md"
+BEGIN, END = "<!-- table: python bench/april_claim.py --table -->\n", "<!-- end of table -->"
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom."""
 
@@ -208,6 +210,12 @@ def table_lines(figures: Mapping[str, Any], targets: Sequence[float] = TARGETS) 
     return lines
 
 
+def page_with(lines: Sequence[str]) -> str:
+    """Return the text of bench/README.md with this table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return "".join([before, BEGIN, *(f"{line}\n" for line in lines), END, rest.partition(END)[2]])
+
+
 def read_records(path: Path, settings: Mapping[str, Any]) -> dict[Key, Record]:
     """Return the records of a file. Raises UserError for one of other settings."""
     records: dict[Key, Record] = {}
@@ -236,7 +244,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="the whole result as JSON on one line")
-    parser.add_argument("--table", action="store_true", help="print the table of the finished runs; run none")
+    parser.add_argument(
+        "--table", action="store_true", help="run nothing; write the table into bench/README.md"
+    )
     parser.add_argument("--records", type=Path, help=f"a line for each run (default: bench/{RECORDS.name})")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     parser.add_argument("--ratios", nargs="+", type=float, choices=RATIOS, default=RATIOS, help="N'/N")
@@ -264,6 +274,8 @@ def main() -> int:
                     file.flush()
                     say(f"{key}: {records[key]['seconds']} s, {records[key]['curve'][-1]}")
         figures = table(records, targets)
+    if args.table:
+        PAGE.write_text(page_with(table_lines(figures, targets)), encoding="utf-8")
     if args.json:
         print(json.dumps({"bench": "april_claim", "settings": settings, "runs": figures}))
     else:

@@ -25,11 +25,12 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.hub import find_folder, pin_models
 from rlsys.core.devices import gpu_names
 from rlsys.core.errors import RunError, UserError, disk_errors
+from rlsys.data.row_source import heldout_count
 from rlsys.engine.launch_args import engine_command
 from rlsys.evaluation.tryout import FILE_NAME
 from rlsys.planner.layout import lay_out
 from rlsys.planner.model_preflight import check_model
-from rlsys.planner.recommendation import recommend
+from rlsys.planner.recommendation import Recommendation, Value, recommend
 from rlsys.planner.unusual_settings import GB, host_memory_problems
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
@@ -112,12 +113,25 @@ def new_for_model(args: argparse.Namespace) -> int:
         if problems := host_memory_problems(recommendation.config, HFConfig.read(snapshot), memory):
             raise UserError(f"--model {args.model}: {problems[0]}; for machines with GPUs give --gpus N")
     sections["model"]["path"] = replace(sections["model"]["path"], value=str(args.model))
+    _limit_evaluation(recommendation)
     config = write_config(args.folder, sections, data)
     print(f"  {config}")
     if args.gpus is None:
         print(f"for {f'the {gpus} GPUs' if gpus else 'the CPU'} of this host; --gpus N: for N GPUs")
     print(f"next: rlsys explain {config}\n      rlsys rehearse {config}\n      rlsys train {config}")
     return 0
+
+
+def _limit_evaluation(recommendation: Recommendation) -> None:
+    """Limit eval.prompts to what the data file holds out; print what prevents reading the file."""
+    evaluation = recommendation.sections["eval"]
+    try:
+        count = heldout_count(recommendation.config)
+    except UserError as e:  # data.keys, which the user sets in the new config, may be all that is missing
+        print(f"warning: {e}; eval.prompts = {evaluation['prompts'].value} is not checked")
+        return
+    if count is not None and count < evaluation["prompts"].value:
+        evaluation["prompts"] = Value(count, "all held-out prompts of the data: about one in eight")
 
 
 def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Callable[[Config], None]) -> int:

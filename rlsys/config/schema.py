@@ -260,6 +260,8 @@ class Config(Section):
         r, t, p = self.rollout, self.trainer, self.parallel
         if (section := self.run.profile) is not None and (rank := max(section.ranks)) >= p.world_size:
             raise ValueError(f"run.profile.ranks = {rank}: expected a trainer rank below {p.world_size}")
+        if section is not None and t.epochs is None and (step := max(section.steps)) > t.steps:
+            raise ValueError(f"run.profile.steps = {step}: expected at most trainer.steps = {t.steps}")
         if t.offload_optimizer and self.model.dtype != "bfloat16":
             raise ValueError(
                 f"trainer.offload_optimizer = {t.offload_optimizer} needs model.dtype = bfloat16, "

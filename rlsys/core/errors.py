@@ -52,3 +52,8 @@ def disk_errors(path: Path, kind: type[RlsysError] = RunError) -> Iterator[None]
         yield
     except OSError as e:
         raise kind(f"{path}: {e.strerror or type(e).__name__}") from None
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of an exception, or the name of its type where it has none, as `TimeoutError`."""
+    return str(error) or type(error).__name__

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from rlsys.core.errors import RunError
+from rlsys.core.errors import RunError, error_text
 from rlsys.core.imports import module_command
 from rlsys.core.texts import load_json
 
@@ -123,7 +123,9 @@ class ProcessPool:
             async with asyncio.timeout(START_SECONDS):
                 await worker.call(self._config)
         except (TimeoutError, PoolProcessError) as e:
-            raise RunError(f"{self._field}: its process did not start: {e or 'timed out'}") from None
+            raise RunError(
+                f"{self._field}: its process did not start within {START_SECONDS:g} s: {error_text(e)}"
+            ) from None
         finally:
             if worker.busy:
                 await worker.kill()

@@ -102,20 +102,10 @@ class RowSource:
         self._params = params
         self.rows, self.held_rows = rows, heldout_table if heldout_table is not None else rows
         scan = scan_rows(rows, self.keys)
-        self.held_is_trained = False
-        """Whether evaluations use training prompts, because a split would leave one side empty."""
         self._hashes, self._lengths = scan.hashes, scan.lengths
-        hashes = scan.hashes if heldout_table is None else scan_rows(heldout_table, self.keys).hashes
-        self.held_keys, firsts = np.unique(hashes, return_index=True)
-        """`split_hash` of the prompts that are never trained, [prompts]."""
-        if heldout_table is None:
-            selected = self.held_keys >> np.uint64(SPLIT_SHIFT) & np.uint64(HELDOUT_ONE_IN - 1) == 0
-            self.held_is_trained = not selected.any() or bool(selected.all())
-            if self.held_is_trained:  # a few prompts, as in a test whether anything is learned
-                self.held_keys = self.held_keys[:0]
-            else:
-                self.held_keys, firsts = self.held_keys[selected], firsts[selected]
-        self._heldout_numbers = np.sort(firsts)
+        split = hold_out(scan, None if heldout_table is None else scan_rows(heldout_table, self.keys))
+        self.held_keys, self.held_is_trained = split.keys, split.is_trained
+        self._heldout_numbers = split.rows
         self.data_sources: frozenset[str] | None = scan.data_sources
         """Values of `data_source` in the rows; "" for none."""
         self._train = np.arange(len(rows))
@@ -230,6 +220,47 @@ def scan_rows(table: Table, keys: KeysConfig) -> Scan:
     )
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out prompts of a table."""
+
+    keys: np.ndarray
+    """`split_hash` of the prompts that are never trained, [prompts]."""
+    rows: np.ndarray
+    """Their rows, in the order of the table."""
+    is_trained: bool
+    """Whether evaluations use training prompts, because a split would leave one side empty."""
+
+
+def hold_out(rows: Scan, heldout_rows: Scan | None) -> HeldOut:
+    """Select the different prompts of `heldout_rows`, or one in eight of `rows` by the hash of its prompt."""
+    if heldout_rows is not None:
+        keys, firsts = np.unique(heldout_rows.hashes, return_index=True)
+        return HeldOut(keys, np.sort(firsts), is_trained=False)
+    keys, firsts = np.unique(rows.hashes, return_index=True)
+    selected = keys >> np.uint64(SPLIT_SHIFT) & np.uint64(HELDOUT_ONE_IN - 1) == 0
+    if not selected.any() or selected.all():  # a few prompts, as in a test whether anything is learned
+        return HeldOut(keys[:0], np.sort(firsts), is_trained=True)
+    return HeldOut(keys[selected], np.sort(firsts[selected]), is_trained=False)
+
+
+def heldout_count(config: Config) -> int | None:
+    """Return how many prompts a data file holds out, without a tokenizer; None for another source.
+
+    Raises:
+        UserError: The file or a row cannot be read.
+    """
+    read = FILE_READERS.get(config.data.source)
+    if read is None:
+        return None
+    rows, heldout_rows, _ = _read_files(read, config.data.params)
+    scans = [
+        scan_rows(table, config.data.keys) if table is not None else None for table in (rows, heldout_rows)
+    ]
+    assert scans[0] is not None
+    return len(hold_out(scans[0], scans[1]).rows)
+
+
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
     """Build prompts from files of JSON lines."""
     return _file_source(read_lines, config, tokenizer, params)
@@ -251,8 +282,17 @@ def dataset(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource
 def _file_source(
     read: Callable[[list[Path]], Table], config: Config, tokenizer: Tokenizer, params: dict[str, Any]
 ) -> PromptSource:
+    rows, heldout_rows, p = _read_files(read, params)
+    return RowSource(config, tokenizer, rows, heldout_rows, p)
+
+
+def _read_files(
+    read: Callable[[list[Path]], Table], params: dict[str, Any]
+) -> tuple[Table, Table | None, FileParams]:
     p = parse_params("data.params", FileParams, params)
     with of_field("data.params"):
         heldout_rows = None if p.heldout_path is None else read(p.heldout_path)
-        rows = read(p.path)
-    return RowSource(config, tokenizer, rows, heldout_rows, p)
+        return read(p.path), heldout_rows, p
+
+
+FILE_READERS = {"jsonl": read_lines, "parquet": read_parquet}

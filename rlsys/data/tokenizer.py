@@ -20,7 +20,7 @@ import jinja2
 from tokenizers import Tokenizer as FastTokenizer
 
 from rlsys.config import Config
-from rlsys.core.errors import RowError, UserError
+from rlsys.core.errors import RowError, UserError, error_text
 from rlsys.core.model_folder import TOKENIZER, read_fields, read_stop_ids
 from rlsys.core.texts import is_valid_text, shorten
 from rlsys.core.tokenizer_files import chat_templates, read_config, token_text, tokenizer_folder
@@ -215,7 +215,7 @@ class Tokenizer:
         try:
             return template.render(messages=list(messages), add_generation_prompt=generate, **variables)
         except TEMPLATE_ERRORS as e:
-            reason = shorten(str(e) or type(e).__name__, 500)
+            reason = shorten(error_text(e), 500)
             raise RowError(f"{self.path}: the chat template refuses the messages: {reason}") from None
 
     def _template_of(self, name: str) -> ChatTemplate:

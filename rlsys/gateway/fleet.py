@@ -19,7 +19,7 @@ from typing import Literal
 import aiohttp
 from yarl import URL
 
-from rlsys.core.errors import RunError, UserError
+from rlsys.core.errors import RunError, UserError, error_text
 from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.core.model_folder import read_fields
 from rlsys.engine.client import EngineClient
@@ -266,7 +266,7 @@ class Fleet:
             return False, str(e)
         except DeadEngine as e:
             engine.mark_dead()
-            return False, f"{engine.url}: {e or type(e).__name__}"
+            return False, f"{engine.url}: {error_text(e)}"
         return True, ""
 
     async def _load(self, engine: EngineState) -> None:

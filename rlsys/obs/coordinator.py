@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from rlsys.core.errors import RunError, disk_errors
+from rlsys.core.errors import RunError, disk_errors, error_text
 from rlsys.core.folders import replace_file
 from rlsys.core.owner import FOLDER, KEY_HEADER, Owner, current_owner
 from rlsys.core.sockets import UnixConnection, exchange
@@ -108,9 +108,7 @@ def _by_socket(owner: Owner, path: str, timeout_s: float) -> bytes | None:
     except _NOT_LISTENING:  # killed: no process listens there
         return None
     except (OSError, http.client.HTTPException) as e:
-        raise CoordinatorUnreachable(
-            f"the run's coordinator does not respond: {e or type(e).__name__}"
-        ) from None
+        raise CoordinatorUnreachable(f"the run's coordinator does not respond: {error_text(e)}") from None
     if status != http.client.OK:
         raise CoordinatorUnreachable(f"the run's coordinator: {body.decode(errors='replace')[:200]}")
     return body

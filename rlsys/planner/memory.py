@@ -405,8 +405,8 @@ def _output_layer(config: Config, size: ModelSize) -> tuple[float, float]:
     """Return the largest memory of the output layer in a training and a scoring pass.
 
     Logits exist in float32 and in the model's dtype, in a scoring pass as two copies in float32. If they are computed
-    for some rows at a time (rlsys.trainer.model.output_layer), the hidden states, their gradient and, without fused
-    accumulation, that of the weight exist beside them.
+    for some rows at a time (rlsys.trainer.model.output_layer), the hidden states, their gradient and that of the
+    weight exist beside them. Fused accumulation, which depends on what is installed, takes less for the latter.
     """
     p, width = config.parallel, value_bytes(config)
     rows, columns = config.trainer.token_budget / p.cp, size.vocab / p.tp
@@ -414,7 +414,7 @@ def _output_layer(config: Config, size: ModelSize) -> tuple[float, float]:
     training, scoring = (width + 4) * elements, 8 * elements
     if elements < rows * columns:
         states = width * rows * size.hidden
-        weight = (width + 4) * columns * size.hidden if config.launch.gpus_per_node == 0 else 0
+        weight = (width + 4) * columns * size.hidden
         training += 2 * states + weight * (config.trainer.lora is None)
         scoring += states
     return training, scoring

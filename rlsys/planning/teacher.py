@@ -10,6 +10,7 @@ from aiohttp import ClientSession
 
 from rlsys.config import Config
 from rlsys.config.sidecar_servers import teacher_config
+from rlsys.core.errors import error_text
 from rlsys.core.identity import ANONYMOUS, engine_identity
 from rlsys.core.owner import Owner
 from rlsys.core.types import Sample, TokenSequence
@@ -88,7 +89,7 @@ class EngineTeacher:
                     except (*DeadEngine, EngineError) as e:
                         if isinstance(e, EngineError) and e.status < _ITS_FAULT:
                             return f"algo.teacher: {e}"
-                        self._log_availability(unavailable=True, reason=str(e) or type(e).__name__)
+                        self._log_availability(unavailable=True, reason=error_text(e))
                         await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:
             return f"{UNAVAILABLE}: {url} has not answered for {self._timeout_s:g} s"

@@ -49,8 +49,6 @@ VERDICT = r"\boxed{-1}"
 """Made-up response of a judge."""
 GENERATOR_SECONDS = 90.0
 """Time limit for a generator to end a response whose turns take no time."""
-HELDOUT_PROMPTS = 256
-"""Most held-out prompts to draw, at about half a millisecond each."""
 TRAINING_PROMPTS = 64
 """Training prompts to read."""
 LONGEST_PROMPTS = 32
@@ -110,7 +108,7 @@ def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
     with one_line_errors(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
         check_teachers(config, source)
-        source.heldout(min(config.eval.prompts, HELDOUT_PROMPTS))
+        source.heldout(config.eval.prompts)  # too few of them would end the run
     return tokenizer, source
 
 
@@ -169,7 +167,7 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
     limits = prompt_limits(config)
     with one_line_errors(f"data.source = {config.data.source!r}"):
         train = [train_prompt(source, i) for i in range(TRAINING_PROMPTS)]
-        heldout = source.heldout(min(config.eval.prompts, HELDOUT_PROMPTS))
+        heldout = source.heldout(config.eval.prompts)
         tables = row_sources(source)
         longest = source.longest(LONGEST_PROMPTS) if isinstance(source, RowSource) else []
         counts = [row_counts(table, limits, max_rows=CHECKED_ROWS) for table in tables]
@@ -252,11 +250,7 @@ async def _check_eval_set(config: Config, eval_set: EvalSet, tokenizer: Tokenize
     """Check that the set's prompts exist, and that its reward accepts a made-up response. Returns remarks."""
     set_config, limits = eval_set_config(config, eval_set), prompt_limits(config)
     with one_line_errors(f"eval.sets {eval_set.name}"):
-        prompts = heldout_prompts(
-            set_config,
-            eval_set.model_copy(update={"prompts": min(eval_set.prompts, HELDOUT_PROMPTS)}),
-            tokenizer,
-        )
+        prompts = heldout_prompts(set_config, eval_set, tokenizer)
     bad = {p.index: reason for p in prompts if (reason := unusable_reason(p, limits)) is not None}
     try:
         if len(bad) == len(prompts):

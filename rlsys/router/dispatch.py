@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+from rlsys.core.errors import error_text
 from rlsys.core.types import TokenSequence
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.engine_state import NEVER, EngineState, Flight
@@ -234,7 +235,7 @@ class Dispatcher:
         try:
             await call
         except (*DeadEngine, EngineError) as e:
-            engine.failure = str(e) or type(e).__name__
+            engine.failure = error_text(e)
             log.warning("%s: %s", engine.url, engine.failure)
             engine.mark_dead()
             return False

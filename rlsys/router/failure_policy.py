@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from rlsys.core.errors import RunError
+from rlsys.core.errors import RunError, error_text
 from rlsys.core.types import TokenSequence
 from rlsys.engine.wire import DeadEngine, EngineError
 from rlsys.router.dispatch import EVALUATION, Dispatcher
@@ -114,7 +114,7 @@ async def attempt(
                 yield result
     except DeadEngine as e:
         result.end = RequestEnd.DEATH
-        result.reason = f"{engine.url}: a request broke off: {e or type(e).__name__}"
+        result.reason = f"{engine.url}: a request broke off: {error_text(e)}"
         if not flight.scope.expired():  # otherwise it is already marked dead
             log.warning("%s", result.reason)
             engine.mark_dead()

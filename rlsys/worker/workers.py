@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rlsys.config import Config
-from rlsys.core.errors import RunError
+from rlsys.core.errors import RunError, error_text
 from rlsys.core.imports import module_command
 from rlsys.core.run_files import CONFIG_FILE
 from rlsys.core.types import Prompt, Sample, TokenSequence
@@ -66,7 +66,7 @@ class Workers:
 
     def _fail(self, error: BaseException) -> None:
         """Fail the run: a worker cannot be started, or fails."""
-        text = str(error) or type(error).__name__
+        text = error_text(error)
         for worker in self.workers:
             worker.give_up(text)
         self._on_failure(RunError(text))

@@ -256,3 +256,11 @@ def test_the_claim_continues_with_what_is_missing(april_claim: ModuleType, tmp_p
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"records\.jsonl:1: settings are \{'lr': 1\}; expected \{'lr': 2\}"):
         april_claim.read_records(file, {"lr": 2})
+
+
+@pytest.mark.gate
+def test_the_page_has_the_table_of_the_recorded_runs(april_claim: ModuleType) -> None:
+    records = april_claim.read_records(april_claim.RECORDS, april_claim.SETTINGS)
+    assert records
+    lines = april_claim.table_lines(april_claim.table(records))
+    assert april_claim.PAGE.read_text() == april_claim.page_with(lines), "python bench/april_claim.py --table"

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from rlsys.core.errors import RowError, RunError, UserError
+from rlsys.core.errors import RowError, RunError, UserError, error_text
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,8 @@ def test_an_error_is_one_line(kind: type[Exception], raw: str, shown: str) -> No
     assert str(kind(raw)) == shown
     assert str(pickle.loads(pickle.dumps(kind(raw)))) == shown
     assert str(kind()) == ""
+
+
+def test_an_exception_without_a_message_has_the_name_of_its_type() -> None:
+    assert error_text(TimeoutError()) == "TimeoutError"
+    assert error_text(ValueError("no digits")) == "no digits"

@@ -14,17 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from rlsys.config import Config
+from rlsys.config import Config, load_config
 from rlsys.core.errors import UserError
 from rlsys.core.imports import resolve
 from rlsys.core.seeds import stable_hash
 from rlsys.core.types import Prompt
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.quickstart_model import write_model
+from rlsys.data.row_source import heldout_count
 from rlsys.data.source import is_heldout
 from rlsys.data.trace import Trace
 from rlsys.data.traces import terms, trace_batches, working
 from rlsys.rewards import make_score
+from rlsys.rollout.dry_run import build_inputs
 from tests.helpers.responses import response_of
 
 
@@ -393,3 +395,19 @@ def test_shipped_model_is_what_the_command_makes(model: Path) -> None:
         k: (v.shape, v.dtype) for k, v in made.items()
     }
     assert sum(v.size for v in found.values()) == 774_208
+
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "configs/quickstart.yaml"
+
+
+def test_every_held_out_prompt_of_an_evaluation_is_checked_before_a_run(tmp_path: Path) -> None:
+    """A run ends at its first evaluation if the data hold out fewer, however many that are."""
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(3000)]
+    path = write_rows(tmp_path / "sums.jsonl", rows)
+    data = f"data={{source: jsonl, params: {{path: {path}}}, reward: exact_answer}}"
+    many = load_config(QUICKSTART, [data, "eval.prompts=600"])
+    count = heldout_count(many)
+    assert count is not None and 256 < count < 600
+    with pytest.raises(UserError, match=rf"eval\.prompts = 600: .*expected at most {count}, or more rows"):
+        build_inputs(many)
+    assert build_inputs(load_config(QUICKSTART, [data, f"eval.prompts={count}"])) is not None

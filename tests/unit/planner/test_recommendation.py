@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from rlsys.cli.main import main
 from rlsys.config import load_config
 from rlsys.convert.config import HFConfig
 from rlsys.core.errors import UserError
+from rlsys.data.row_source import heldout_count
 from rlsys.planner.layout import lay_out
 from rlsys.planner.memory import budget, memory_problems, model_size, samples_held
 from rlsys.planner.recommendation import recommend
@@ -93,6 +96,24 @@ def test_data_and_reward_are_in_the_config(tmp_path: Path, monkeypatch: pytest.M
     assert main([*command, "--reward", "score.py:score"]) == 0
     data = load_config(Path("mine/config.yaml"), []).data
     assert (data.source, data.params, data.reward_name) == ("jsonl", {"path": "rows.jsonl"}, "score.py:score")
+
+
+def test_an_evaluation_has_no_more_prompts_than_the_data_hold_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of the written config would end at its first evaluation else."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": i + 1} for i in range(400)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet")
+    command = ["new", "mine", "--model", str(MODELS / "Qwen3-30B-A3B"), "--gpus", "8", "--data"]
+    assert main([*command, "rows.parquet"]) == 0
+    config = load_config(Path("mine/config.yaml"), [])
+    assert 25 < config.eval.prompts < 75 and config.eval.prompts == heldout_count(config)
+    Path("other.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    command[1] = "other"
+    assert main([*command, "other.jsonl"]) == 0
+    warning = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
+    assert "other.jsonl:1" in warning and warning.endswith("eval.prompts = 512 is not checked")
 
 
 def test_a_model_of_a_hub_is_written_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ def test_a_step_that_fails_leaves_no_file(tmp_path: Path) -> None:
     ("section", "error"),
     [
         ("{steps: [1], ranks: [0, 1]}", "run.profile.ranks = 1: expected a trainer rank below 1"),
+        ("{steps: [31, 3]}", "run.profile.steps = 31: expected at most trainer.steps = 30"),
         ("{steps: []}", "run.profile.steps"),
         ("{steps: [0]}", "run.profile.steps"),
     ],
