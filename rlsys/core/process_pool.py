@@ -123,9 +123,8 @@ class ProcessPool:
             async with asyncio.timeout(START_SECONDS):
                 await worker.call(self._config)
         except (TimeoutError, PoolProcessError) as e:
-            raise RunError(
-                f"{self._field}: its process did not start within {START_SECONDS:g} s: {error_text(e)}"
-            ) from None
+            reason = f"no answer in {START_SECONDS:g} s" if isinstance(e, TimeoutError) else error_text(e)
+            raise RunError(f"{self._field}: its process did not start: {reason}") from None
         finally:
             if worker.busy:
                 await worker.kill()
