@@ -40,9 +40,9 @@ from plan_stage import Size, Stage, stage
 from rlsys.config import load_config
 from rlsys.core.errors import UserError
 
-ALGORITHMS = ("grpo", "dapo", "gspo")
+ALGORITHMS: tuple[str, ...] = ("grpo", "dapo", "gspo")
 RATIOS = (1.0, 1.5, 2.0)
-SEEDS = (0, 1, 2, 3, 4)
+SEEDS: tuple[int, ...] = (0, 1, 2, 3, 4)
 SETTINGS: dict[str, Any] = {
     "groups": 8, "group_size": 8, "longest": 256, "steps": 52, "lr": 6.0e-6, "eval_interval": 4, "eval_prompts": 128,
     "max_staleness": 8, "sleep": 0.02,
@@ -55,7 +55,7 @@ QUICK = SETTINGS | {
     "eval_interval": 1,
     "eval_prompts": 8,
 }
-TARGETS = (0.5, 0.9)
+TARGETS: tuple[float, ...] = (0.5, 0.9)
 """Held-out accuracies."""
 RECORDS = ROOT / "bench" / "april_claim.jsonl"
 PAGE = ROOT / "bench" / "README.md"

@@ -61,7 +61,8 @@ def cell(source: Path, gpus: int, rehearse: bool) -> dict[str, Any]:
             path = Path(name) / "config.yaml"
             path.write_text(dump_config(config), encoding="utf-8")
             begin = time.monotonic()
-            rank = run_rank(path, [], Request(stated.stage * in_stage))
+            micro_batches = None if p.pp > 1 else 1  # more of them change no peak
+            rank = run_rank(path, [], Request(stated.stage * in_stage, micro_batches=micro_batches))
             real = round(rank.worst.total / 1e9, 2)
             figures |= {
                 "rehearsed_gb": real,

@@ -295,4 +295,4 @@ def _read_files(
         return read(p.path), heldout_rows, p
 
 
-FILE_READERS = {"jsonl": read_lines, "parquet": read_parquet}
+FILE_READERS: dict[str, Callable[[list[Path]], Table]] = {"jsonl": read_lines, "parquet": read_parquet}

@@ -259,9 +259,13 @@ def engine_samples(config: Config) -> int:
 
 def samples_held(config: Config, pool_tokens: int) -> int:
     """Return the samples of an engine that a KV pool holds, with the lengths that they have on average in flight."""
+    return min(engine_samples(config), _pool_samples(config, pool_tokens))
+
+
+def _pool_samples(config: Config, pool_tokens: int) -> int:
     longest = config.rollout.max_response_tokens
     prompt = min(MEAN_PROMPT_TOKENS, longest // 4)  # tasks with short responses have short prompts
-    return min(engine_samples(config), int(pool_tokens / (prompt + long_tail(longest).in_flight)))
+    return int(pool_tokens / (prompt + long_tail(longest).in_flight))
 
 
 def with_pool(config: Config) -> Config:
@@ -560,14 +564,19 @@ def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
 
 
 def size_warnings(config: Config, hf: HFConfig) -> list[str]:
-    """Describe sizes that do not match."""
+    """Describe sizes that do not match.
+
+    Engines may well decode fewer samples than are in flight, if a KV pool holds no more: the others wait.
+    """
     warnings = []
-    if config.slots > (capacity := config.engine.writers * config.max_running_requests):
-        warnings.append(f"{config.slots} samples are in flight, but the engines decode {capacity} at once")
-    responses, samples = (
-        samples_held(config, budget(config, model_size(hf)).pool_tokens),
-        engine_samples(config),
-    )
+    pool_tokens = budget(config, model_size(hf)).pool_tokens
+    responses, samples = samples_held(config, pool_tokens), engine_samples(config)
+    limit = config.max_running_requests
+    if config.slots > config.engine.writers * limit and (held := _pool_samples(config, pool_tokens)) > limit:
+        warnings.append(
+            f"{config.slots} samples are in flight, but the engines decode {config.engine.writers * limit} at once; "
+            f"the KV pool of an engine would hold {held}"
+        )
     if responses < samples:
         warnings.append(
             f"the KV pool holds about {responses} responses with lengths of a long tail, of {samples} that an "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 
@@ -125,8 +126,21 @@ def test_what_will_not_fit_is_a_warning() -> None:
         80.0,
     )
     assert odd[0].startswith("a trainer rank needs")
-    assert "256 samples are in flight, but the engines decode 128 at once" in odd
     assert problems_of(config(), QUICKSTART, 80.0) == []
+
+
+def test_engines_that_decode_less_than_their_pool_holds_are_a_warning() -> None:
+    """128 of 256 samples in flight: waiting is unusual only where the pool has room for more."""
+    few = ["model.dtype=bfloat16", "engine.tp=2", "engine.max_running_requests=128"]
+    size = published("Qwen3-30B-A3B")
+    (odd,) = size_warnings(config(*few, "engine.max_total_tokens=100000"), size)
+    assert re.fullmatch(
+        r"256 samples are in flight, but the engines decode 128 at once; the KV pool of an engine would hold \d+",
+        odd,
+    )
+    held = int(odd.rpartition(" ")[2])
+    assert held > 128
+    assert size_warnings(config(*few, f"engine.max_total_tokens={100000 * 128 // held}"), size) == []
 
 
 def test_engines_that_rest_leave_room_for_the_trainer() -> None:
