@@ -58,7 +58,7 @@ WAVE_1 = (
     "dual_clip", "kl", "kl_reward", "entropy", "tis", "icepop", "icepop_geometric", "opsm", "decoupled_ppo",
     "decoupled_interpolated", "decoupled_ewma", "exact_old", "m2po", "m2po_mask", "bapo", "vcpo", "minpro", "gdpo",
 )  # fmt: skip
-"""Of the method catalogue: their own share of a step is to be under 5 %."""
+"""Methods of the catalogue whose own share of a step must be under 5 %."""
 QUICK = ("grpo", "dapo", "gae")
 ROLE_SECONDS = 1800.0
 
@@ -171,7 +171,7 @@ def curves(names: list[str], engine: Lent, work: Path, results: Results, steps: 
 
 
 def cost(names: list[str], work: Path, results: Results, repeats: int) -> None:
-    """In this process, on the recorded step of the tests, with the quickstart's model."""
+    """Measure in this process, on the recorded step of the tests, with the quickstart's model."""
     from algorithms_cost import measure_cost
 
     wanted = [n for n in names if f"cost/{n}" not in results.all]
@@ -197,7 +197,7 @@ def by_panel(results: Results) -> Curves:
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """accuracy: mean of all evaluations of a run, so that earlier is better; one number a seed."""
+    """Return the accuracy per seed: the mean of all evaluations of a run, so that an earlier rise counts more."""
     found = {
         kind: {k.split("/")[1]: v for k, v in results.all.items() if k.startswith(f"{kind}/")}
         for kind in ("recipes", "cost")

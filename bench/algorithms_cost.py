@@ -1,4 +1,5 @@
-"""What an algorithm takes of a train step, measured on the real trainer with a recorded step. See algorithms.py."""
+"""Share of a train step that an algorithm takes, measured on the real trainer with a recorded step. See
+algorithms.py."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
 
 GROUPS = 16
-"""Of the step that is measured: the recorded groups over and over."""
+"""Groups of the measured step: the recorded ones, repeated."""
 TIMED = ("plan", "finish", "prepare", "__call__", "lr_factor", "defer")
 
 

@@ -1,4 +1,4 @@
-"""Does APRIL pay? Rollouts of one recorded long-tail trace on a real SGLang engine, mode against mode in one run.
+"""Gain of APRIL: rollouts of one recorded long-tail trace on a real SGLang engine, all modes in one run.
 
     python bench/april.py --json [--repeats 2] [--quick] [--only NAME ...] [--cost gpu-like]
     python bench/april_plot.py RESULT.json FIGURE.png
@@ -10,13 +10,13 @@ Compared: rollout modes that train batches of the same N samples:
     april-R        N'/N = R: a step takes the first N, the rest stays in the engine, which reads it again after the
                    push (router.interruption: retract)
     april-2-abort  the same at R = 2, but the rest comes back, is saved, and is sent again (abort, the default)
-    april-2-kept   the same, but a push leaves keys and values in place: what re-prefill costs
+    april-2-kept   the same, but a push leaves keys and values in place: shows the cost of re-prefill
     asynchronous   2 N in flight, and nothing is interrupted by a take; a push interrupts, admission bounds the age
     saturated      2 N in flight always, no steps, no pushes
     prefill        2 N interrupted prefixes are read at once and nothing is decoded
 
-A push makes all keys and values wrong, so at any step all that is in flight is read again. `bound_of`: what share of
-`saturated` that leaves to april-2, by these two and the trace alone.
+A push invalidates all keys and values, so every step reads all samples in flight again. `bound_of` computes the share
+of `saturated` that april-2 can reach, from these two modes and the trace alone.
 
 Every step is what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
 with flush and attestation (canaries, checksums), resume with re-prefill. Training itself takes no time here: this is
@@ -76,7 +76,7 @@ GPU_LIKE_SECONDS = 0.03
 """Added to every forward pass: several times what the CPU's own pass takes."""
 COSTS = {"gpu-like": GPU_LIKE_SECONDS, "cpu": None}
 PREFILL_TOKENS = 8192
-"""Of one forward pass: what SGLang chooses on a GPU of 80 GB; without one it would take half of it."""
+"""Tokens of one forward pass, as SGLang chooses on a GPU of 80 GB; without one it would take half."""
 QUICK_SCALE = 16
 """--quick divides the lengths of the trace."""
 

@@ -1,4 +1,4 @@
-"""What the modes of bench/april.py run on: one engine, random weights and prompts, the trace, the slots' clock."""
+"""Stage of the modes of bench/april.py: one engine, random weights and prompts, the trace, the slots' clock."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ class Mode:
 
     @property
     def slots(self) -> int:
-        """N', samples in flight."""
+        """Return N', the samples in flight."""
         return round(self.batch * self.over_provision)
 
     def warm_steps(self, lengths: Sequence[int]) -> int:
-        """Until the longest response can have been begun and ended between takes; 0 if no sample outlives a step."""
+        """Return the steps until the longest response can start and end between takes; 0 if no sample outlives a
+        step."""
         a_step = self.batch * sum(lengths) / len(lengths) / self.slots
         return math.ceil(max(lengths) / a_step) if self.max_staleness else 0
 
 
 class TracedRouter(Router):
-    """The product's router; the trace says how long each response is."""
+    """The product's router with response lengths of the trace."""
 
     lengths: Sequence[int] = ()
     interrupt_seconds = 0.0
@@ -69,7 +70,7 @@ class TracedRouter(Router):
 
 
 class RandomPrompts:
-    """Prompt `i` is random ids, the same in every mode; nobody evaluates."""
+    """Prompts of random ids, the same in every mode; none is held out."""
 
     def train(self, index: int) -> Prompt:
         rng = random.Random(index)
@@ -80,7 +81,7 @@ class RandomPrompts:
 
 
 def canary_ids() -> list[list[int]]:
-    """As large as those of the product: some prompts, and as many of its longest responses."""
+    """Return canaries as large as those of the product: some prompts, and as many of its longest responses."""
     rng = random.Random(-1)
     lengths = [PROMPT_TOKENS] * CANARIES + [CANARY_TOKENS] * CANARIES
     return [[rng.randrange(9, VOCAB) for _ in range(n)] for n in lengths]
@@ -88,7 +89,7 @@ def canary_ids() -> list[list[int]]:
 
 @dataclass
 class Stage:
-    """What all modes share."""
+    """Engine, tensors and trace, which all modes share."""
 
     client: EngineClient
     config: Config
@@ -98,8 +99,9 @@ class Stage:
     folder: Path
 
     async def tokens_read(self) -> float:
-        """Tokens of prefill passes since the engine's start, by its own count: prompts, canaries, and prefixes that
-        it reads again, also of requests that it has kept."""
+        """Return the tokens of prefill passes since the engine's start, by its own count.
+
+        These are prompts, canaries, and prefixes that it reads again, also of requests that it has kept."""
         lines = (await self.client.get("/metrics")).splitlines()
         read = (x for x in lines if x.startswith("sglang:realtime_tokens_total{") and "prefill_compute" in x)
         return sum(float(line.rsplit(" ", 1)[1]) for line in read)
@@ -134,7 +136,7 @@ class Stage:
 
 @dataclass
 class Clock:
-    """Looks at the slots while a mode runs."""
+    """Samples the number of busy slots while a mode runs."""
 
     router: Router
     slots: int
@@ -146,5 +148,5 @@ class Clock:
             await asyncio.sleep(LOOK_SECONDS)
 
     def idle_share(self) -> float:
-        """Share of the time with fewer than half of the slots busy."""
+        """Return the share of the time with fewer than half of the slots busy."""
         return sum(n < self.slots / 2 for n in self.looks) / max(1, len(self.looks))

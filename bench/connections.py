@@ -140,7 +140,7 @@ async def request(address: str, path: str) -> float | None:
 
 
 async def offered(address: str, path: str, rate: float, seconds: float) -> Served:
-    """Send requests at their times, whatever becomes of the earlier ones."""
+    """Send requests at their times, without waiting for the earlier ones."""
     tasks, starts, begin = [], [], time.monotonic()
     for number in range(max(1, round(rate * seconds))):
         await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))

@@ -78,7 +78,7 @@ PARTS = (
     Part("waiting", "gpu_checks:waiting", 90),
     Part("two_ranks_on_one_gpu", "gpu_checks:two_ranks_on_one_gpu", 120),
 )
-"""What may hang comes last."""
+"""Parts in their order; those that may hang come last."""
 
 
 def end_with_descendants(process: subprocess.Popen[bytes]) -> None:

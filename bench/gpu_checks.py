@@ -23,7 +23,7 @@ from gpu_node import CUDA, DEVICE, need_cuda, seconds_of, synchronize
 from measure import ROOT, machine
 
 ANSWER_SECONDS = 60.0
-"""Of each rank in a group of two, after the group's own limit."""
+"""Seconds for each rank of a group of two, after the group's own limit."""
 HASHED_BYTES = 2**30 if CUDA else 2**25
 BUCKET_BYTES, BUCKETS = (2**28, 200) if CUDA else (2**21, 20)
 PACKAGES = ("torch", "sglang", "megatron-core", "transformer-engine", "triton", "nvidia-nccl-cu13")
@@ -144,7 +144,7 @@ def _rank(rank: int, port: int, backend: str, limit: float, pause: float, answer
 
 
 def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> None:
-    """Messages of two ranks, also of one alone."""
+    """Record the messages of two ranks, also if only one answers."""
     from launch.ports import free_ports
 
     spawn = multiprocessing.get_context("spawn")

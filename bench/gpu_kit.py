@@ -40,7 +40,7 @@ PYTHON = "3.12"
 GLIBC = range(17, 40)
 """Minor versions of the manylinux tags that the node takes."""
 COPY_MIB = 46.0
-"""Of one copy to the node."""
+"""Time limit of one copy to the node."""
 
 NODE = (
     "torch", "torchvision", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy",
@@ -91,7 +91,7 @@ TE_CHANGES = (
         "    found, handle = _load_cuda_library_from_system(lib_name)\n    if found:\n        return True, handle\n",
     ),
 )
-"""In transformer_engine/common/__init__.py: text -> text."""
+"""Replacements in transformer_engine/common/__init__.py."""
 STUBS = {"IPython/__init__.py": "", "IPython/display.py": "display = print\nclass HTML(str): ...\n"}
 """SGLang imports IPython for notebooks: 35 MB."""
 
@@ -175,7 +175,7 @@ def split(archive: Path, most: int) -> list[Path]:
 
 
 class CannotBuild(Exception):
-    """What is missing on this machine to compile an extension."""
+    """Return what this machine lacks to compile an extension."""
 
 
 def cuda_home() -> Path:

@@ -24,7 +24,7 @@ LAYER_SHAPE: dict[str, int] = {
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "max_position_embeddings": 4096,
 }  # fmt: skip
-"""Of Qwen3-30B-A3B's layers (config.json of Qwen/Qwen3-30B-A3B); the vocabulary is smaller."""
+"""Sizes of Qwen3-30B-A3B's layers (config.json of Qwen/Qwen3-30B-A3B); the vocabulary is smaller."""
 SMALL_SHAPE: dict[str, int] = {"vocab_size": 512, "head_dim": 64, "max_position_embeddings": 4096}
 """Without a GPU: shows that the part runs."""
 

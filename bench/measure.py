@@ -1,4 +1,4 @@
-"""What the benches share: a real engine, a random model of a stated size, medians with spread."""
+"""Parts of all benches: a real engine, a random model of a stated size, medians with spread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and how busy it was."""
+    """Return the machine of the figures, and its load."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cores": os.cpu_count(), "gpu": gpu, "python": platform.python_version(),

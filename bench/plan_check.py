@@ -44,7 +44,7 @@ CALIBRATING = {
     "disaggregated": Setting("disaggregated", 2, 1.25, 2, 0.02),
     "capacity": Setting("disaggregated", 1, 1.0, 2, 0.02, policy="wait"),
 }
-"""By what they tell of. The first one tells all how long responses are: it waits for every one."""
+"""Runs by the quantity that they show. The first one waits for every response, so it gives all lengths."""
 SETTINGS = (
     Setting("colocated", 1, 1.0, 0, 0.03),
     Setting("colocated", 1, 2.0, 8, 0.03),
@@ -60,7 +60,7 @@ WARM, STEPS, CALIBRATED_STEPS = 2, 8, 16
 """Train steps that are left out at first, that are measured, and of a calibrating run."""
 ROUNDS, CAPACITY_ROUNDS = 3, 2
 SEEDS = range(101, 105)
-"""Of simulated runs, whose mean is the forecast: a run of few steps has the lengths that its seed gives it."""
+"""Seeds of simulated runs, whose mean is the forecast, since a run of few steps depends on its seed."""
 CALIBRATING_SEED, FIRST_SEED = 1, 21
 """run.seed of the calibrating runs, and of the first round."""
 
@@ -92,7 +92,7 @@ def forecast_of(
 
 
 def longer(costs: Costs, seconds: float) -> Costs:
-    """With so much more sleep before each pass."""
+    """Return a setting with this much more sleep before each pass."""
     return replace(costs, pass_overhead=max(0.0, costs.pass_overhead + seconds))
 
 
@@ -117,7 +117,7 @@ def idle_by_rule(setting: Setting, found: Calibration, slept: float, size: Size)
 
 
 def measured_of(folder: Path) -> dict[str, float]:
-    """Of a run's steps after the first ones."""
+    """Return the means of a run's steps after the first ones."""
     lines = steps_of(folder)[WARM - 1 :]
     before, steps = lines[0], lines[1:]
     seconds = steps[-1]["time"] - before["time"]
@@ -226,7 +226,7 @@ def compare_idle(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -
 
 
 def summary(compared: dict[str, Any], capacity: dict[str, Any], best: str) -> dict[str, Any]:
-    """What docs/planning.md asks of it."""
+    """Return the figures that docs/planning.md requires."""
     errors = [one["error"] for one in compared.values()]
     rates = {name: one["measured_tokens_per_s"]["median"] for name, one in compared.items()}
     return {

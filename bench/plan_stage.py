@@ -1,4 +1,4 @@
-"""What plan_check.py and april_claim.py measure on: engines that stay, and one run of the real stack after another.
+"""Stage of plan_check.py and april_claim.py: engines that stay, and one run of the real stack after another.
 
 A run is what `rlsys train` starts (launch/plan.py), without its engines: a rollout process and a trainer, in a folder
 of their own. Engines cost most of a start, so two of them serve all runs; a run of one engine leaves the other idle.
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a train step, and of the largest response in tokens; `engines` are kept."""
+    """Size of a train step, and of the largest response in tokens. `engines`: number of engines."""
 
     groups: int = 16
     group: int = 4
@@ -68,7 +68,8 @@ class Size:
 
 
 def config_of(setting: Setting, size: Size, folder: Path, seed: int) -> Config:
-    """The quickstart with a frozen policy; nothing is evaluated or saved while it is measured."""
+    """Return the quickstart's config with a frozen policy, without evaluations and checkpoints while it is
+    measured."""
     return load_config(
         ROOT / "configs/quickstart.yaml",
         [
@@ -87,7 +88,7 @@ def config_of(setting: Setting, size: Size, folder: Path, seed: int) -> Config:
 
 
 class Stage:
-    """Kept engines. `folder` has the runs."""
+    """Owns the engines and `folder`, which has the runs."""
 
     def __init__(self, folder: Path, owner: Owner, urls: Sequence[str], size: Size) -> None:
         self.folder, self.size = folder, size
@@ -95,18 +96,18 @@ class Stage:
         self._runs = 0
 
     def run(self, setting: Setting, steps: int, seed: int) -> Path:
-        """The folder of a run of so many train steps, which has ended."""
+        """Run this many train steps, and return the run folder."""
         config = config_of(setting, self.size, self.new_folder(), seed)
         self.run_config(config, setting.sleep, "step", steps)
         return config.run.dir
 
     def new_folder(self) -> Path:
-        """Of the next run; it is not there yet."""
+        """Return the folder of the next run, which does not exist yet."""
         self._runs += 1
         return self.folder / f"run-{self._runs}"
 
     def run_config(self, config: Config, sleep: float, kind: str, n: int) -> None:
-        """Until its metrics.jsonl has `n` lines of this kind. Engines sleep from its first evaluation on."""
+        """Run until metrics.jsonl has `n` lines of this kind. Engines sleep from its first evaluation on."""
         folder, count = config.run.dir, config.engine.count
         owner = replace(self._owner, run_dir=folder)
         write_folder(config, owner)
@@ -142,7 +143,7 @@ def engine_log(folder: Path, index: int) -> Path:
 
 @contextlib.contextmanager
 def stage(folder: Path, size: Size) -> Iterator[Stage]:
-    """Ended, with its engines, at the end."""
+    """Yield a stage, and end its engines afterwards."""
     first = Setting("colocated", size.engines, 2.0, 8, 0.0)
     home = folder / "engines"
     (home / "logs").mkdir(parents=True)
@@ -160,7 +161,7 @@ def stage(folder: Path, size: Size) -> Iterator[Stage]:
 
 
 def write_folder(config: Config, owner: Owner) -> None:
-    """As a launch that took it leaves it for its roles."""
+    """Write the run folder as a launch leaves it for its roles."""
     (config.run.dir / "logs").mkdir(parents=True)
     (config.run.dir / "config.yaml").write_text(dump_config(config))
     (config.run.dir / FOLDER).mkdir(mode=0o700)
@@ -173,7 +174,7 @@ def write_folder(config: Config, owner: Owner) -> None:
 
 @contextlib.contextmanager
 def attached(config: Config, owner: Owner, urls: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The run's own processes; ended, with all that they started, at the end."""
+    """Yield the run's own processes, and end them and their children afterwards."""
     ports = [int(url.rpartition(":")[2]) for url in urls]
     plan = build_plan(config, lay_out(config), [Node("localhost")], Ports(ports), engine_command)
     with contextlib.ExitStack() as stack:

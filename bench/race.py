@@ -67,7 +67,7 @@ class Run:
     steps: int
     accuracy: float
     step_seconds: float
-    """From the first moment at which it could train to the end of the last step."""
+    """Seconds from the first possible train step to the end of the last one."""
     start_seconds: float
     """The process's start until then."""
     wall_seconds: float
@@ -75,7 +75,7 @@ class Run:
 
 
 def read_run(lines: Sequence[dict[str, Any]], began: float, target: float) -> Run | None:
-    """Of the lines `start`, `step` and `eval` of a runner; None before the target.
+    """Return the seconds of a runner from its lines `start`, `step` and `eval`; None before the target.
 
     An evaluation lasts from the line before it to its own. One before the first step belongs to the start.
     """
@@ -134,7 +134,7 @@ def _last(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started: the next runner has the machine to itself."""
+    """End a runner with all its children: the next runner has the machine to itself."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, sent)

@@ -1,4 +1,4 @@
-"""The other runner of bench/race.py: TRL's GRPOTrainer on the prompts, the reward and the model of a config of ours.
+"""The other runner of bench/race.py: TRL's GRPOTrainer on the prompts, the reward and the model of an rlsys config.
 
     PYTHONPATH=.venv/parity python bench/race_trl.py CONFIG OUT.jsonl --target 0.9 [KEY=VALUE ...]
 
@@ -53,7 +53,7 @@ class Lines:
 
 
 class Task:
-    """Prompts and reward as a run of ours has them."""
+    """Return prompts and reward as a run of rlsys has them."""
 
     def __init__(self, config: Config) -> None:
         self.tokenizer = Tokenizer(config.model.path)

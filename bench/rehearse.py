@@ -1,4 +1,4 @@
-"""What `rlsys rehearse` costs: `python bench/rehearse.py [--only WORD ...] [--pushes] [--json] [--quick]`.
+"""Cost of `rlsys rehearse`: `python bench/rehearse.py [--only WORD ...] [--pushes] [--json] [--quick]`.
 
 The plan of a sharded push comes first: bytes that trainer ranks send and engines receive, and the seconds that this
 takes at the stated rate of a link. Then each kind of
@@ -32,7 +32,7 @@ PLANNED = 10.0
 """Seconds of the processor that the plan of a push may take."""
 EXPERIMENTS = ROOT / "configs/experiments"
 LARGEST = ["parallel.tp=8", "parallel.pp=16", "parallel.ep=64", "parallel.dp=16", "launch.nodes=256"]
-"""Of DeepSeek-V3's 61 layers on 2,048 GPUs."""
+"""Layout of DeepSeek-V3's 61 layers on 2,048 GPUs."""
 SMALLEST = "qwen2.5-7b_8gpu_colocated"
 
 

@@ -1,4 +1,4 @@
-"""What the router costs, beside no router and beside sglang-router, on the same engine in the same run.
+"""Cost of the router, compared with no router and with sglang-router, on the same engine in the same run.
 
     python bench/router.py --json [--quick] [--repeats 9] [--sglang-router FOLDER]
 
@@ -92,12 +92,12 @@ def routers_before(
 
 
 def cpu_seconds(keeper: psutil.Process) -> float:
-    """That what a keeper keeps has used."""
+    """Return the CPU seconds of a keeper's processes."""
     return sum(sum(p.cpu_times()[:2]) for p in keeper.children(recursive=True))
 
 
 def resident_mib(keeper: psutil.Process) -> float:
-    """Of what a keeper keeps."""
+    """Return the memory of a keeper's processes."""
     return sum(p.memory_info().rss for p in keeper.children(recursive=True)) / 2**20
 
 
@@ -151,7 +151,7 @@ async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
 
 
 def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
-    """Who comes when in a round: nobody always follows the same one, or comes first."""
+    """Return the order of a round: no target always comes first or follows the same one."""
     names = list(urls)
     first = rounds_before % len(names)
     rotated = names[first:] + names[:first]
@@ -162,7 +162,7 @@ def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
 
 
 def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
-    """Of whole answers and of streams, after a round that warms up."""
+    """Measure whole answers and streams, after a warm-up round."""
     requests, tokens, repeats = (64, 8, 1) if args.quick else (128, 64, args.repeats)
     out = {}
     for kind in ("whole", "streamed"):
@@ -184,7 +184,7 @@ def added(latency: dict[str, list[float]], name: str) -> list[float]:
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Of every target to `direct` in the same repeat."""
+    """Return the ratio of every target to `direct` in the same repeat."""
     return {
         name: [a / b for a, b in zip(values, rates["direct"], strict=True)] for name, values in rates.items()
     }
@@ -247,7 +247,7 @@ def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def held_samples(samples: int) -> dict[str, float]:
-    """In a process of its own: memory that an earlier round has freed would hide what this one takes."""
+    """Measure in a separate process, since memory that an earlier round has freed would hide new memory."""
     say(f"{samples} samples in flight and parked")
     done = subprocess.run(
         [sys.executable, STAGE, "--held", str(samples)], capture_output=True, text=True, check=True
@@ -257,7 +257,7 @@ def held_samples(samples: int) -> dict[str, float]:
 
 
 def summary(real: dict[str, Any], capacity: dict[str, Any]) -> dict[str, float | None]:
-    """What issue and changelog quote."""
+    """Return the figures that the issue and the changelog quote."""
     return {
         "throughput_ratio_to_direct": real["throughput"]["whole"]["ratio_to_direct"]["rlsys"]["median"],
         "added_p50_ms": real["added_p50_ms"]["rlsys"],

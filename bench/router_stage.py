@@ -1,4 +1,4 @@
-"""What bench/router.py puts behind a router: a server that answers at once, and engines that hold what they get.
+"""Servers behind the routers of bench/router.py: one that answers at once, and engines that hold their requests.
 
 python bench/router_stage.py --instant --port P     the server, until it is ended
 python bench/router_stage.py --held N               N samples in `rlsys.router` alone; JSON
@@ -71,7 +71,7 @@ async def serve_instantly(port: int) -> None:
 
 
 class HeldEngine(EngineClient):
-    """In this process: FIRST tokens at once, then nothing before `finish` or an abort."""
+    """Engine in this process: FIRST tokens at once, then nothing before `finish` or an abort."""
 
     def __init__(self, url: str, session: Any) -> None:
         super().__init__(url, session)
@@ -91,7 +91,7 @@ class HeldEngine(EngineClient):
         return Segment([5] * n, [-0.5] * n, [VersionSpan(self._version, 0, n)], finish, 0, prompt)
 
     def finish(self, how: str = "length") -> None:
-        """All that it holds ends."""
+        """End all held requests."""
         held, self._held = self._held, asyncio.get_running_loop().create_future()
         held.set_result(how)
 

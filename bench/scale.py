@@ -1,4 +1,4 @@
-"""What one rollout process can carry: CPU time a token, how late its loop is, what a take costs, and its memory.
+"""Load of one rollout process: CPU time of a token, delay of its loop, cost of a take, and memory.
 
     python bench/scale.py --json [--quick] [--engines 256] [--samples 5000] [--mean 512] [--routes]
                           [--workers 4] [--history 1000] [--tree OTHER]
@@ -36,7 +36,7 @@ from tests.helpers.python_path import python_path
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = Path(__file__).with_name("scale_stage.py")
 MOST_STREAMS = 12_000
-"""Of one process of engines: each is a descriptor, and 20,000 of them are a usual limit."""
+"""Connections of one process of engines: each needs a descriptor, and 20,000 of them are a usual limit."""
 LAYERS, TOPK = 58, 8
 
 
@@ -70,7 +70,7 @@ def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str
 
 
 def engine_commands(args: argparse.Namespace, port: int, shape: list[str]) -> list[list[str]]:
-    """One for all engines, or as many as their streams need."""
+    """Start one process for all engines, or as many as their streams need."""
     share = -(-args.engines // -(-args.samples // MOST_STREAMS))
     return [
         [sys.executable, str(STAGE), "--engines", str(min(share, args.engines - first)),

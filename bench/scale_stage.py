@@ -1,4 +1,4 @@
-"""What bench/scale.py measures: engines that answer at once, and one process that does all of a rollout.
+"""Stage of bench/scale.py: engines that respond at once, and one process with a whole rollout.
 
 python bench/scale_stage.py --engines N --port P ...     N engines on ports from P on, until the process is ended
 python bench/scale_stage.py --coordinator --port P ...   a rollout with them; JSON
@@ -59,7 +59,8 @@ def length_of(seed: int, mean: int) -> int:
 
 @cache
 def event(tokens: int, reason: str | None, routes: int) -> bytes:
-    """One event with `tokens` new ones; a last one carries what the whole request has. `routes`: bytes of experts."""
+    """Return one event with `tokens` new ones; the last one has those of the whole request. `routes`: bytes of
+    experts."""
     meta: dict[str, Any] = {
         "finish_reason": None if reason is None else {"type": reason}, "weight_version": "LABEL",
         "prompt_tokens": PROMPT, "cached_tokens": 0, "completion_tokens": tokens,
@@ -103,8 +104,9 @@ class Engine:
         return web.json_response({"success": True})
 
     async def _run(self, request: web.Request) -> web.Response:
-        """From now on it belongs to the run in this folder: it writes routes there for those who ask for it, and
-        streams as that run's config says."""
+        """Assign the engine to the run in this folder.
+
+        It writes requested routes there, and streams as that run's config says."""
         from rlsys.engine.hooks.route_writer import (
             RouteWriter,  # an older checkout's rollout also runs this file
         )
@@ -186,7 +188,7 @@ async def serve_engines(count: int, port: int, mean: int, layers: int, topk: int
 
 
 class Lag:
-    """How late the loop is, looked at every 10 ms."""
+    """Measures the delay of the event loop every 10 ms."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
@@ -205,7 +207,7 @@ def cpu() -> float:
 
 
 def of_all(processes: list[psutil.Process]) -> float:
-    """Seconds of CPU time."""
+    """Return seconds of CPU time."""
     return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
 
 
@@ -220,7 +222,7 @@ class Numbers:
 
 
 def write_history(file: tuple[Path, str, int], steps: int, config: Config) -> None:
-    """A run's ledger after so many train steps, whose tokens are pruned: rows alone."""
+    """Write the ledger of a run after this many train steps, whose tokens are pruned: rows alone."""
     RolloutBuffer(*file).close()
     groups, size = config.rollout.groups_per_step, config.rollout.group_size
     ids = np.arange(PROMPT, dtype="<i4").tobytes()
@@ -257,13 +259,13 @@ async def reward(_: Prompt, text: str) -> float:
     return len(text) % 64 / 64
 
 
-def make_router(args: argparse.Namespace, session: aiohttp.ClientSession, **more: Any) -> Router:
-    """With all engines, or those of a worker."""
+def make_router(args: argparse.Namespace, session: aiohttp.ClientSession) -> Router:
+    """Create a router of all engines, or of those of a worker."""
     own = range(getattr(args, "worker", None) or 0, args.engines, getattr(args, "workers", 1))
     return Router(
         [EngineClient(f"http://127.0.0.1:{args.port + i}", session) for i in own],
         vocab_size=VOCAB, context_length=20 * args.mean, stop_ids={EOS}, bounds=Bounds(1e-3, 1e-3),
-        routes=args.layers > 0, **more,
+        routes=args.layers > 0,
     )  # fmt: skip
 
 
@@ -281,7 +283,7 @@ def make_workers(config: Config, args: argparse.Namespace) -> Workers:
 
 
 async def work(args: argparse.Namespace) -> None:
-    """A worker; when it is told to end, it writes down how late its loop was."""
+    """Run a worker, which writes the delays of its loop when it ends."""
     from rlsys.worker.worker import Worker, WorkerParts, exit_now, standard_input
 
     config, lag = Config.model_validate_json((args.folder / "config.json").read_text()), Lag()
@@ -291,7 +293,7 @@ async def work(args: argparse.Namespace) -> None:
         exit_now()
 
     async with make_session() as session:
-        router = make_router(args, session, single_router=False)
+        router = make_router(args, session)
         watch = asyncio.create_task(lag.watch())
         parts = WorkerParts(
             config,
@@ -305,7 +307,7 @@ async def work(args: argparse.Namespace) -> None:
 
 
 class Rollout:
-    """What rlsys.rollout.service puts together, without its HTTP, and the trainer's side of a push."""
+    """Parts of rlsys.rollout.service without its HTTP server, and the trainer's side of a push."""
 
     def __init__(self, args: argparse.Namespace, session: aiohttp.ClientSession) -> None:
         sizes = {
@@ -343,7 +345,7 @@ class Rollout:
         self.made = source, planning
 
     async def begin(self) -> None:
-        """Workers come up, where there are some."""
+        """Start the workers, if there are any."""
         await self.workers.start(self.buffer)
         source, planning = self.made
         self.manager = RolloutManager(self.config, self.buffer, self.workers, source, make_scorer(), planning)
@@ -355,7 +357,7 @@ class Rollout:
         return self.workers.engines.stats()
 
     async def push(self) -> float:
-        """Seconds from the interrupt to attested weights; no tensor moves."""
+        """Push without tensors. Returns the seconds from the interrupt to attested weights."""
         start = time.monotonic()
         ticket = await self.manager.begin_push()
         canaries = [Canary(ids, [LOGP] * (len(ids) - 1)) for ids in ticket.canaries]
@@ -363,7 +365,7 @@ class Rollout:
         return time.monotonic() - start
 
     async def close(self) -> float:
-        """Seconds to open the ledger again."""
+        """Close the ledger. Returns the seconds to open it again."""
         await self.manager.close()
         await self.workers.close()
         self.buffer.close()

@@ -1,4 +1,4 @@
-"""What one trainer rank plans and reads of a step of DeepSeek-V3's size: seconds, and memory.
+"""Seconds and memory in which one trainer rank plans and reads a step of DeepSeek-V3's size.
 
     python bench/share.py --json [--quick] [--samples 25000] [--mean 10000] [--dp 16] [--pp 16]
 
@@ -68,11 +68,11 @@ class Sizes:
 
     @property
     def layers(self) -> list[int]:
-        """Those of the first pipeline stage."""
+        """Ranks of the first pipeline stage."""
         return list(range(-(-LAYERS // self.pp)))
 
     def lengths(self) -> list[int]:
-        """Of the responses: lognormal, cut off at four times their mean."""
+        """Lengths of the responses: lognormal, at most four times their mean."""
         drawn = np.random.default_rng(0).lognormal(sigma=0.8, size=self.samples)
         return np.clip(drawn / drawn.mean() * self.mean, 1, self.budget - PROMPT).astype(int).tolist()
 
@@ -147,7 +147,7 @@ def peak_bytes() -> int:
 
 
 def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
-    """What rank 0 does with the answer."""
+    """Decode the answer, as rank 0 does."""
     answer = (folder / STEP).read_bytes()
     start, cpu = time.perf_counter(), time.process_time()
     taken = decode(answer, TrainBatch)

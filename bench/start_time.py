@@ -89,7 +89,7 @@ class Run:
         return [entry for line in lines if (entry := json.loads(line))["kind"] == "step"]
 
     def tokens(self) -> int:
-        """What the rollout process has received so far; 0 before it answers."""
+        """Return the tokens that the rollout process has received; 0 before it answers."""
         log = self.folder / "logs" / "rollout.log"
         found = re.search(r"listening on ([\d.:]+)", log.read_text()) if log.exists() else None
         if found is None:

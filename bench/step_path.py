@@ -1,4 +1,4 @@
-"""How far must a reader jump to follow one train step? Counted on a real one, from `take` to the push.
+"""Changes of file along one train step, counted on a real one, from `take` to the push.
 
     python bench/step_path.py                 # this tree
     python bench/step_path.py --tree ../old   # another tree of rlsys, with its own .venv
@@ -52,7 +52,7 @@ if "rlsys.train" in sys.orig_argv:
 
 
 def counted(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """What a reader of the walk meets: its functions and files, and how often the file changes and comes back."""
+    """Count the functions and files of the walk, and how often the file changes and comes back."""
     stays = [room for room, _ in groupby(room for room, _ in walk)]
     files = len(set(stays))
     return {"functions": len(walk), "files": files, "changes": len(stays) - 1, "returns": len(stays) - files}

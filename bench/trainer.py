@@ -55,7 +55,7 @@ LR = 1e-5
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Of dense bfloat16 products, by a word of the device's name."""
+"""Peak FLOP/s of dense bfloat16 products, by a word of the device's name."""
 
 
 def synthetic(trace: list[int]) -> TrainBatch:
@@ -107,7 +107,7 @@ class Bench:
         self.trainer.passes.score(self.batch)
 
     def bare(self) -> None:
-        """What a pre-training loop does: nothing of ours but the split of a micro-batch into this rank's share."""
+        """Run a pre-training loop, which uses only rlsys's split of a micro-batch into this rank's share."""
         # Imported here: rlsys.trainer patches megatron before its first import.
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -238,7 +238,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def gpu_figures(model: Path, tokens_per_s: float) -> dict[str, float | None]:
-    """Of one GPU at this many trained tokens a second."""
+    """Return the FLOPs utilisation of one GPU at this many trained tokens per second."""
     hf = HFConfig.read(model)
     size = model_size(hf)
     visited = size.dense - hf.vocab_size * hf.hidden_size + hf.layers * 3 * hf.hidden_size * size.active_width

@@ -1,4 +1,4 @@
-"""What trees and repairs are good for, on a real engine and the quickstart's task. Prints JSON.
+"""Effect of trees and repairs, on a real engine and the quickstart's task. Prints JSON.
 
     python bench/trees.py --json                  distinct answers: LATR against sampling with as many tokens
     python bench/trees.py --part scope --json     groups without success, before and after SCOPE's repairs

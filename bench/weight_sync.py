@@ -39,7 +39,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.engine_checksums import ChecksumVerifier
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.gathered_push import GatheredPush
+from rlsys.weights.weight_transport import GatheredTransport, transport_class
 
 METHODS = ("auto", "broadcast", "disk", "disk_delta")
 GB = 1e9
@@ -60,8 +60,14 @@ def config_for(method: str, model: Path, run: Path) -> Config:
     return Config.model_validate(made)
 
 
+def transport_of(config: Config) -> GatheredTransport:
+    kind = transport_class(config)
+    assert issubclass(kind, GatheredTransport)
+    return kind(config)
+
+
 async def push(
-    client: EngineClient, sync: GatheredPush, tensors: dict[str, Tensor], version: int
+    client: EngineClient, sync: GatheredTransport, tensors: dict[str, Tensor], version: int
 ) -> tuple[float, int]:
     """Seconds and bytes of one push."""
     ticket = WeightUpdate(version, [EngineAddress(client.url, client.tp, version - 1)], [])
@@ -83,7 +89,7 @@ def copy_seconds(tensors: dict[str, Tensor]) -> float:
 
 
 def loopback_seconds(tensors: dict[str, Tensor]) -> float:
-    """All bytes through one TCP connection to this machine, into memory that is there already."""
+    """Send all bytes through one TCP connection to this machine, into allocated memory."""
     blocks = [t.contiguous().view(-1).view(torch.uint8).numpy() for t in tensors.values()]
     target = memoryview(bytearray(max(block.nbytes for block in blocks)))
 
@@ -115,8 +121,7 @@ def hashlib_seconds(tensors: dict[str, Tensor]) -> float:
 async def checksum_seconds(
     client: EngineClient, hf: HFConfig, tensors: dict[str, Tensor]
 ) -> tuple[float, float]:
-    """What attestation adds to a push: the trainer's checksums of all tensors, then the engine's; and the first part
-    of it alone."""
+    """Return the seconds that attestation adds to a push, and those of the trainer's checksums."""
     start = time.perf_counter()
     checksums = EngineChecksums(hf, client.tp)
     for _ in checksums.watch(tensors.items()):
@@ -130,7 +135,7 @@ async def checksum_seconds(
 async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -> dict[str, Any]:
     tensors = load_file(model / "model.safetensors")
     total = sum(t.nbytes for t in tensors.values())
-    syncs = {m: GatheredPush(config_for(m, model, folder / m)) for m in METHODS}
+    syncs = {m: transport_of(config_for(m, model, folder / m)) for m in METHODS}
     first: dict[str, float] = {}
     floors = {"copy": copy_seconds, "loopback": loopback_seconds, "hashlib": hashlib_seconds}
     seconds: dict[str, list[float]] = {m: [] for m in (*floors, *METHODS, "checksums", "hashes")}

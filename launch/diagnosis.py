@@ -2,7 +2,7 @@
 
 `rlsys doctor RUN` writes a request into the run folder; the supervisor, which alone reaches every process on
 every node, collects stacks and answers with a file. Its stall detector does the same after
-launch.silence_seconds.
+1.5 times rollout.stall_timeout.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from rlsys.http_server.server import guarded_app, serving_in_thread
 HOST = "127.0.0.1"
 LIMITS = ServerLimits(connections=64, body_bytes=0, head_seconds=10.0)
 PAGE_SECONDS = 1.0
-"""How long scrapes get the same page: rendering it takes milliseconds, and anybody may ask."""
+"""Seconds for which scrapes get the same page, since rendering takes milliseconds and any client may ask."""
 TARGETS = "prometheus"
 """Folder beside the runs: file_sd_configs globs the files of one folder, not one file in each of many."""
 _NOT_ALLOWED = re.compile(r"[^a-zA-Z0-9_]")

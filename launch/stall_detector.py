@@ -23,7 +23,7 @@ class StallDetector:
 
         Args:
             path: the run folder.
-            limit: launch.silence_seconds.
+            limit: seconds without a change before a diagnosis.
             report: receives messages.
         """
         self._path, self._limit, self._report = path, limit, report
@@ -52,7 +52,7 @@ class StallDetector:
                 self._diagnose(reason, processes, nodes, status)
             elif seconds > self._limit:
                 self.reset()
-                reason = f"nothing has changed for launch.silence_seconds = {seconds:.0f} s"
+                reason = f"nothing has changed for {seconds:.0f} s"
                 self._diagnose(reason, processes, nodes, status)
                 self._report(f"nothing has changed for {seconds:.0f} s; see {self._path / diagnosis.ANSWER}")
         except OSError as e:  # a full disk: the run may still continue

@@ -51,7 +51,7 @@ _MAX_PROBES = 64
 _ENDING_FRACTION = 1 / 3
 """Fraction of the preemption time that is reserved for ending the processes."""
 _KINDS = ("engine", "rollout", "trainer")
-"""In order of dependency: each depends on those before it."""
+"""Kinds of roles in order of dependency: each depends on those before it."""
 
 
 class Supervisor:
@@ -94,7 +94,7 @@ class Supervisor:
         self._status: dict[str, Any] | None = None
         self._console = Console(display, lambda: run_dir.log("supervisor.log"))
         self._report = self._console.report
-        self._stall_detector = StallDetector(run_dir.path, config.launch.silence_seconds, self._report)
+        self._stall_detector = StallDetector(run_dir.path, config.diagnosis_seconds, self._report)
 
     def run(self) -> None:
         """Run until the trainer is done, then end all roles.

@@ -40,15 +40,15 @@ from rlsys.core.errors import UserError
 from rlsys.core.imports import resolve, source_location
 
 FIELD, EPISODE = "rollout.generator_params.run", "episode"
-"""What names the function, for messages."""
+"""Config field of the function, for messages."""
 REWARD_URL, REWARD_KEY = "RLSYS_REWARD_URL", "OPENAI_API_KEY"
-"""Where an agent finds to whom it may say what its response was worth, and with which key."""
+"""Environment variables with the URL and the key for the reward that an agent reports."""
 SAMPLE, EVALUATION_STEP = "RLSYS_SAMPLE_ID", "RLSYS_EVALUATION_STEP"
 """Which sample of the run it is; an evaluation's have none, but the train steps that its weights contain."""
 LENGTH = struct.Struct("<I")
 """Every message is its length and its bytes."""
 MAX_ERROR_CHARACTERS = 4000
-"""Characters of what an agent raised: less than a pipe holds, so that nobody has to read it while it is written."""
+"""Characters of what an agent raised: less than a pipe holds, so that the write does not block."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -176,7 +176,7 @@ class Host:
 
     def _write(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode()
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: the next read ends us
+        with contextlib.suppress(BrokenPipeError):  # the peer is closed: the next read ends this process
             self._channel.sendall(LENGTH.pack(len(data)) + data)
 
 

@@ -144,7 +144,7 @@ class PolicyEndpoint:
                     self._exchanges.remove(exchange)
                 return answer
             self.leave(arrival)
-            arrival.answer(409, f"nobody answers at {arrival.base_url}")
+            arrival.answer(409, f"no server answers at {arrival.base_url}")
 
     async def _present(self) -> Arrival:
         if self.arrival is None and self._full():

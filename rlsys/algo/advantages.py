@@ -81,7 +81,7 @@ class Advantage(Plugin):
 
     @property
     def of_turns(self) -> bool:
-        """Whether it looks at the rewards of turns, and not at the sample's alone."""
+        """Whether it uses the rewards of turns, and not only the sample's."""
         return "turn_rewards" in self.needs()
 
     def __call__(self, samples: Samples) -> Tensor:

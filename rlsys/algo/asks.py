@@ -83,9 +83,7 @@ class Requirements:
             if signals := sorted(plugin.needs_before() & current):
                 looks_ahead.append(f"{type(plugin).__name__} needs {' and '.join(signals)} before the loss")
             elif anchor_needs & current and isinstance(plugin, UpdatePlugin) and plugin.prepares:
-                looks_ahead.append(
-                    f"{type(plugin).__name__} looks at a whole update before its backward pass"
-                )
+                looks_ahead.append(f"{type(plugin).__name__} needs a whole update before its backward pass")
 
         whole_step: list[Plugin] = [p for p in shaping if p.needs() & PASSES]
         whole_step += [*selectors, *preparing, *hooks]

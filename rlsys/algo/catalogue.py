@@ -104,17 +104,12 @@ def _entry(kind: str, name: str, path: str) -> Entry:
             (
                 field,
                 ", ".join([_type_name(info.annotation), *_bounds(info)]),
-                _default_text(field, info.default),
+                f"{len(info.default)} {field}" if _is_sections(info.default) else repr(info.default),
                 info.description or "",
             )
             for field, info in plugin.model_fields.items()
         ),
     )
-
-
-def _default_text(field: str, default: Any) -> str:
-    """Describe a default briefly; for a list of sections only their number."""
-    return f"{len(default)} {field}" if _is_sections(default) else repr(default)
 
 
 def _is_sections(default: Any) -> TypeGuard[list[BaseModel]]:

@@ -27,7 +27,7 @@ from rlsys.core.errors import UserError
 PIECES = (1, 2, 5, 1000)
 """Micro-batches of an update; the last exceeds the number of rows: one sequence per micro-batch."""
 TOLERANCE = 1e-9
-"""In float64, relative to the largest compared number. Sums in another order differ by about 1e-15."""
+"""Tolerance in float64, relative to the largest compared number. Sums in another order differ by about 1e-15."""
 
 
 def check_kind(kind: str) -> str:
@@ -85,7 +85,7 @@ def check_promises(config: Config, kind: str, name: str) -> Iterator[str]:
     yield "the same step gives the same numbers"
     for pieces, outcome in zip(PIECES[1:], outcomes[1:], strict=True):
         division = f"cut into {pieces} micro-batches" if pieces < PIECES[-1] else "cut into single sequences"
-        advice = "what needs all tokens of an update belongs into `prepare`, with its `reduce`"
+        advice = "compute quantities of all tokens of an update in `prepare`, with its `reduce`"
         _compare(first, outcome, f"{name} gives another result when an update is {division}: {advice}")
     yield "an update cut into 2 or 5 micro-batches, or into single sequences, gives the same numbers"
 

@@ -76,7 +76,7 @@ SIGNALS_TEXT = """
 ### How they are served
 
 **`old`, `current`, `entropy`, `values`** come from one forward pass of the trainer before the first update of a step.
-There is no such pass where the training pass computes the same: for the first update of a step, if nobody needs
+There is no such pass where the training pass computes the same: for the first update of a step, if no plug-in needs
 log-probs before its backward pass ([trainer.md](trainer.md), "Log-prob passes"; `rlsys explain` prints the passes).
 
 **`ref` and `ewma`** need a pass with other weights. Each keeps one more copy of a rank's weights in memory, and a
@@ -113,7 +113,7 @@ With `algo.epochs` above 1 a step goes over its mini-batches several times, in t
 advantages are those of the first time; only `current` is scored again before each further update, where it is needed.
 Ratios are still taken against the start of the step, so they move further from 1 and the clip acts more often. No
 token becomes older: there is one push a step. Checkpoints lie between steps, and the order follows from (run.seed,
-step), so a resumed run is the same. The extra update of samples that a selector put off is made once.
+step), so a resumed run is the same. The extra update of samples that a selector deferred is made once.
 
 With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) finished groups go backward
 as soon as they fill a micro-batch of every rank, while the rest of the step is still generated. The weights stay,

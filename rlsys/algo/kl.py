@@ -51,7 +51,7 @@ class Kl(Loss):
     kind: KlKind = "k3"
     """Estimator."""
     gradient: Literal["estimate", "ratio", "k2"] = "estimate"
-    """What is differentiated: the estimate, the estimate times exp(logp - mu), or k2."""
+    """Differentiated quantity: the estimate, the estimate times exp(logp - mu), or k2."""
     cap: Annotated[float, Field(gt=0)] | None = K3_CAP
     """Largest k3 of a token, after the ratio; above it there is no gradient. verl, slime, NeMo-RL: 10. null: none."""
 

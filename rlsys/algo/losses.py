@@ -236,7 +236,7 @@ class ValueLoss(Loss):
     coefficient: Annotated[float, Field(ge=0)] = 0.5
     """Weight."""
     clip: Annotated[float, Field(gt=0)] = 0.2
-    """How far a prediction may move within one step."""
+    """Largest change of a prediction within one step."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"values"})

@@ -75,30 +75,30 @@ def _contradictions(config: Config, plugins: Mapping[str, Sequence[Any]]) -> lis
     for i, term in enumerate(plugins["loss"]):
         if isinstance(term, Kl) and term.kind == "k1" and term.gradient == "estimate":
             messages.append(
-                f"algo.loss[{i}] ({type(term).__name__}): the gradient of k1 is 0 in the mean, whatever its weight; "
+                f"algo.loss[{i}] ({type(term).__name__}): the expected gradient of k1 is 0 for any weight; "
                 "use gradient: ratio or k2, or another kind"
             )
         if isinstance(term, Vespo) and (names := _names(c for c in plugins["corrections"] if c.weighs)):
             messages.append(
-                f"algo.loss[{i}] (Vespo): its weight is of the whole ratio to what sampled, and algo.corrections "
-                f"({names}) take a part of that once more; use algo.anchor = mu and no correction"
+                f"algo.loss[{i}] (Vespo): its weight contains the whole ratio to mu, and algo.corrections "
+                f"({names}) apply a part of it again; use algo.anchor = mu and no correction"
             )
         widths = [getattr(term, name, None) for name in ("clip_low", "clip_high")]
         if widths == [0, 0]:
             messages.append(
-                f"algo.loss[{i}] ({type(term).__name__}): clip_low = clip_high = 0 take the gradient of every token "
-                "that has moved; use wider ones"
+                f"algo.loss[{i}] ({type(term).__name__}): clip_low = clip_high = 0 set the gradient of every "
+                "token whose ratio is not 1 to 0; use larger values"
             )
     if isinstance(advantage, McGrpo) and reducer.over == "active":
         messages.append(
-            "algo.reducer.over = 'active' makes up for the advantage of 0 of the median sample, which algo.advantage "
-            "(McGrpo) does already; use all"
+            "algo.reducer.over = 'active' corrects for the advantage of 0 of the median sample, as algo.advantage "
+            "(McGrpo) does; use all"
         )
     for i, selector in enumerate(plugins["selectors"]):
         if isinstance(selector, D3S) and not advantage.of_samples:
             messages.append(
                 f"algo.selectors[{i}] (D3S) takes the samples whose advantages vary most, but algo.advantage "
-                f"({type(advantage).__name__}) has advantages of tokens only: it looks at plain rewards"
+                f"({type(advantage).__name__}) has advantages of tokens only: it uses plain rewards"
             )
     if len(twice := [c for c in plugins["corrections"] if c.weighs]) > 1:
         messages.append(

@@ -117,7 +117,7 @@ class Objective:
         deferring = [s for s in self.selectors if s.defers]
         if self.advantage.of_turns and (conflicts := [*self.shaping, *deferring]):
             raise UserError(
-                f"algo.advantage = {type(self.advantage).__name__} looks at the rewards of turns, which "
+                f"algo.advantage = {type(self.advantage).__name__} uses the rewards of turns, which "
                 f"{type(conflicts[0]).__name__} does not change or keep; remove one of them"
             )
         self._deferred: DeferredSamples[DeferredSample] | None = deferring[0].store() if deferring else None

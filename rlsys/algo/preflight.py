@@ -49,7 +49,7 @@ def check(config: Config) -> None:
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
     if config.engine.explorers and not any("probes" in needs for needs in needs_of.values()):
         raise UserError(
-            "engine.pools: role = explore, but nobody asks such engines; name explore in algo.planners"
+            "engine.pools: role = explore, but no group policy uses such engines; name explore in algo.planners"
         )
     _check_teacher(config, plugins)
     _check_reducer(plugins)
@@ -95,7 +95,7 @@ def _why_not_early(config: Config) -> str:
         "launch.placement = colocated: engines rest while the trainer works; use disaggregated": (
             config.launch.placement == "colocated"
         ),
-        f"the algorithm looks at whole steps: {', '.join(whole_step)}": bool(whole_step),
+        f"the algorithm needs whole steps: {', '.join(whole_step)}": bool(whole_step),
         f"algo.minibatches = {config.algo.minibatches}: a step's groups are shuffled over them; use 1": (
             config.algo.minibatches > 1
         ),
@@ -125,7 +125,7 @@ def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None
         return
     if not any("divergence" in term.needs() for term in plugins["loss"]):
         raise UserError(
-            f"algo.teacher.engine = {teacher.engine} is asked for nobody: no term of algo.loss compares the policy "
+            f"algo.teacher.engine = {teacher.engine} is unused: no term of algo.loss compares the policy "
             "with a teacher; add distill"
         )
     reasons = {
@@ -188,7 +188,7 @@ def _check_twice(algo: AlgoSection) -> None:
 def _check_store(plugins: Mapping[str, Sequence[Any]]) -> None:
     deferring = [i for i, selector in enumerate(plugins["selectors"]) if selector.defers]
     if len(deferring) > 1:
-        raise UserError(f"algo.selectors[{deferring[1]}]: only one selector can put samples off; name one")
+        raise UserError(f"algo.selectors[{deferring[1]}]: only one selector can defer samples; name one")
 
 
 def _check_terms(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
@@ -253,7 +253,7 @@ def _check_reference(plugins: Mapping[str, Sequence[Any]]) -> None:
         *(p.needs() for field_plugins in plugins.values() for p in field_plugins)
     ):
         raise UserError(
-            f"algo.hooks ({moving[0]}) moves the reference model, but no plug-in looks at it; add kl to algo.loss"
+            f"algo.hooks ({moving[0]}) moves the reference model, but no plug-in uses it; add kl to algo.loss"
         )
     if len(moving) > 1:
         raise UserError(f"algo.hooks ({', '.join(moving)}) move the reference model more than once; name one")
@@ -295,8 +295,8 @@ def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
     for i, planner in enumerate(planners):
         if isinstance(planner, Explore) and not planner.first <= size <= planner.largest > planner.first:
             raise UserError(
-                f"algo.planners[{i}] (Explore): {size_text} is the size of a group that nobody explored; expected it "
-                f"between first = {planner.first} and largest = {planner.largest}, and these to differ"
+                f"algo.planners[{i}] (Explore): {size_text} is the size of a group without probes; expected a "
+                f"size between first = {planner.first} and largest = {planner.largest}, which must differ"
             )
         if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
             raise UserError(

@@ -58,7 +58,7 @@ class Selector(Plugin):
 
 
 class OverlongFilter(Selector):
-    """Do not train responses that were cut off at the longest length: nobody knows how they would have ended.
+    """Do not train responses that were cut off at the longest length: their outcome is unknown.
 
     Their rewards stay in the baselines of their groups. Denominators count them, as ROLL's and, over sequences, TRL's
     do; with `denominator: kept` the loss is the mean over the others, as TRL's is over tokens.
@@ -67,7 +67,7 @@ class OverlongFilter(Selector):
     paper: ClassVar[str] = "DAPO, section 3.4: overlong filtering"
     evidence: ClassVar[str] = "R"
     denominator: Literal["kept", "all"] = "all"
-    """What the loss is a mean over: the responses that ended, or all of the step."""
+    """Denominator of the mean loss: the responses that ended, or all of the step."""
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         return (~samples.column("truncated").bool()).to(samples.rewards)

@@ -29,8 +29,7 @@ Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.Argumen
 Check = Callable[[Config], None]
 """Check of a config; raises UserError."""
 LiveStatus = Callable[[Path], dict[str, Any] | None]
-"""What the coordinator of a run says of itself; None when there is none. Raises CoordinatorUnreachable when it does
-not answer."""
+"""Status of a run's coordinator; None without one. Raises CoordinatorUnreachable if it does not respond."""
 
 
 TryBuild = Callable[[], None]

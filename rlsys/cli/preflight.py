@@ -17,6 +17,7 @@ from rlsys.obs.packages import mismatches
 from rlsys.rehearse import trial
 from rlsys.rollout.dry_run import dry_run
 from rlsys.rollout.preflight import check_names
+from rlsys.weights.weight_transport import check_transport
 
 
 def check_fine_tuning(config: Config) -> list[str]:
@@ -54,6 +55,7 @@ def check_start(config: Config) -> list[str]:
         UserError: the run cannot start.
     """
     check_names(config)
+    check_transport(config)
     check(config)
     trial_result = dry_run(config)
     try_objective(config, trial_result.rewards)

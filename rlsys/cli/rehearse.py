@@ -29,7 +29,7 @@ from rlsys.rehearse.kinds import Request, kinds_of_rank, name_of_kind, one_rank,
 from rlsys.rehearse.report import describe, problems
 
 _ENV = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""Also on a host with GPUs: tensors without values need none."""
+"""Variables of the ranks, which use no GPU, since their tensors have no values."""
 _MAX_LINES = 12
 """Maximum number of lines to print of a failure."""
 

@@ -54,7 +54,7 @@ class TeacherSection(Section):
     other sources keep the teacher of `path`. A name that no prompt has is refused. Each takes its memory, and a pass
     over the whole step."""
     top_k: Annotated[int, Field(ge=1, le=65536)] | None = 64
-    """How many of the teacher's most probable tokens are compared at each place; the others are compared together.
+    """Number of the teacher's most probable tokens that are compared at each place; the others are compared together.
     null: the whole vocabulary, which costs 12 bytes for each of its entries at each token of a step."""
     direction: Annotated[float, Field(ge=0, le=1)] = 1.0
     """1: KL(policy || teacher), which seeks a mode. 0: KL(teacher || policy), which covers all. Between them: the
@@ -68,11 +68,11 @@ class TeacherSection(Section):
 
 class AlgoSection(Section):
     advantage: Spec = Spec(name="grpo")
-    """How the rewards of a group become advantages."""
+    """Estimator of the advantages from the rewards of a group."""
     loss: list[Spec] = Field(default=[Spec(name="clip")], min_length=1)
     """Terms of the loss; they are added."""
     reducer: Spec = Spec(name="token_mean")
-    """How much each token counts in the mean loss, and what the sum is divided by."""
+    """Weight of each token in the mean loss, and its denominator."""
     anchor: Anchor = "mu"
     """Which log-probs the ratios are taken against.
 
@@ -94,12 +94,12 @@ class AlgoSection(Section):
     selectors: list[Spec] = Field(default_factory=list)
     """Which samples and tokens are trained, in this order."""
     hooks: list[Spec] = Field(default_factory=list)
-    """What happens around an optimizer update: factors of the learning rate, averages of the weights."""
+    """Changes around an optimizer update: factors of the learning rate, averages of the weights."""
     prompt: Spec = Spec(name="in_order")
     """Which prompt a new group gets, and how it is worded."""
     planners: list[Spec] = Field(default_factory=list)
-    """How many samples a group gets, and whether it is kept. They are asked in this order; the first that does
-    not accept a group decides."""
+    """Policies that set the size of a group and decide whether it is trained. They decide in this order; the first
+    that does not accept a group decides."""
     group_reward: Spec | None = None
     """A reward that needs all samples of a group. It replaces the reward function's."""
     critic: CriticSection | None = None

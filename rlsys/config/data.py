@@ -12,12 +12,12 @@ from rlsys.config.section import Gigabytes, NonNegative, Positive, Seconds, Sect
 
 class KeysConfig(Section):
     prompt: str | None = None
-    """Where a row has its prompt, a text or a chat. Unset: prompt or messages."""
+    """Key of a row's prompt, a text or a chat. Unset: prompt or messages."""
     answer: str | None = None
-    """Where a row has the right answer; `a.b` is key b of key a. Unset: answer, label, ground_truth or
+    """Key of a row's right answer; `a.b` is key b of key a. Unset: answer, label, ground_truth or
     reward_model.ground_truth, whichever comes first."""
     tools: str | None = None
-    """Where a row has the schemas of its tools. Unset: tools."""
+    """Key of the schemas of a row's tools. Unset: tools."""
 
 
 class RewardSpec(Section):
@@ -27,9 +27,10 @@ class RewardSpec(Section):
     """Short name of a reward function, an import path `package.module:function`, `path/to/file.py:function`, or the
     URL of a service that scores."""
     weight: float = 1.0
-    """What its value is multiplied with before all are added."""
+    """Factor of its value in the sum of all rewards."""
     signature: Literal["auto", "rlsys", "verl", "slime", "trl", "verifiers"] = "auto"
-    """How the function is called: as rlsys, verl, slime, TRL or verifiers do it. auto looks at its parameters."""
+    """Calling convention of the function: as rlsys, verl, slime, TRL or verifiers do it. auto inspects its
+    parameters."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function."""
 
@@ -54,9 +55,9 @@ class DataConfig(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the prompt source."""
     keys: KeysConfig = KeysConfig()
-    """Where the rows of jsonl, parquet and dataset have what a run needs, if not where it is looked for."""
+    """Keys of the rows of jsonl, parquet and dataset, if they differ from the usual ones."""
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    """What the model's chat template gets beside the messages, for example enable_thinking: false, or tools: [...].
+    """Further arguments of the model's chat template, for example enable_thinking: false, or tools: [...].
     A row's own tools come first."""
     seed: NonNegative = 0
     """Seed of the training prompts; run.seed is added to it."""
@@ -67,16 +68,16 @@ class DataConfig(Section):
     URL of a service that scores; or a list of rewards, `{name: ..., weight: ..., params: ...}`, which are added."""
     reward_env: list[str] = Field(default_factory=list)
     """Environment variables that a plain (not async) reward function may read, for example an API key. It sees
-    no other variables of ours."""
+    no other variables of the rollout process."""
     reward_memory_gb: Gigabytes = 16.0
     """Address space of one reward process, in GiB. A plain reward function that needs more gets a
     MemoryError."""
     judge: str | None = None
-    """Who gives verdicts to group rewards that ask for them: the URL of an OpenAI-compatible server, engines
+    """Judge of group rewards that need verdicts: the URL of an OpenAI-compatible server, engines
     (the run's own), chain_sum (a rule), or an import path."""
     process_judge: str | None = None
-    """Who finds the first wrong step of a failed response, and the right one, for planners that repair (scope):
-    chain_sum (a rule), or an import path."""
+    """Judge that finds the first wrong step of a failed response, and the right one, for planners that repair
+    (scope): chain_sum (a rule), or an import path."""
     judge_timeout: Seconds = 120.0
     """Seconds to wait for a verdict. After them there is none. Time in which the engines rest does not
     count."""
@@ -89,7 +90,7 @@ class DataConfig(Section):
 
 class EvalSet(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
-    """What its figures are called: NAME/accuracy, NAME/pass_4."""
+    """Prefix of its metrics: NAME/accuracy, NAME/pass_4."""
     data: DataConfig | None = None
     """Its own prompts and reward, as in the section data; what it does not give has the defaults. Unset: the
     run's."""
@@ -102,7 +103,7 @@ class EvalSet(Section):
     top_k: Annotated[int, Field(ge=2, le=2048)] | None = None
     """Sample from this number of most probable tokens. Unset: from all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of these, sample from the most probable ones that together have this probability. Needs top_k."""
+    """Sample from the most probable of these ids that together have this probability. Needs top_k."""
     max_response_tokens: Positive | None = None
     """Longest response. Unset: that of training."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ class RunConfig(Section):
     """The run's folder: resolved config, metrics, rollouts, checkpoints, logs and report. The same command with
     the same folder continues the run."""
     share: Literal["group"] | None = None
-    """Who may read the folder beside you, texts of samples included: `group`, the folder's Unix group. Unset: nobody
+    """Further readers of the folder, texts of samples included: `group`, the folder's Unix group. Unset: nobody
     (mode 0700)."""
     trackers: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers that get every line of metrics.jsonl and tables of samples. Each needs its package:
@@ -38,8 +38,10 @@ class RunConfig(Section):
 
 
 class LaunchConfig(Section):
+    deleted: ClassVar = {"silence_seconds": 900.0}
+
     backend: Literal["local", "slurm", "ray"] = "local"
-    """What starts the processes: this machine (local), tasks of a Slurm job, or actors of a Ray cluster."""
+    """Launcher of the processes: this machine (local), tasks of a Slurm job, or actors of a Ray cluster."""
     nodes: Annotated[int, Field(gt=0, le=65536)] = 1
     """Machines of the run. More than one needs the backend slurm or ray, and a run.dir that all of them see."""
     gpus_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -59,7 +61,7 @@ class LaunchConfig(Section):
     """Seconds between the scheduler's SIGTERM or SIGUSR1 and its SIGKILL. A checkpoint that would take longer
     is not begun."""
     max_restarts: NonNegative = 3
-    """How often a role may be restarted without a train step in between. One more death stops the run."""
+    """Restarts of a role without a train step in between. One more death stops the run."""
     min_engines: Positive | None = None
     """Fewest engines to begin with, and to go on with when others do not start or die too often, which are tried
     again from time to time. Unset: all of them."""
@@ -74,5 +76,3 @@ class LaunchConfig(Section):
     """Further arguments of each role's srun, for example of a container plug-in (backend slurm)."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port on loopback where Prometheus reads the run (docs/seeing.md). 0 finds a free one; unset: none."""
-    silence_seconds: Seconds = 900.0
-    """Seconds without a token, a reward or a metric after which the log tells who waits for whom."""

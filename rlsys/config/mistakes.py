@@ -21,6 +21,10 @@ _NUMBER, _INTEGER, _SWITCH = "a number", "a whole number", "true or false"
 _DELETED = {
     "weights.uncompared": "it follows from model.fp8 and engine.extra_args, which choose the kernels that rearrange "
     "weights",
+    "weights.canary_p999": "it follows from weights.canary_mean, in proportion",
+    "rollout.auto_hold": "over_provision = auto always steers the share of off-policy tokens to rollout.auto_share",
+    "trainer.equal_lengths": "micro-batches have equal lengths with parallel.dispatcher = allgather",
+    "launch.silence_seconds": "it is 1.5 times rollout.stall_timeout",
 }
 """Removed options, and the reasons."""
 _DELETED_VALUES = {("weights.method", "tensor"): "auto"}

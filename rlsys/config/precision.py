@@ -23,7 +23,8 @@ BLOCK = 128
 TOKENS = 16
 """Transformer Engine's FP8 GEMMs need a multiple of this number of tokens."""
 LOGIT_BYTES = 2**30
-"""Of logits that exist at once (rlsys.trainer.model.output_layer). 1,664 rows of 151,936 ids keep a GPU busy."""
+"""Bytes of logits that exist at once (rlsys.trainer.model.output_layer). 1,664 rows of 151,936 ids keep a GPU
+busy."""
 _ROW_MULTIPLE = 128
 SCALE = "weight_scale_inv"
 """SGLang's name of the scales of a projection's `weight`: quantised values times these are the weights."""

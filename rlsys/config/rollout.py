@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlsys.config.section import FilePath, Fraction, Megabytes, NonNegative, Positive, Seconds, Section
+from rlsys.config.weight_methods import check_method
 
 TREES = ("latr", "echo")
 """Generators that generate a group's responses together."""
@@ -26,6 +27,8 @@ class Truncation(NamedTuple):
 
 
 class RolloutConfig(Section):
+    deleted: ClassVar = {"auto_hold": "off_policy"}
+
     groups_per_step: Positive = 16
     """Groups (one prompt each) that one train step trains."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
@@ -35,23 +38,20 @@ class RolloutConfig(Section):
     """Samples in flight, as a multiple of groups_per_step * group_size. Above 1 is APRIL: long responses no
     longer hold up a step, but tokens get older: a sample is in flight for over_provision steps on average, a
     group longer. auto steers it to auto_share."""
-    auto_hold: Literal["off_policy", "idle"] = "off_policy"
-    """What over_provision = auto steers: off_policy, the share of trained tokens that older weights sampled, or
-    idle, the share of slots without a sample."""
     auto_share: Fraction = 0.4
-    """The share that over_provision = auto aims at."""
+    """Share of trained tokens sampled by older weights at which over_provision = auto aims."""
     resume_order: Literal["oldest", "nearest_done", "longest"] = "oldest"
     """Which interrupted samples go on first: the oldest, those of the groups that lack the fewest samples, or
     the longest. It only matters when more samples wait than the engines decode at once."""
     max_staleness: NonNegative = 0
-    """How old a group's oldest token may be when it is trained: the most train steps between the weights that
+    """Largest age of a group's oldest token when it is trained: train steps between the weights that
     sampled it and the weights that the step starts from. 0 is on-policy. A small bound loses long responses, a
     large one trains older tokens."""
     staleness_policy: Literal["drop", "wait", "mask"] = "drop"
-    """What happens at max_staleness. drop: the group is discarded. wait: the step waits for groups that only it
-    can train. mask: the group is trained without its too old tokens."""
+    """Treatment of a group at max_staleness. drop: the group is discarded. wait: the step waits for groups that only
+    it can train. mask: the group is trained without its too old tokens."""
     max_resumes: NonNegative | None = None
-    """How often a sample may be resumed; after that no take and no push interrupts it; they wait for it.
+    """Largest number of resumes of a sample; after that no take and no push interrupts it; they wait for it.
     Unset: no limit."""
     group_deadline: Seconds | None = None
     """Seconds after which an unfinished group is censored, counted from the moment it may start in this
@@ -65,14 +65,14 @@ class RolloutConfig(Section):
     """Draw from so many most probable tokens only. The trainer restricts its softmax to the tokens that the engine
     kept (Keep Sampling Mask, DeepSeek-V3.2). Unset: from all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of these, draw from the most probable ones that together have this probability. Needs top_k."""
+    """Draw from the most probable of these ids that together have this probability. Needs top_k."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of these, draw only from those whose probability is at least this share of the largest one. Needs top_k, and
+    """Draw only from those of these ids whose probability is at least this share of the largest one. Needs top_k, and
     engine.deterministic = false."""
     stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list)
     """Texts that end a response or a turn, beside the model's own end. They stay in the response."""
     generator: str = "single_turn"
-    """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them),
+    """Generator of responses: single_turn, calculator (turns with a sandboxed Python calculator between them),
     functions (your own ones), agent (a program with an OpenAI client, docs/agents.md), environment (a game or tools
     in a process of its own, docs/environments.md), replayed (along trajectories of the data), an import path
     `package.module:function`, or `path/to/file.py:function`."""
@@ -88,9 +88,10 @@ class RolloutConfig(Section):
     length_bias_bound: Fraction = 0.1
     """Warn when trained responses are shorter than generated ones by more than this share (docs/rollout.md)."""
     keep_budget: Annotated[float, Field(ge=0)] | None = None
-    """With router.interruption in_place: the largest mean |log-prob - mu| of a step's tokens in responses that older
-    weights began (metric mismatch_kept_mean). As many samples keep their keys and values over a push as that allows,
-    the longest first; the others are read again. 0: all are read again. Unset: all are kept, whatever it costs."""
+    """Largest mean |log-prob - mu| of a step's tokens in responses that older weights began (metric
+    mismatch_kept_mean), with router.interruption = in_place. As many samples keep their keys and values over a push
+    as that allows, the longest first; the others are read again. 0: all are read again. Unset: all are kept, whatever
+    it costs."""
     flush_tokens: Positive | None = None
     """The most tokens, of all samples together, that a crash of the rollout process may lose; they are sampled
     again. A smaller value writes to disk more often. null: 64 for each sample in flight (256 with several
@@ -105,7 +106,7 @@ class RolloutConfig(Section):
     """Rewards computed at the same time. A plain reward function gets up to this many processes; an async one
     gets none."""
     max_failed_share: Fraction = 0.05
-    """Largest share of a train step's samples that may end in an exception that nobody foresaw (of a generator, a
+    """Largest share of a train step's samples that may end in an unexpected exception (of a generator, a
     source or a planner); each is censored, and more of them end the run. What rows, tools, agents, environments and
     rewards get wrong in the ways that docs/rollout.md names does not count here."""
     stall_timeout: Seconds = 600.0
@@ -139,10 +140,10 @@ class PoolConfig(Section):
     tp: Positive | None = None
     """Tensor parallel size of each of them. Unset: engine.tp."""
     cost: Annotated[float, Field(ge=0)] = 1.0
-    """What one rank of it costs in a second, in any unit. The metrics multiply its rank-seconds by it."""
+    """Cost of one rank of it per second, in any unit. The metrics multiply its rank-seconds by it."""
     role: Literal["rollout", "explore"] = "rollout"
-    """What its engines are for. rollout: they write samples. explore: they try prompts out, so that the planner
-    explore knows how many samples a prompt is worth; nothing of theirs is trained."""
+    """Role of its engines. rollout: they generate samples. explore: they probe prompts, so that the planner explore
+    knows how many samples a prompt needs; their responses are not trained."""
     relay: bool = False
     """Send weights to the first engine only, which passes them on to the next, and so on. For engines behind a slow
     link: it is crossed once, by what has changed, compressed. The trainer's first rank and each of these engines then
@@ -153,9 +154,9 @@ OWN_ARGS = (
     "--api-key", "--admin-api-key", "--config", "--weight-version", "--host", "--port", "--nccl-port",
     "--dist-init-addr", "--nnodes", "--node-rank",
 )  # fmt: skip
-"""Of SGLang: what tells an engine whose it is, and where. Beginnings of them count too, as they do for SGLang."""
+"""SGLang's arguments for the identity and address of an engine. Abbreviations count, too, as SGLang accepts them."""
 LISTENING_ARGS = ("--enable-dp-attention", "--kv-events-config", "--disaggregation-mode")
-"""Of SGLang: what opens ZeroMQ sockets on TCP. They ask for no key and unpickle what they are sent."""
+"""SGLang's arguments that open ZeroMQ sockets on TCP, which need no key and unpickle what they receive."""
 
 
 KERNEL_ARGS = (
@@ -300,7 +301,7 @@ class EngineConfig(Section):
             return self
         names = [p.name for p in self.pools]
         if twice := next((n for n in names if names.count(n) > 1), None):
-            raise ValueError(f"pools: two are called {twice}; expected a name of its own for each")
+            raise ValueError(f"pools: two have the name {twice}; expected different names")
         if JOINED_POOL in names:
             raise ValueError(
                 f"pools: name = {JOINED_POOL} is that of engines that join a run; expected another one"
@@ -350,19 +351,22 @@ class RouterConfig(Section):
     hardware_affinity: where it takes all samples together the least time, by the speeds at which each engine was seen
     to read prompts and to write; for engines on unlike machines."""
     interruption: Literal["abort", "retract", "in_place"] = "abort"
-    """What a weight push does to samples in flight; with colocated engines the take before it. abort: they return,
-    are saved, and go on after the push. retract: the engine keeps them and computes their cache again, at once and
-    in full passes. in_place: it keeps them with the old cache, which is fastest and least exact."""
+    """Treatment of samples in flight during a weight push; with colocated engines the take before it. abort: they
+    return, are saved, and go on after the push. retract: the engine keeps them and computes their cache again, at
+    once and in full passes. in_place: it keeps them with the old cache, which is fastest and least exact."""
 
 
 class WeightsConfig(Section):
-    method: Literal["auto", "broadcast", "sharded", "disk", "disk_delta", "adapter"] = "auto"
-    """How weights travel. auto: in buckets; an engine opens the memory of trainer ranks on its GPUs (without GPUs, on
-    its machine), and all others get them through a process group. broadcast: the same, on CPU hosts through a process
-    group to every engine. sharded: from the trainer ranks that own the
-    tensors, all at once, so that none gathers or sends the whole model; for engines on GPUs of their own. disk: a
-    safetensors folder that all share. disk_delta: the same, changed tensors only. adapter:
-    the adapters of trainer.lora alone, on one machine; engines keep model.path and compute with both."""
+    deleted: ClassVar = {"uncompared": None, "canary_p999": None}
+
+    method: Annotated[str, AfterValidator(check_method)] = "auto"
+    """The weight transport. auto: it follows from the layout, engine by engine: an engine opens the memory of trainer
+    ranks on its GPUs (without GPUs, on its machine), and all others get the weights in buckets through a process
+    group. broadcast: the same, on CPU hosts through a process group to every engine. sharded: the trainer ranks that
+    own the tensors send them, all at once, so that none gathers or sends the whole model; for engines on GPUs of
+    their own. disk: a safetensors folder that all share. disk_delta: the same, changed tensors only. adapter: the
+    adapters of trainer.lora alone, on one machine; engines keep model.path and compute with both. Or the import path
+    of a WeightTransport: `package.module:Class`, or `path/to/file.py:Class`."""
     rolling: Annotated[int, Field(ge=1)] | None = None
     """Engines that a push updates at once; the others go on with the weights before it until their turn comes.
     Unset: all at once. For large pools: it keeps the others at work, but the trainer gathers and sends the model
@@ -372,14 +376,4 @@ class WeightsConfig(Section):
     canary_mean: Annotated[float, Field(gt=0)] | None = None
     """Largest mean |trainer - engine| log-prob after a push; an engine beyond it does not serve. Unset: at first
     the most that precision, depth and vocabulary of the model explain, then three times what an engine's first push
-    showed."""
-    canary_p999: Annotated[float, Field(gt=0)] | None = None
-    """Largest 99.9th percentile of the same differences. Unset: derived in the same way."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_deleted(cls, values: Any) -> Any:
-        """Folders of older runs have deleted options that were not set."""
-        if isinstance(values, dict) and values.get("uncompared", 0) is None:
-            return {name: value for name, value in values.items() if name != "uncompared"}
-        return values
+    showed. The bound of the 99.9th percentile of the same differences follows in proportion."""

@@ -33,15 +33,15 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     """Optimizer, memory and checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
-    """How the trainer's ranks share the model and the samples."""
+    """Distribution of the model and the samples over the trainer's ranks."""
     engine: EngineConfig = EngineConfig()
     """The SGLang engines."""
     router: RouterConfig = RouterConfig()
-    """How samples reach engines, and what a push does to them."""
+    """Placement of samples on engines, and their treatment during a push."""
     weights: WeightsConfig = WeightsConfig()
-    """How weights reach the engines."""
+    """Transport and attestation of weights."""
     launch: LaunchConfig = LaunchConfig()
-    """Where and how the processes start."""
+    """Machines, GPUs and start of the processes."""
     sft: SFTConfig = SFTConfig()
     """The warm start of `rlsys sft`."""
 
@@ -122,6 +122,19 @@ class Config(Section):
         return self.rollout.flush_tokens or max(16384, at_once * self.slots)
 
     @property
+    def equal_lengths(self) -> bool:
+        """Whether all micro-batches of a step are padded to one length: an all-gather needs equal shapes."""
+        return self.parallel.dispatcher == "allgather"
+
+    @property
+    def diagnosis_seconds(self) -> float:
+        """Seconds without a token, a reward or a metric after which the supervisor writes a diagnosis.
+
+        It exceeds rollout.stall_timeout, at which a waiting take stops the run by itself.
+        """
+        return 1.5 * self.rollout.stall_timeout
+
+    @property
     def slots(self) -> int:
         """Samples in flight over the whole pool; at the start, if over_provision is auto."""
         return round(self.over_provision * self.samples_per_step)
@@ -194,7 +207,7 @@ class Config(Section):
         if self.engine.ngram_drafts and r.generator in TREES:
             raise ValueError(
                 f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees "
-                "need the most probable ids of each token, which nobody has seen told of drafted ones; expected 0"
+                "need the most probable ids of each token, which is not tested for drafted ones; expected 0"
             )
         if r.repeat is not None and r.generator in TREES:
             raise ValueError(
@@ -217,7 +230,7 @@ class Config(Section):
                 "with launch.placement = colocated: the trainer shares memory with such engines; leave it out"
             )
         elif self.model.fp8 != "none":
-            conflict = f"with model.fp8 = {self.model.fp8}: nobody has tried it; use none"
+            conflict = f"with model.fp8 = {self.model.fp8}: the combination is untested; use none"
         else:
             return self
         raise ValueError(f"engine.pools: relay = true {conflict}")
@@ -282,11 +295,6 @@ class Config(Section):
             raise ValueError(f"engine.ngram_drafts = {self.engine.ngram_drafts}: {conflict}")
         if self.weights.method == "adapter" and (conflict := self._not_with_adapter_pushes()):
             raise ValueError(f"weights.method = adapter: {conflict}")
-        if p.dispatcher == "allgather" and not t.equal_lengths:
-            raise ValueError(
-                "parallel.dispatcher = allgather needs trainer.equal_lengths = true: "
-                "it gathers equally many tokens from every rank"
-            )
         if self.fixed_pool_tokens is not None and self.fixed_pool_tokens < r.max_response_tokens:
             raise ValueError(
                 f"engine.max_total_tokens = {self.fixed_pool_tokens} cannot hold one response of "
@@ -360,7 +368,10 @@ class Config(Section):
         if self.trainer.lora is None:
             return "expected trainer.lora; without it the whole model changes"
         if self.launch.nodes > 1:
-            return f"the memory of one machine carries them, launch.nodes = {self.launch.nodes}; use auto"
+            return (
+                "adapters are sent through the memory of one machine, "
+                f"launch.nodes = {self.launch.nodes}; use auto"
+            )
         if self.router.interruption != "abort":
             interruption = self.router.interruption
             return (

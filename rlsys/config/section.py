@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
@@ -105,6 +106,17 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    deleted: ClassVar[Mapping[str, object]] = {}
+    """Deleted fields and their former defaults, which config files of older runs contain."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_deleted(cls, values: Any) -> Any:
+        """Drop deleted fields that have their former default."""
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if k not in cls.deleted or v != cls.deleted[k]}
 
     @field_validator("*", mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,7 +25,7 @@ class ModelConfig(Section):
     """Number type of the weights in trainer and engines. Use bfloat16 on GPUs. float32 takes twice the memory,
     and there trainer and engine agree to 1e-6."""
     fp8: Literal["none", "rollout", "both"] = "none"
-    """What computes in FP8: nothing, the engines (rollout), or engines and trainer (both). It saves memory and
+    """Processes that compute in FP8: none, the engines (rollout), or engines and trainer (both). It saves memory and
     time and makes log-probs less exact. Needs dtype = bfloat16."""
 
     @model_validator(mode="after")
@@ -47,6 +47,8 @@ class LoraConfig(Section):
 
 
 class TrainerConfig(Section):
+    deleted: ClassVar = {"equal_lengths": False}
+
     steps: NonNegative = 60
     """Train steps of the whole run. Raise it to continue a finished run."""
     epochs: Annotated[float, Field(gt=0)] | None = None
@@ -54,7 +56,7 @@ class TrainerConfig(Section):
     epochs * (rows // rows of a step), counted when the config is read; the run's config.yaml has the steps. Without
     data.params.heldout_path, seven in eight rows are training rows. Unset: steps counts."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """What updates the weights. muon: Muon for the matrices of attention, feed-forward blocks and experts, AdamW for
+    """Optimizer. muon: Muon for the matrices of attention, feed-forward blocks and experts, AdamW for
     the rest, both at `lr`. It needs a third less optimizer memory for matrices, and more time per update
     (docs/trainer.md). Use it for weights that Muon made, such as Moonlight's and Kimi-K2's."""
     lora: LoraConfig | None = None
@@ -69,7 +71,7 @@ class TrainerConfig(Section):
     schedule: Schedule = "constant"
     """The learning rate after the warm-up: constant, or falling to lr_end * lr at the last step."""
     lr_end: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Where a falling learning rate ends, as a share of lr."""
+    """Last value of a falling learning rate, as a share of lr."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's two betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -77,7 +79,8 @@ class TrainerConfig(Section):
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of the whole gradient; a larger gradient is scaled down to it."""
     nonfinite_limit: NonNegative = 2
-    """How many updates in a row may be skipped because their gradient is not finite. One more stops the run."""
+    """Largest number of updates in a row that are skipped because their gradient is not finite. One more stops the
+    run."""
     recompute: list[
         Literal["layer", "core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
     ] = Field(default_factory=list)
@@ -89,7 +92,7 @@ class TrainerConfig(Section):
     balance_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the routers' load-balancing loss of each sequence (DeepSeek-V3, eq. 17), per token. 0 is off."""
     balance_rate: Annotated[float, Field(ge=0)] = 0.0
-    """How far an update moves the routers' biases towards idle experts (Wang et al. 2024, balancing without a
+    """Step by which an update moves the routers' biases towards idle experts (Wang et al. 2024, balancing without a
     loss). For routers with biases, such as DeepSeek-V3's. 0 is off."""
     mtp_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the loss of multi-token prediction, per token: train the layer with which engines draft, on the
@@ -105,11 +108,8 @@ class TrainerConfig(Section):
     """Compute gradients of finished groups while the step's other groups are still generated (FlexMARL's
     micro-batch pipeline). It hides training time. Needs launch.placement = disaggregated and an algorithm that
     treats each group by itself."""
-    equal_lengths: bool = False
-    """Pad all micro-batches of a step to one length. It costs computation on padding; pipeline stages need not
-    exchange shapes, and parallel.dispatcher = allgather needs it."""
     replay: Literal["off", "engine", "trainer"] = "off"
-    """Whose expert choices training uses. off: its own. engine: those made when the token was sampled (R3).
+    """Source of the expert choices of training. off: its own. engine: those made when the token was sampled (R3).
     trainer: those of the scoring pass at the start of the step (R2). It removes mismatch between engine and
     trainer; engine also needs engine.return_routes."""
     checkpoint_every: Positive = 10
@@ -118,7 +118,7 @@ class TrainerConfig(Section):
     """Train steps between two exports of a Hugging Face folder to exports/step-N in the run, with `lora` of PEFT's
     adapter folder; 0 makes none."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """How many of the newest checkpoints stay on disk. The one with the best evaluation stays too."""
+    """Number of newest checkpoints that stay on disk. The one with the best evaluation stays, too."""
 
 
 class ParallelConfig(Section):
@@ -141,8 +141,8 @@ class ParallelConfig(Section):
     overlap: bool = False
     """Reduce gradients over data-parallel ranks during the backward pass instead of after it."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach their experts. alltoall sends each token to its experts only; allgather sends all tokens
-    everywhere and needs trainer.equal_lengths."""
+    """Exchange of tokens between ranks with experts. alltoall sends each token to its experts only; allgather sends
+    all tokens everywhere, for which all micro-batches of a step are padded to one length."""
 
     @property
     def expert_tp(self) -> int:
@@ -188,7 +188,7 @@ class SFTConfig(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of it."""
     loss: Spec = Spec(name="cross_entropy")
-    """What is learned of the answers (docs/algorithms.md). Kind imitation, token by token: cross_entropy, dft, otr.
+    """Loss on the answers (docs/algorithms.md). Kind imitation, token by token: cross_entropy, dft, otr.
     Kind preference, on compared answers: dpo, simpo, orpo, kto, reward_model and others, which cost one forward pass
     more; all but reference-free ones keep a copy of the first weights in host memory, and cost two."""
     schedule: Schedule = "linear"

@@ -7,9 +7,9 @@ from typing import Any
 from rlsys.convert.rules import Feature, Rule
 
 M, H = "decoder.layers.{l}.", "model.layers.{l}."
-"""How a layer's names begin, in Megatron and in a folder."""
+"""Prefixes of a layer's names, in Megatron and in a folder."""
 P = "mtp.layers.{l}."
-"""How those of a layer for multi-token prediction begin in Megatron. Folders count it as the layer after the last."""
+"""Prefix of a multi-token prediction layer in Megatron. Folders count it as the layer after the last."""
 
 _QKV = tuple(H + f"self_attn.{x}_proj." for x in "qkv")
 EMBEDDING = (

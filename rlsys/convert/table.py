@@ -76,7 +76,7 @@ def _prediction_entries(config: HFConfig, layer: int) -> Iterator[Entry]:
 
 
 def is_matrix(entry: Entry) -> bool:
-    """Return whether an entry consists of matrices of a layer that Muon updates and adapters adapt: no router's."""
+    """Return whether an entry consists of a layer's matrices, for Muon and adapters. A router is none."""
     of_layer = entry.layer is not None and "router" not in entry.rule.megatron
     return of_layer and all(len(shape) == 2 and min(shape) > 1 for shape in entry.hf.values())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _BREAK = re.compile("[ \\t]*[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]\\s*")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys, what turns the direction of text, and halves of characters."""
+"""Control characters of terminals, characters that change the direction of text, and surrogates."""
 
 
 class RlsysError(Exception):

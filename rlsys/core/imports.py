@@ -25,7 +25,7 @@ from rlsys.core.errors import UserError
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in this Python.
 
-    `-P`: a file of the user in the working directory (`launch.py`, `queue.py`) hides no module of ours or of Python.
+    `-P`: a file of the user in the working directory (`launch.py`, `queue.py`) hides no module of rlsys or of Python.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 

@@ -21,15 +21,15 @@ class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     dense_decode: float = 0.6
-    """Of the memory bandwidth, while weights other than those of experts are read for decoding."""
+    """Fraction of the memory bandwidth at which decoding reads weights other than those of experts."""
     expert_decode: float = 0.6
-    """Of the memory bandwidth, while experts are read for decoding."""
+    """Fraction of the memory bandwidth at which decoding reads experts."""
     cache: float = 0.6
-    """Of the memory bandwidth, while the KV cache is read."""
+    """Fraction of the memory bandwidth at which the KV cache is read."""
     dense_prefill: float = 0.4
-    """Of the peak FLOPs, in matrices other than those of experts."""
+    """Fraction of the peak FLOPs in matrices other than those of experts."""
     expert_prefill: float = 0.4
-    """Of the peak FLOPs, in experts."""
+    """Fraction of the peak FLOPs in experts."""
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

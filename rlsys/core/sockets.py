@@ -93,7 +93,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove folders of this user whose maker has ended; nobody was left to do so."""
+    """Remove folders of this user whose owner has been killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # it is in use, somebody else's, or has gone
             if folder.lstat().st_uid == os.geteuid():

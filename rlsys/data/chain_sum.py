@@ -50,7 +50,7 @@ class ChainSumParams(Section):
         ]
 
     def source(self, tokenizer: Tokenizer, seed: int, eval_seed: int) -> ReasoningGymSource:
-        """The sums, each asked as `4-1-7=`."""
+        """Return the prompt source of sums, with prompts such as `4-1-7=`."""
         return ReasoningGymSource(self.tasks(), lambda e: expression(e) + "=", tokenizer, seed, eval_seed)
 
 

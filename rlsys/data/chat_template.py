@@ -1,6 +1,6 @@
 """Chat templates of Hugging Face model folders: jinja2's sandbox with what transformers gives them, and with bounds.
 
-A template is anybody's program. It has `SECONDS` of CPU time for a chat, and no value that it makes is larger than
+A template is an untrusted program. It has `SECONDS` of CPU time for a chat, and no value that it makes is larger than
 `MAX_LENGTH`. Loops and macros look at the clock; operators, filters and calls are refused before and after they make
 something too large.
 """
@@ -29,12 +29,12 @@ SECONDS = 2.0
 MAX_LENGTH = 2**24
 """Characters of a text, items of a list, and the largest number that may say how many."""
 MAX_BITS = 2**14
-"""Of an integer."""
+"""Largest size of an integer in bits."""
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
     MemoryError,
 )  # fmt: skip
-"""What the expressions of a template raise for messages that it does not expect."""
+"""Errors of a template's expressions for messages that it does not expect."""
 _STEP, _SIZED, _PRINTED = "rlsys_step", "rlsys_sized", "rlsys_printed"
 _PRINTERS = frozenset(
     {"do_join", "sync_do_join", "_to_json", "soft_str", "do_pprint", "do_urlencode", "do_xmlattr"}

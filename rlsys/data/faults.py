@@ -25,7 +25,7 @@ class FaultParams(ChainSumParams):
         "Problem:\n{prompt}\n\nRight answer:\n{key}\n\nSolution:\n{response}\n\nThe solution comes to the right "
         "answer. Its paragraphs count from 0: name the first one that has an error, or -1 if none has, in \\boxed{}."
     )
-    """What the judge is asked, in the words in which fapo asks it; {prompt}, {key} and {response} are replaced."""
+    """Prompt of the judge, as in fapo; {prompt}, {key} and {response} are replaced."""
 
 
 class ChainSumFaults:

@@ -38,7 +38,7 @@ class Part(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source, as data.params."""
     keys: KeysConfig | None = None
-    """As data.keys; unset: those."""
+    """Keys of the source's rows. Unset: data.keys."""
     name: str | None = None
     """Value of `data_source` of a prompt whose row has none. Unset: the source's name."""
 

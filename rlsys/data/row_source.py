@@ -49,7 +49,7 @@ class RowParams(Section):
     max_prompt_tokens: Positive | None = None
     """Longest prompt, with the chat template. Unset: what the context holds beside a response."""
     overlong_prompts: Literal["drop", "left", "right"] = "drop"
-    """What happens to a longer prompt: its samples are left out and counted (drop), or its tokens are cut off on the
+    """Treatment of a longer prompt: its samples are omitted and counted (drop), or its tokens are truncated on the
     left or on the right."""
 
     def fit(self, prompt: Prompt) -> Prompt:

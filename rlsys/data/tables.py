@@ -30,7 +30,7 @@ from rlsys.core.texts import shorten
 from rlsys.data.row_files import PathError, row_files
 
 _PARQUET = b"PAR1"
-"""How a Parquet file begins."""
+"""First bytes of a Parquet file."""
 _UNICODE = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",

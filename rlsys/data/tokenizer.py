@@ -37,7 +37,7 @@ _QUESTION, _ANSWER = "RLSYS-QUESTION", "RLSYS-ANSWER"
 
 
 class TextTooLong(ValueError):
-    """No context of the model holds so long a text."""
+    """Text that is longer than any context of the model."""
 
 
 class Tokenizer:
@@ -246,9 +246,7 @@ class Tokenizer:
                 candidates = sorted(variables - {"messages", "add_generation_prompt", *self._names})
                 matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
                 hint = (
-                    f"did you mean {matches[0]}?"
-                    if matches
-                    else f"it looks at {', '.join(candidates) or 'none'}"
+                    f"did you mean {matches[0]}?" if matches else f"it uses {', '.join(candidates) or 'none'}"
                 )
                 raise UserError(
                     f"data.chat_template_args.{name}: the chat template of {self.path} has no use for it; {hint}"

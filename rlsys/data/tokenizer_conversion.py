@@ -180,15 +180,12 @@ def _of_tiktoken(encoding: Any, tokenizer: Any) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(converter.converted().to_str())
     content["model"]["vocab"] |= special  # where tokenizers looks for the id of an added token
     special_of = {i: t.special for i, t in tokenizer.added_tokens_decoder.items()}
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"] = [
-        _added(i, text, special_of.get(i, False)) for text, i in sorted(special.items(), key=lambda p: p[1])
+        {"id": i, "content": text, "special": special_of.get(i, False), **off}
+        for text, i in sorted(special.items(), key=lambda p: p[1])
     ]
     return content
-
-
-def _added(number: int, text: str, special: bool) -> dict[str, Any]:
-    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, "special": special, **off}
 
 
 def _marked(content: dict[str, Any], special: set[str]) -> dict[str, Any]:

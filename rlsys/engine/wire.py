@@ -48,13 +48,13 @@ class Limits(NamedTuple):
     """Time limits of responses in seconds. A run derives them (Config.answer_seconds, Config.work_seconds)."""
 
     answer: float = 60.0
-    """For a request that only waits in the queue."""
+    """Limit of a request that only waits in the queue."""
     work: float = 600.0
-    """For a request that processes all weights, or runs the first forward pass with new ones, which may compile."""
+    """Limit of a request that processes all weights, or runs the first pass with new ones, which may compile."""
 
 
 DEFAULT_LIMITS = Limits()
-"""For engines without a config that states the size of their model."""
+"""Limits of engines without a config that states the size of their model."""
 
 
 class ForeignServer(EngineError):

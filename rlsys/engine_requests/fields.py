@@ -12,7 +12,7 @@ from typing import Any
 from rlsys.engine_requests.limits import Limits, RefusedPrompt
 
 Rule = Callable[[Limits, str, Any], None]
-"""Of a value that is not null: limits, the field's name, the value."""
+"""Check of a value that is not null. Arguments: limits, the field's name, the value."""
 
 MAX_NAME_LENGTH = 1024
 """Characters of a text that names something: a key of a cache, an adapter, a session."""

@@ -192,7 +192,7 @@ API_FIELDS: Mapping[str, Mapping[str, Rule]] = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
 }
-"""By path."""
+"""Requests by path."""
 
 _ANY_API: Mapping[str, Rule] = {**CHAT, **COMPLETIONS, **GENERATE}
 

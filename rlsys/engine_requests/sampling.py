@@ -96,7 +96,7 @@ SAMPLING: Mapping[str, Rule] = {
     "custom_params": not_served("parameters of logit processors, of which clients may bring none", {}),
     "watermark": not_served("no watermarks"),
 }
-"""By name."""
+"""Rules by the name of the field."""
 
 ALIASES: Mapping[str, str] = {
     "seed": "sampling_seed",

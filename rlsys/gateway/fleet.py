@@ -35,8 +35,7 @@ from rlsys.router.router import Router
 log = logging.getLogger("rlsys.router")
 
 FleetInterruption = Literal["abort", "retract"]
-"""Not in_place: keys and values of old weights would stay in caches where every later request may meet them, and
-only tokens of a run are told apart by the version that they began with."""
+"""Treatments of running requests. in_place is missing: later requests could reuse keys and values of old weights."""
 
 
 def is_engine_url(text: str) -> bool:
@@ -152,7 +151,7 @@ class Fleet:
         """Remove an engine once its requests have ended. Raises UserError if there is no such engine."""
         engine = self.pool.find(url)
         if engine is None:
-            raise UserError(f"{url[:200]} is not in the pool: {describe_states(self.pool)}")
+            raise UserError(f"{url[:200]} is not in the pool: {describe_states(self.pool.states)}")
         engine.draining = True
 
     async def watch(self) -> None:
@@ -272,7 +271,7 @@ class Fleet:
     async def _load(self, engine: EngineState) -> None:
         """Load the folder in an engine, which serves only when its cache of the old weights is empty.
 
-        Once probes find it dead nobody waits for it any longer, as for any flight.
+        Once probes find it dead, its requests end, as for any flight.
         """
         assert self._folder is not None
         version, engine.loading = self.pool.version, True

@@ -103,7 +103,7 @@ class AgentGenerator:
         self.remote = params.url is not None
         """Whether agents run in a service that this run does not start."""
         self.evaluated_step: int | None = None
-        """For an evaluation within a run: train steps contained in its weights."""
+        """Train steps contained in the weights of an evaluation within a run."""
         self.persist: Callable[[Sample], Awaitable[None]] | None = None
         """Saves a sample durably before an answer is returned.
 

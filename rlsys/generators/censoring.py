@@ -108,7 +108,7 @@ class TaskExit(Exception):
 
 
 EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
-"""What asyncio raises past every `except` of the code that waits for the task: the first two out of the event loop;
+"""Exceptions that the code that awaits a task cannot catch: asyncio raises the first two out of the event loop, and
 the last one closes that code."""
 
 
@@ -175,7 +175,7 @@ def _is_cancelled() -> bool:
 
 
 def _ends_the_run(error: BaseException) -> bool:
-    if isinstance(error, RlsysError | GeneratorExit):  # the latter: nobody waits for this work any more
+    if isinstance(error, RlsysError | GeneratorExit):  # the latter: no task awaits this work any more
         return True
     if isinstance(
         error, AssertionError | sqlite3.Error | MemoryError

@@ -96,7 +96,7 @@ class Conversation:
         self._last_thread: Thread | None = None  # that which spoke last, or had no room for it
         self._turns = 0
         self._full = False
-        """There is no room for another turn: the response ends, whatever the agent does next."""
+        """Whether there is no room for another turn, so that the response ends."""
         self._calls = 0
         self._questions: dict[str, Question] = {}  # the last one of each key
 

@@ -69,12 +69,12 @@ class ServiceParams(Section):
     env: list[str] = Field(default_factory=list)
     """Environment variables that the processes may read, beside the few that programs need."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
-    """In the place of a connector: a service that speaks as rlsys/environments/serve.py does. Its key is in
+    """Address of a service with the protocol of rlsys/environments/serve.py, instead of a connector. Its key is in
     RLSYS_ENVIRONMENT_KEY."""
     step_seconds: Seconds = 60.0
     """Longest wait for a step, or for a service that is away; then the sample is censored."""
     idle_seconds: Seconds = 3600.0
-    """After which an episode is closed that nobody steps. It is played again where it goes on after all."""
+    """Seconds without a step after which an episode is closed. It is replayed if it continues later."""
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -169,7 +169,7 @@ class Service:
         self._params, self.key, self._listening = params, key, listening
         self.url = params.url or "" if listening is None else f"unix:{listening.getsockname()}"
         self.address = self.url if listening is None else "http://localhost"
-        """For aiohttp."""
+        """URL for aiohttp, which requires a host also for a Unix socket."""
         self.episodes = 0
         self.starts = 0
 

@@ -79,7 +79,7 @@ class FunctionTurns:
                 await self._generate_turn(sample)
                 if sample.status is not Status.FINISHED:
                     return
-                # At once, before anybody can look: the turn has ended, the sample perhaps not.
+                # At once, before a reader can see it: the turn has ended, the sample perhaps not.
                 sample.status = Status.PARKED
             calls = await self._calls(sample, start, prompt)
             if not calls:

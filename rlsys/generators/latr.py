@@ -27,7 +27,7 @@ from rlsys.router.turn_ends import turn_ends
 
 Share = Annotated[float, Field(gt=0, le=1)]
 MATHS = "+-*/\\<>=()[]{}_^&%$0123456789"
-"""If the parent continues with a part of this text, or a blank, the branch differs in content and is kept."""
+"""Characters whose continuation in the parent shows that the branch differs in content, so that it is kept."""
 
 
 class LatrParams(Section):
@@ -40,13 +40,13 @@ class LatrParams(Section):
     prune_after: list[Positive] = Field(default=[20, 30, 50], min_length=1)
     """Ages, in tokens, at which a branch is compared with the one that it came from."""
     suffix: Share = 0.2
-    """Of their new tokens, more than this share is the end of one somewhere in the other: pruned."""
+    """Share of their new tokens above which the end of one inside the other prunes the branch."""
     rouge: Share = 0.5
     """Their ROUGE-L is above this: pruned."""
     most_steps: Positive = 1024
     """Tokens after which sampling goes on, at the latest."""
     share: Share = 1.0
-    """Of a group's samples, those that may be branches. The others are sampled from the prompt."""
+    """Share of a group's samples that may be branches. The others are sampled from the prompt."""
     chunk: Positive = 16
     """Tokens that are asked for at once. More take fewer requests; what goes beyond the tree's end is discarded."""
 

@@ -221,11 +221,7 @@ class Conversation:
             part = "prompt" if ids[: len(self._sample.prompt_ids)] != self._sample.prompt_ids else "response"
             raise _unsupported(
                 f"a request whose input_ids do not begin with the {part} that the ledger has"
-                + (
-                    "; words of its own belong into the data, or the chat template"
-                    if part == "prompt"
-                    else ""
-                )
+                + ("; put its own words into the data, or the chat template" if part == "prompt" else "")
             )
         return ids[len(expected) :]
 
@@ -236,7 +232,7 @@ class Conversation:
             ToolFailed: the saved sample has other ids there.
         """
         if not self._turns.delivered and tool_ids:
-            raise _unsupported("a request that adds to the prompt; words of its own belong into the data")
+            raise _unsupported("a request that adds to the prompt; put its own words into the data")
         if self._turns.delivered and not tool_ids and self._turns.finish == "stop":
             raise _unsupported("a request that adds nothing behind a turn that the model has ended")
         self._turns.observe(tool_ids)

@@ -69,7 +69,7 @@ class ToolTurns:
                 await self._generate_turn(sample)
                 if sample.status is not Status.FINISHED or (call := self.unanswered(sample)) is None:
                     return
-                # At once, before anybody can look: the turn has ended, the sample has not.
+                # At once, before a reader can see it: the turn has ended, the sample has not.
                 sample.status = Status.PARKED
             opening, closing = self._answer
             last = sample.response_ids[-1:]

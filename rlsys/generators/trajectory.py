@@ -44,7 +44,7 @@ class ReplayedParams(Section):
     steps: str = "steps"
     """Key of the row's list of steps, each with an `observation` and an `action`."""
     system: str = ""
-    """What the system message says; none where it is empty."""
+    """System message; none if it is empty."""
 
 
 class ReplayedTurns:

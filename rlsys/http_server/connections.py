@@ -2,7 +2,7 @@
 
 A connection is waiting (for a request's head, or between two requests) or served. One that waits longer than
 `head_seconds` is closed, and so is one whose body does not come in time. At `connections` at once, or when few file
-descriptors are left, the one that has waited longest makes room for a new one, so that nobody keeps others out by
+descriptors are left, the one that has waited longest makes room for a new one, so that no client excludes others by
 opening connections and saying nothing; when all are being served, the new one is refused. One whose client does not
 take its answer also makes room, if that client has shown no token.
 
@@ -89,7 +89,7 @@ class ConnectionLimiter:
         self._max_connections = limits.connections
         """Fewer while descriptors are scarce."""
         self._waiting: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
-        """In the order in which they began to wait."""
+        """Waiting connections, the oldest first, and their timers."""
         self._requests_in_progress: set[asyncio.BaseTransport] = set()
         self._peers: dict[Any, asyncio.BaseTransport] = {}
         """Address of the client -> connection."""

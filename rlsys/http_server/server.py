@@ -1,10 +1,10 @@
-"""Serves an aiohttp application: the one way in which a process of ours listens for HTTP.
+"""Serve an aiohttp application. Every process of rlsys that listens for HTTP uses this module.
 
     app = guarded_app(routes, limits, error_json)
     async with serving(app, "127.0.0.1", 0) as url: ...
 
 Connections, heads and bodies have limits (connections.py). An error of a handler becomes an answer in the form of the
-API. Whoever listens raises the soft limit of file descriptors first.
+API. A server raises the soft limit of file descriptors first.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def guarded_app(
             return response
         finally:
             timer.cancel()
-            if request.content.exception() is not None:  # nobody reads the rest
+            if request.content.exception() is not None:  # the rest is not read
                 request.content.feed_eof()
                 request.protocol.close()
             limiter.end(request.transport)
@@ -201,7 +201,7 @@ async def serving(
         shutdown_timeout=shutdown_seconds,
         access_log=None,
         logger=log,
-        auto_decompress=False,  # of a body that nobody reads, too: 1 MiB would keep the event loop busy for seconds
+        auto_decompress=False,  # also for an unread body: 1 MiB would keep the event loop busy for seconds
     )
     await runner.setup()
     server = None

@@ -34,7 +34,7 @@ class StoredLengths(NamedTuple):
     received: int = 0
     """Tokens that engines generated for it, including those cut off again."""
     support: int = 0
-    """In bytes."""
+    """Bytes of the sampling masks."""
     scores: int = 0
 
     @classmethod
@@ -55,7 +55,7 @@ class SampleRows:
         self._file = file
         self._stored_lengths: dict[int, list[StoredLengths]] = {}  # by sample id, then sequence
         self._rows: dict[tuple[int, int], tuple[object, list[int]]] = {}
-        """By (sample id, sequence), for sequences after the first: the stored mutable fields, and the prompt."""
+        """(sample id, sequence) of sequences after the first -> the stored mutable fields, and the prompt."""
         self.added_tokens = 0
         """Sampled tokens that were written since the file was opened."""
 

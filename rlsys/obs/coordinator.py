@@ -99,8 +99,8 @@ def request_path(endpoint: str, query: bytes) -> str:
 
 
 def _by_socket(owner: Owner, path: str, timeout_s: float) -> bytes | None:
-    # Root may read the run of another user, who then listens.
     """Send a request to the Unix socket."""
+    # Root may read the run of another user, who then listens.
     users = {os.geteuid(), (owner.run_dir / FOLDER).stat().st_uid}
     try:
         connection = UnixConnection(owner.rollout_socket, timeout_s, users)

@@ -25,16 +25,16 @@ from rlsys.planner.weight_update_cost import GB, describe_push, short
 PROMPT_TOKENS, MEAN_PROMPT_TOKENS = 2048, 512
 """Assumed length of the longest prompt, and of all prompts on average."""
 _ACTIVATION_BYTES = 34
-"""In bfloat16; twice as much in float32."""
+"""Bytes of activations per token and hidden unit of a layer in bfloat16; twice as many in float32."""
 _NORM_BYTES = 8
-"""In bfloat16 without GPUs, per token and hidden unit of a layer: its two norms keep their input in float32, and as
-much of their output if their weights are trained; counted by `rlsys rehearse`."""
+"""Bytes per token and hidden unit of a layer in bfloat16 without GPUs: its two norms keep their input in float32, and
+as much of their output if their weights are trained; counted by `rlsys rehearse`."""
 _EXPERT_ACTIVATION_BYTES = 8
-"""In bfloat16, per token, selected expert and intermediate unit: gate, up, their product, and its gradient's
+"""Bytes per token, selected expert and intermediate unit in bfloat16: gate, up, their product, and its gradient's
 input."""
 _SENT_BYTES = 18
-"""In bfloat16, per token, selected expert and hidden unit: nine copies of dispatched and combined tokens, and their
-gradients, during recomputation and backward of one layer; counted by `rlsys rehearse`."""
+"""Bytes per token, selected expert and hidden unit in bfloat16: nine copies of dispatched and combined tokens, and
+their gradients, during recomputation and backward of one layer; counted by `rlsys rehearse`."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class ModelSize:
     tied: bool
     moe_layers: tuple[bool, ...]
     attention: tuple[int, ...]
-    """Of each layer, the part that tensor parallelism splits."""
+    """Parameters of each layer's attention that tensor parallelism splits."""
     replicated: tuple[int, ...]
-    """Of each layer, the part that tensor-parallel ranks replicate: norms, down-projections of latent attention."""
+    """Parameters of each layer that tensor-parallel ranks replicate: norms, down-projections of latent attention."""
     ffn: int
-    """Of the feed-forward part of a dense layer."""
+    """Parameters of the feed-forward block of a dense layer."""
     shared: int
     """Shared experts of an MoE layer."""
     router: int

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from rlsys.config import Config
+from rlsys.config.weight_methods import WEIGHT_METHODS
 from rlsys.convert.config import HFConfig
 from rlsys.planner.layout import on_cuda
 from rlsys.weights.shard_plan import SendersPlan, plan_senders
 
 GB = 1e9
-RATES = {"memory": 20.0, "broadcast": 10.0, "sharded": 10.0, "disk": 1.0, "disk_delta": 1.0, "adapter": 20.0}
-"""Assumed GB/s of a push: memory of one machine, a fast network, a shared folder (written, then read)."""
 HASH_RATES = {True: 1000.0, False: 1.0}
 """Assumed GB/s of hashing. With CUDA, by rlsys/ops/tensor_digest.py: its 28 integer instructions per word allow
 twice as much on an H100; not measured yet. Without, by SHA-256 on one core."""
@@ -24,10 +23,11 @@ def sender_plan(config: Config, hf: HFConfig) -> SendersPlan:
 
 def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, str]]:
     """Describe a weight update, for `explain`. `size`: bytes of the model as it is sent."""
-    method = _slowest_transport(config)
+    method = config.weights.method
     of_link = " a link" if method == "sharded" else ""
-    takes = f"{short(size / GB / rate(config), 2)} s at {RATES[method]:g} GB/s{of_link}"
-    facts = [("a weight push", f"{_gb(size)} GB to each engine, about {takes} ({method})")]
+    takes = f"{short(size / GB / rate(config), 2)} s at {_assumed_rate(config):g} GB/s{of_link}"
+    transport = ("memory" if _by_memory(config) else "broadcast") if method == "auto" else method
+    facts = [("a weight push", f"{_gb(size)} GB to each engine, about {takes} ({transport})")]
     if (at_once := config.weights.rolling) is not None:
         rounds, go_on = push_rounds(config), config.engine.count - at_once
         description = (
@@ -60,15 +60,23 @@ def hashing(config: Config, size: float) -> tuple[float, float]:
 def rate(config: Config) -> float:
     """Return the GB/s to one engine; with a sharded push, over the links of all of its ranks."""
     links = min(config.engine.tps) if config.weights.method == "sharded" else 1
-    return RATES[_slowest_transport(config)] * links
+    return _assumed_rate(config) * links
 
 
-def _slowest_transport(config: Config) -> str:
-    """Return weights.method; for auto, whether all engines open memory or some need a process group."""
-    if config.weights.method != "auto":
-        return config.weights.method
-    by_memory = config.launch.placement == "colocated" if on_cuda(config) else config.launch.nodes == 1
-    return "memory" if by_memory else "broadcast"
+def _assumed_rate(config: Config) -> float:
+    """Return the GB/s of one link.
+
+    It is broadcast's for a custom transport, and for auto if an engine needs a process group.
+    """
+    method = config.weights.method
+    if method not in WEIGHT_METHODS or (method == "auto" and not _by_memory(config)):
+        method = "broadcast"
+    return WEIGHT_METHODS[method].rate
+
+
+def _by_memory(config: Config) -> bool:
+    """Return whether all engines open memory of trainer ranks with weights.method = auto."""
+    return config.launch.placement == "colocated" if on_cuda(config) else config.launch.nodes == 1
 
 
 def push_rounds(config: Config) -> int:

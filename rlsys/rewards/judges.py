@@ -91,7 +91,7 @@ async def wait_for_work(task: asyncio.Future[Any], seconds: float, working: Call
 
 
 def engines(config: Config, ask_policy: Judge) -> Judge:
-    """Return the policy as its own judge, through the run's router. For models that can judge."""
+    """Return the policy as its own judge, through the run's router."""
     return ask_policy
 
 

@@ -28,7 +28,7 @@ Arguments = Callable[[Prompt, Response], dict[str, Any]]
 def adapt(
     field_name: str, function: Callable[..., Any], spec: RewardSpec, config: Config, **extras: Any
 ) -> Score:
-    """Adapt a function of another framework, or build one of ours.
+    """Adapt a function of another framework, or build one of rlsys's.
 
     Args:
         extras: further keyword arguments, passed if the function has such a parameter.

@@ -22,7 +22,7 @@ class RewardError(Exception):
 
 
 class Row(dict[str, Any]):
-    """The row of a prompt, for a reward function: the KeyError of a key that it lacks names it, in a note."""
+    """The row of a prompt, for a reward function. The KeyError of a missing key names the prompt in a note."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt.entry)

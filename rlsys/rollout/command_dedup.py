@@ -29,7 +29,7 @@ class CommandDedup:
     async def run_once(self, name: str, run: Callable[[], Awaitable[Result]]) -> Result:
         """Call `run` for the first request with this id, and return its result to all.
 
-        Without an id: call it each time.
+        A request without an id calls it each time.
         """
         if not name:
             return await run()

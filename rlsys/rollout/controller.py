@@ -6,8 +6,6 @@ speed. The gain flattens while the off-policy share keeps rising; hence a target
 
 from __future__ import annotations
 
-from typing import Literal
-
 from rlsys.config import Config
 from rlsys.config.slots import _ceiling
 from rlsys.ledger.buffer import RolloutBuffer
@@ -17,19 +15,13 @@ GAIN = 0.5
 """Fraction of the computed correction applied per step: its effect is visible only steps later."""
 LARGEST_CHANGE = 1.1
 
-Target = Literal["off_policy", "idle"]
 
+def next_factor(factor: float, target_share: float, measured: float, ceiling: float) -> float:
+    """Return the factor of the next step, in [1, ceiling], from the share measured with `factor` in the last one.
 
-def next_factor(factor: float, target: Target, target_share: float, measured: float, ceiling: float) -> float:
-    """Return the factor of the next step, in [1, ceiling], from the value measured with `factor` in the last one.
-
-    off_policy: share of trained tokens sampled by older weights, about 1 - 1 / factor**2 for long-tailed
-    lengths. idle: mean share of a batch's slots without a sample, which falls as the factor rises.
+    Shares are of trained tokens that older weights sampled: about 1 - 1 / factor**2 for long-tailed lengths.
     """
-    if target == "off_policy":
-        ratio = (max(1 - measured, 0.01) / max(1 - target_share, 0.01)) ** (GAIN / 2)
-    else:
-        ratio = ((measured + 0.01) / (target_share + 0.01)) ** (GAIN / 2)
+    ratio = (max(1 - measured, 0.01) / max(1 - target_share, 0.01)) ** (GAIN / 2)
     return min(max(factor * min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE), 1.0), ceiling)
 
 
@@ -49,12 +41,10 @@ class OverProvision:
 
     def steer(self, off_policy_share: float) -> None:
         """Update the number of samples in flight after a step was taken."""
-        self.metrics = self._figures(idle_share := self._runner.occupancy.idle_share())
+        self.metrics = self._figures(self._runner.occupancy.idle_share())
         r = self._config.rollout
         if r.over_provision == "auto":
-            measured = off_policy_share if r.auto_hold == "off_policy" else idle_share
-            ceiling = _ceiling(self._config)
-            self._factor = next_factor(self._factor, r.auto_hold, r.auto_share, measured, ceiling)
+            self._factor = next_factor(self._factor, r.auto_share, off_policy_share, _ceiling(self._config))
         self._runner.slots = self._slots
         self._buffer.set_note("over_provision", repr(self._factor))
 

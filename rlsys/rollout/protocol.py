@@ -50,7 +50,7 @@ class StepRequest:
 @dataclass
 class BeginPushRequest:
     mismatch_kept: float | None = None
-    """Of the trained step: see rlsys.rollout.keep_budget."""
+    """Mean mismatch of the trained step, see rlsys.rollout.keep_budget."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class EndPushRequest:
     ticket: WeightUpdate
     canaries: list[Canary]
     checksums: list[dict[str, str]] = field(default_factory=list)
-    """For each rank of an engine: its name of a tensor -> the expected checksum."""
+    """Expected checksums of each engine rank, by its name of the tensor."""
     left_out: dict[str, str] = field(default_factory=dict)
     """URL -> reason, for engines that did not get all tensors."""
 

@@ -197,17 +197,14 @@ class SampleRunner:
                 if self._pending:
                     self._start_next()
             else:
-                self._fill_soon()
+                if self._fill_handle is None:
+                    self._fill_handle = asyncio.get_running_loop().call_soon(self._continue_fill)
                 return
             if self._prompts and self._prompts.keys() <= self._planning.waiting():
                 self._planning.close_round()
                 self._decide_released()
         except RlsysError as e:  # called from tasks and commands: the next command raises it
             self._fail(e)
-
-    def _fill_soon(self) -> None:
-        if self._fill_handle is None:
-            self._fill_handle = asyncio.get_running_loop().call_soon(self._continue_fill)
 
     def _continue_fill(self) -> None:
         self._fill_handle = None
@@ -406,6 +403,7 @@ class SampleRunner:
             reason = await self._ask_planners(group)
         if reason is None:
             self._decide(group)
+            self._decide_released()
         else:
             self._settle(group, GroupState.CENSORED, reason)
 
@@ -424,21 +422,18 @@ class SampleRunner:
         assert item.censored is not None
         return self._count_failure(group, item.censored)
 
-    def _decide(self, group: SampleGroup) -> None:
-        """Decide on a group that has its rewards, and on those that waited for it."""
-        self._decide_one(group)
-        self._decide_released()
-
     def _decide_released(self) -> None:
+        """Decide on the groups that waited for others."""
         last = None
         while released := self._planning.released():
             group_id = released[0]
             if group_id not in self._prompts or group_id == last:
                 raise self._planning.released_error(group_id)
             last = group_id
-            self._decide_one(self._buffer.groups[group_id])
+            self._decide(self._buffer.groups[group_id])
 
-    def _decide_one(self, group: SampleGroup) -> None:
+    def _decide(self, group: SampleGroup) -> None:
+        """Decide on a group that has its rewards."""
         samples: list[Sample] = []
         with boundary(self._group_name(group)) as item:
             decision = self._planning.decide(group)

@@ -66,7 +66,7 @@ class Selection:
         """
         if self._repeat is not None:
             return self._repeat.is_behind(trained_steps)
-        if self._keeps:  # engines that keep their samples interrupt nobody
+        if self._keeps:  # engines that keep their samples interrupt none
             return False
         return any(members is None or url in members for url in self._at_max_resumes())
 

@@ -66,10 +66,12 @@ class Bounds:
         floor_scale = REPEATED if precision == "float32" else 1.0
         scale = rounding_growth(precision, int(layers), int(vocabulary))
         w = config.weights
-        set_by_hand = w.canary_mean is not None or w.canary_p999 is not None
+        set_by_hand = w.canary_mean is not None
+        if w.canary_mean is not None:
+            scale = w.canary_mean / mean
         return cls(
-            w.canary_mean or mean * scale,
-            w.canary_p999 or p999 * scale,
+            mean * scale,
+            p999 * scale,
             config.model.dtype == "float32" or set_by_hand,
             largest_unknown_share(config),
             None if set_by_hand else (mean * floor_scale, p999 * floor_scale),
@@ -160,7 +162,7 @@ class Agreement:
         """Return mean and percentile with their bounds, for messages."""
         return (
             f"mean {self.mean:.1e} (bound {bounds.mean:.0e}: weights.canary_mean), "
-            f"99.9th percentile {self.p999:.1e} (bound {bounds.p999:.0e}: weights.canary_p999)"
+            f"99.9th percentile {self.p999:.1e} (bound {bounds.p999:.0e})"
         )
 
     def within(self, bounds: Bounds, times: float = 1.0) -> bool:

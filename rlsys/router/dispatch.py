@@ -33,7 +33,7 @@ INTERRUPT_SECONDS = 60.0
 """An engine that neither ends a request nor generates a token for this long counts as dead."""
 
 Interruption = Literal["abort", "retract", "in_place"]
-"""What happens to running requests while weights change.
+"""Treatment of running requests while weights change.
 
 abort: they are returned to the router. retract: the engine keeps them without their KV cache. in_place: it
 keeps them with the cache, so later tokens use keys and values of older weights.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Sums = Sequence[dict[str, str]]
-"""For each tensor-parallel rank: the engine's name of a tensor -> its checksum."""
+"""Checksums of each tensor-parallel rank, by the engine's name of the tensor."""
 
 OTHER_VALUES, MISSING_CHANGE, UNEXPECTED_CHANGE = (
     "holds other values",

@@ -112,6 +112,11 @@ class Pool:
         return [e for e in self.alive() if e.version == version and not e.pinned]
 
     @property
+    def states(self) -> dict[str, str]:
+        """URL -> description of the state of each engine."""
+        return {e.url: e.state for e in self.engines}
+
+    @property
     def hopeless(self) -> bool:
         """Whether there are engines, and all are quarantined."""
         return bool(self.engines) and all(e.quarantined for e in self.engines)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import Canary, EngineAddress
@@ -21,13 +22,12 @@ from rlsys.router.dispatch import Dispatcher, Interruption
 from rlsys.router.engine_checksums import ChecksumVerifier, Match
 from rlsys.router.engine_state import NEVER, EngineState
 from rlsys.router.failure_policy import REFUSAL_STATUSES
-from rlsys.router.pool import Pool
 
 PROBE_SECONDS = 1.0
 PHASES = ("wake_weights", "open", "close", "wake_cache", "flush", "version", "checksums", "canaries")
 """Phases of a weight update in an engine; the tensors are sent between `open` and `close`."""
 PREPARE_ATTEMPTS = 5
-"""Attempts to prepare an engine within the timeout of `begin`."""
+"""Attempts to prepare an engine within the timeout of a push."""
 log = logging.getLogger("rlsys.router")
 
 
@@ -35,8 +35,7 @@ class WeightPush:
     """`begin`, then the trainer sends tensors, then `end`. Owns the engines of the current push.
 
     Args:
-        timeout_s: seconds that `begin` waits for an engine; long enough for a restart.
-        single_router: see Router.
+        timeout_s: seconds that a copy of weights between engines may take; preparing an engine may take a fifth.
         tps: tensor-parallel sizes of the engines, ascending; () or one: all are equal.
     """
 
@@ -47,10 +46,8 @@ class WeightPush:
         interruption: Interruption,
         timeout_s: float,
         *,
-        single_router: bool = True,
         tps: Sequence[int] = (),
     ) -> None:
-        self._single_router = single_router
         self._tps = tps
         self._dispatcher = dispatcher
         self._pool = dispatcher.pool
@@ -81,11 +78,11 @@ class WeightPush:
         Args:
             version: the weight version to push.
             only_stale: push to engines without weights only; also from the second round of a rolling push on.
-            members: URLs of the engines of this round of a rolling push. Without them, the push waits for at
-                least one engine, since the supervisor may be restarting the only one.
+            members: URLs of the engines of this round of a rolling push.
 
-        Raises:
-            RunError: no engine was ready in time.
+        Returns:
+            the engines that are ready. If there is none and the push is to all engines, call it again
+                (`begin_when_ready`).
         """
         self.announce()
         if not only_stale:
@@ -94,31 +91,18 @@ class WeightPush:
             self._pool.version = version
         if not (only_stale and members):
             self._metrics = PushMetrics()
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                while True:
-                    await self._pool.probe()
-                    turn = [e for e in self._pool.before_roll() if e.url in members]
-                    targets = [*self._pool.stale(), *turn]
-                    previous_versions = {e.url: NEVER if e.copied else e.version for e in targets}
-                    ready = await asyncio.gather(
-                        *(self._dispatcher.attempt(e, self._prepare(e)) for e in targets)
-                    )
-                    self._targets = [e for e, succeeded in zip(targets, ready, strict=True) if succeeded]
-                    if self._targets or only_stale or members or not self._single_router:
-                        break
-                    self._raise_if_hopeless()
-                    await asyncio.sleep(PROBE_SECONDS)
+        await self._pool.probe()
+        turn = [e for e in self._pool.before_roll() if e.url in members]
+        targets = [*self._pool.stale(), *turn]
+        previous_versions = {e.url: NEVER if e.copied else e.version for e in targets}
+        ready = await asyncio.gather(*(self._dispatcher.attempt(e, self._prepare(e)) for e in targets))
+        self._targets = [e for e, succeeded in zip(targets, ready, strict=True) if succeeded]
+        if self._targets or only_stale or members:  # otherwise the next attempt is the same push
             for engine, succeeded in zip(targets, ready, strict=True):
                 if not succeeded:
                     engine.missed_push()
-            for engine in self._pool.engines:
-                engine.update_pending = False  # either its update is open, or it is dead
-        except TimeoutError:
-            raise RunError(
-                f"no engine was ready for weight version {version} within {self.timeout_s:g} s: "
-                f"{describe_states(self._pool)}"
-            ) from None
+        for engine in self._pool.engines:
+            engine.update_pending = False  # either its update is open, or it is dead
         return [
             EngineAddress(
                 e.url,
@@ -164,9 +148,6 @@ class WeightPush:
         Returns:
             metrics over all rounds of a rolling push so far; `push_left`: engines that still serve the previous
                 weights.
-
-        Raises:
-            RunError: every engine is quarantined.
         """
         pushing, self._targets = self._targets, []
         self._last = version, canaries, checksums
@@ -189,7 +170,6 @@ class WeightPush:
         for engine in pushing:
             if engine.version != version and engine.quarantined is None:
                 engine.missed_push()
-        self._raise_if_hopeless()
         self._dispatcher.interrupted = False
         self._dispatcher.wake()
         remaining = [] if self._pool.older is None else self._pool.before_roll()
@@ -352,12 +332,6 @@ class WeightPush:
         engine.quarantined = reason
         engine.cancel_flights()
 
-    def _raise_if_hopeless(self) -> None:
-        if self._single_router and self._pool.hopeless:
-            raise RunError(
-                f"no engine can serve weight version {self._pool.version}: {describe_states(self._pool)}"
-            )
-
 
 @dataclass
 class PushMetrics:
@@ -413,5 +387,51 @@ def merge_push_metrics(pushes: Sequence[Mapping[str, float]]) -> dict[str, float
     return out
 
 
-def describe_states(pool: Pool) -> str:
-    return "; ".join(f"{e.url} {e.state}" for e in pool.engines)
+class EngineSet(Protocol):
+    """The engines of one router, or of several."""
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether there are engines, and all are quarantined."""
+
+    def engine_states(self) -> dict[str, str]:
+        """Return URL -> state."""
+
+
+async def begin_when_ready(
+    begin: Callable[[], Awaitable[list[EngineAddress]]], engines: EngineSet, version: int, timeout_s: float
+) -> list[EngineAddress]:
+    """Begin a push to all engines as soon as one of them is ready: the supervisor may be restarting the only one.
+
+    Args:
+        begin: one attempt; returns the engines that are ready.
+        engines: those of the push.
+        version: its weight version.
+        timeout_s: limit of the wait in seconds; long enough for a restart.
+
+    Raises:
+        RunError: no engine was ready in time, or every engine is quarantined.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not (ready := await begin()):
+                raise_if_hopeless(engines, version)
+                await asyncio.sleep(PROBE_SECONDS)
+            return ready
+    except TimeoutError:
+        raise RunError(
+            f"no engine was ready for weight version {version} within {timeout_s:g} s: "
+            f"{describe_states(engines.engine_states())}"
+        ) from None
+
+
+def raise_if_hopeless(engines: EngineSet, version: int) -> None:
+    """Raise a RunError if every engine is quarantined."""
+    if engines.hopeless:
+        states = describe_states(engines.engine_states())
+        raise RunError(f"no engine can serve weight version {version}: {states}")
+
+
+def describe_states(states: Mapping[str, str]) -> str:
+    """Return URL and state of each engine, for messages."""
+    return "; ".join(f"{url} {state}" for url, state in states.items())

@@ -46,12 +46,10 @@ class Router:
         strategy: a name in strategy.py.
         interruption: what happens to samples in flight during a push.
         reads_again: do not let interrupted samples reuse a cache of older weights.
-        push_timeout_s: seconds that a push waits for an engine; long enough for a restart.
+        push_timeout_s: see WeightPush.
         skip_attestation: engines serve the weights that they start with, and no push happens.
         peers: engines can send their weights to others.
         stop_texts: texts that end a turn, see TurnEnds.
-        single_router: the run has no other router, so a push waits until an engine is there, and fails if none
-            can serve.
         slots: requests that an engine decodes concurrently.
         kinds: pools and sizes of engines; None: one pool.
         poison: the failures after which a sample is isolated or dropped.
@@ -74,7 +72,6 @@ class Router:
         peers: bool = False,
         stop_texts: Sequence[str] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
-        single_router: bool = True,
         slots: int = UNBOUNDED,
         kinds: EngineConfig | None = None,
         poison: PoisonLimits = SAMPLES,
@@ -105,9 +102,7 @@ class Router:
             reads_again=reads_again,
         )
         tps = () if kinds is None else kinds.tps
-        self._push = WeightPush(
-            self._dispatcher, bounds, interruption, push_timeout_s, single_router=single_router, tps=tps
-        )
+        self._push = WeightPush(self._dispatcher, bounds, interruption, push_timeout_s, tps=tps)
         self._peer_transfer = PeerWeightTransfer(self._dispatcher, self._push, enabled=peers)
         self.check_sample: Callable[[TokenSequence], None] = lambda sample: None
         """Called before a sample goes to engines; raises for one that is not in the ledger."""
@@ -116,7 +111,7 @@ class Router:
         self.on_failure: Callable[[TokenSequence], None] = lambda sample: None
         """Called with a sample of the ledger whose engine died or answered with a server error."""
         self.priority: Callable[[TokenSequence], tuple[int, ...]] = lambda sample: (sample.sample_id,)
-        """Of waiting samples, the smallest value goes first; evaluation precedes all of them."""
+        """Sort key of waiting samples: the smallest value goes first. Evaluation precedes all of them."""
         self._refused_prompts = 0
 
     @property
@@ -381,8 +376,8 @@ class Router:
             members: one round of a rolling push: these engines and those without weights. The gate stays as it
                 is, and their requests continue on the other engines.
 
-        Raises:
-            RunError: no engine was ready within push_timeout_s.
+        Returns:
+            the engines that are ready; see WeightPush.begin.
         """
         self._push.announce()  # before aborting samples: otherwise a copy could start and overlap the push
         await self._peer_transfer.wait()
@@ -420,9 +415,6 @@ class Router:
 
         Returns:
             metrics; `push_left`: engines that wait for their round of a rolling push.
-
-        Raises:
-            RunError: every engine is quarantined.
         """
         return await self._push.end(version, canaries, checksums, left_out)
 
@@ -447,7 +439,7 @@ class Router:
         """
         engine = self._pool.find(url)
         if engine is None:
-            raise UserError(f"{url} is not in the pool: {describe_states(self._pool)}")
+            raise UserError(f"{url} is not in the pool: {describe_states(self._pool.states)}")
         engine.draining = True
 
     async def evict_engine(self, url: str) -> None:
@@ -483,7 +475,7 @@ class Router:
 
     def engine_states(self) -> dict[str, str]:
         """Return URL -> description of the state."""
-        return {e.url: e.state for e in self._pool.engines}
+        return self._pool.states
 
     def engine_figures(self) -> dict[str, dict[str, object]]:
         """Return URL -> metrics of an engine.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -119,12 +118,17 @@ class Learner:
         self, data: Sequence[Datum], kind: LossKind, params: Mapping[str, float], backward: bool
     ) -> PassResult:
         """Run one pass over `data`; with `backward`, accumulate its gradient."""
-        batch = [_packed([data[i] for i in members], members) for members in self._bins(data)]
+        lengths = [len(d.ids) + 1 for d in data]
+        bins = filter(None, plan_bins(lengths, self.trainer.config.trainer.token_budget))
+        batch = [_packed([data[i] for i in members], members) for members in bins]
         rows: dict[int, NDArray[np.float32]] = {}
         total = torch.zeros((), dtype=torch.float64)
 
         def loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            losses = token_losses(kind, scores.logp, _inputs(micro), params).sum()
+            inputs = {
+                "weights": micro.signal("weight"), "logprobs": micro.mu, "advantages": micro.signal("advantages"),
+            }  # fmt: skip
+            losses = token_losses(kind, scores.logp, inputs, params).sum()
             total.add_(losses.detach().double().cpu())
             rows.update(_by_datum(scores.logp.detach(), micro))
             return losses, {}
@@ -174,10 +178,6 @@ class Learner:
         if not self.state().finite:
             raise UserError("save_weights_for_sampler: the model has weights that are not finite")
         self.trainer.export_adapter(folder)
-
-    def _bins(self, data: Sequence[Datum]) -> list[list[int]]:
-        lengths = [len(d.ids) + 1 for d in data]
-        return [b for b in plan_bins(lengths, self.trainer.config.trainer.token_budget) if b]
 
 
 # -- data ---------------------------------------------------------------------------------------------------
@@ -268,11 +268,6 @@ def _packed(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:
         advantages=signals["advantages"],
         weight=signals["weights"],
     )
-
-
-def _inputs(micro: MicroBatch) -> dict[str, Tensor]:
-    get = partial(MicroBatch.signal, micro)
-    return {"weights": get("weight"), "logprobs": micro.mu, "advantages": get("advantages")}
 
 
 def _by_datum(logp: Tensor, micro: MicroBatch) -> dict[int, NDArray[np.float32]]:

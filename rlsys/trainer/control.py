@@ -3,7 +3,7 @@
 Ranks wait here while rank 0 waits for the rollout, possibly for hours. The time limit of a data group (ten minutes
 with NCCL) would end the run, and NCCL would pickle the object into GPU memory and keep a kernel spinning on the
 engines' GPU. A rank that dies closes its connections, which the others notice immediately; the supervisor reports one
-that hangs (launch.silence_seconds).
+that hangs (launch/stall_detector.py).
 """
 
 from __future__ import annotations

@@ -214,10 +214,14 @@ class Passes:
             if chunk == 0 and not forward_only:
                 self._computed_tokens += len(share.tokens) * self._cp
             self._routing.begin(chunk, micro, share)
+            positions = share.position_ids if self._by_position or share.prefixes else None
+            packed = PackedSequences.of(
+                share.lengths, self._device, share.gathered_index, share.prefixes, positions
+            )
             output = model(
                 share.tokens[None], share.position_ids[None], None,
                 padding_mask=self._routing.padding_mask(chunk, micro, share),
-                packed_seq_params=self._packed_sequences(share),
+                packed_seq_params=packed,
             )  # fmt: skip
             self._routing.end(chunk, micro)
             return output, lambda out, non_loss_data=False: finish(out, share, micro)
@@ -235,15 +239,9 @@ class Passes:
         )
         return results
 
-    def _packed_sequences(self, share: Share) -> PackedSequences:
-        positions = share.position_ids if self._by_position or share.prefixes else None
-        return PackedSequences.of(
-            share.lengths, self._device, share.gathered_index, share.prefixes, positions
-        )
-
     def _common_length(self, batch: list[MicroBatch]) -> int:
-        """Return the longest padded length over all ranks' micro-batches with trainer.equal_lengths; else 0."""
-        if not self._config.trainer.equal_lengths:
+        """Return the longest padded length over all ranks' micro-batches if they are padded to it; else 0."""
+        if not self._config.equal_lengths:
             return 0
         local_length = max(sum(padded_lengths(m.computed_lengths, self._multiple, self._cp)) for m in batch)
         longest = torch.tensor(local_length, device=self._device)

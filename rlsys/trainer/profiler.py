@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from rlsys.config import Config
 
 FOLDER = "profiles"
-"""In the run's folder."""
+"""Folder of the traces in the run folder."""
 
 
 class StepProfiler:

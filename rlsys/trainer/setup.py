@@ -32,9 +32,13 @@ def local_device() -> torch.device:
 
 
 def init_distributed(config: Config) -> torch.device:
-    """Process groups of `config.parallel` (NCCL, or gloo without CUDA), then seeds; returns this rank's device.
+    """Create the process groups of `config.parallel` (NCCL, or gloo without CUDA) and set the seeds.
 
-    Raises UserError when the layout needs another number of ranks than were started, or `model.fp8` other hardware.
+    Returns:
+        this rank's device.
+
+    Raises:
+        UserError: the layout needs another number of ranks than were started, or `model.fp8` other hardware.
     """
     cuda = torch.cuda.is_available()
     check_device(config, torch.cuda.get_device_capability() if cuda else None, have_transformer_engine())

@@ -363,7 +363,7 @@ class EarlyPasses:
     records: list[MicroBatchRecord] = field(default_factory=list)
 
     def metrics(self, train_batch: TrainBatch) -> dict[str, float]:
-        """early_share: of the step's samples. time_early: seconds, all of them while the rollout continued."""
+        """Return `early_share`, the share of the step's samples, and `time_early`, seconds during the rollout."""
         share = self.samples / sum(len(g.samples) for g in train_batch.groups)
         return {"early_share": share, "time_early": self.seconds}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,12 +15,16 @@ from rlsys.convert.peft import adapter_config
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.weight_calls import load_adapter, unload_adapter
+from rlsys.trainer.trainer import Trainer
 from rlsys.weights.buckets import StagingBuffers
+from rlsys.weights.checksums import base_layer_name
+from rlsys.weights.push_plan import PushPlan
 from rlsys.weights.receivers import EngineUnreachable, Receivers
 from rlsys.weights.transports import flattened_payload, prepare_sglang, serializer
+from rlsys.weights.weight_transport import Digests, WeightTransport, engine_checksums, merge_over_ranks
 
 
-class AdapterPush:
+class AdapterPush(WeightTransport):
     """Sends the adapter to engines, which unload the previous one and load the new one under the same name.
 
     An engine compares checksums of the received tensors, and exits on a difference.
@@ -30,8 +35,13 @@ class AdapterPush:
         self._rank = rank
         self._adapter_config = adapter_config(config.model.path, config.trainer.lora, hf)
         self._seconds = config.work_seconds
-        self.excluded: dict[str, str] = {}
-        """Engines without the adapter of the last push: URL -> reason."""
+        self.excluded, self.sent_bytes = {}, 0
+        self._base: Digests | None = None
+        """Checksums of the base model below the adapters, which never changes."""
+
+    @classmethod
+    def create(cls, trainer: Trainer, plan: PushPlan) -> Self:
+        return cls(trainer.config, trainer.hf, trainer.rank)
 
     def prepare(self) -> None:
         """Import what the first push needs."""
@@ -39,6 +49,22 @@ class AdapterPush:
             prepare_sglang()
             # Also with a GPU: the tensors are sent from host memory, and each engine copies them to its device.
             torch.multiprocessing.set_sharing_strategy("file_system")
+
+    def update_engines(self, trainer: Trainer, update: WeightUpdate) -> Digests:
+        """Load the adapter. Engines report the checksums of the base model, which are computed once."""
+        self.sent_bytes = self.push(trainer.named_factors(), update)
+        if self._base is not None:
+            return self._base
+        checksums = engine_checksums(trainer, shares=True)
+        for _ in checksums.watch(trainer.named_base_tensors()):
+            pass
+        digests = merge_over_ranks(trainer, checksums)
+        expected = [
+            {base_layer_name(name): digest for name, digest in rank_digests.items()}
+            for rank_digests in digests.expected
+        ]
+        self._base = Digests(expected)
+        return Digests(expected, digests.hash_seconds)
 
     def push(self, factors: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
         """Consume `factors` (collective), load them into every engine of the update, and return their bytes."""

@@ -27,8 +27,8 @@ _VOCABULARY_STEP = 64
 
 
 PartialChecksums = list[dict[str, "str | TilePart"]]
-"""For each engine rank, one engine size after the other: the engine's tensor name -> its checksum, or one trainer
-rank's part of it."""
+"""Checksums of each engine rank, one engine size after the other, by the engine's tensor name; or one trainer rank's
+part of them."""
 
 
 def base_layer_name(name: str) -> str:
@@ -197,9 +197,9 @@ class _EngineTensor:
         self._early: dict[int, list[Tensor]] = {}
         self._hashes: list[ByteHash] = []
         self._complete: list[str] = []
-        """For each rank, once all parts have come."""
+        """Checksum of each rank, once all parts have arrived."""
         self._parts: list[list[int]] = []
-        """For each rank, indices of its parts among the digests."""
+        """Indices of each rank's parts among the digests."""
 
     def add(self, index: int, shares: list[Tensor]) -> None:
         """Hash part `index`: its shard on each rank."""

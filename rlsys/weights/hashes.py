@@ -107,7 +107,7 @@ class PartDigests:
         self._bytes = 0
         self._digested: list[Tensor] = []
         self._of_kernel: list[tuple[int, int, int, int]] = []
-        """For each row of the kernel's results: the index of its part, words, start, total."""
+        """Part index, words, start and total of each row of the kernel's results."""
         self._parts: list[list[TilePart]] = []
 
     def add(self, data: Tensor, start: int, total: int) -> int:

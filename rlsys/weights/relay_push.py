@@ -214,7 +214,7 @@ class RelayPush:
         self._revoke_tokens()
 
     def _revoke_tokens(self) -> None:
-        """Replace the tokens of engines that have loaded the weights by tokens that nobody has."""
+        """Replace the tokens of engines that have loaded the weights by unused tokens."""
         with Receivers([m.engine for m in self._members.values()], self._seconds) as receivers:
             calls = [renew_relay(secrets.token_urlsafe(24)) for _ in receivers.present]
             # An engine that fails here holds the weights; the attestation after the push decides about it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,25 +13,36 @@ from rlsys.core.weight_updates import WeightUpdate
 from rlsys.engine.hooks.bucket_order import Buckets, TensorSpec, aligned_size, encode_description
 from rlsys.engine.weight_calls import load_from_senders
 from rlsys.trainer.control import Control
+from rlsys.trainer.trainer import Trainer
 from rlsys.weights.buckets import Bucket, FlatBucket, StagingBuffers, as_bytes, send_pipelined
 from rlsys.weights.fp8 import quantise_for_engines
+from rlsys.weights.push_plan import PushPlan
 from rlsys.weights.receivers import Answers, Receivers
 from rlsys.weights.senders_group import SendersGroup, SendersGroupCache
-from rlsys.weights.shard_plan import Part, SendersPlan
+from rlsys.weights.shard_plan import Part, SendersPlan, plan_senders
 from rlsys.weights.shards import Shards
 from rlsys.weights.transports import prepare_sglang
+from rlsys.weights.weight_transport import (
+    Digests,
+    Tensors,
+    WeightTransport,
+    engine_checksums,
+    merge_over_ranks,
+)
 
-Prepare = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
+Prepare = Callable[[Tensors], Iterator[tuple[str, Tensor]]]
 
 
-class ShardedPush:
-    """Sends weights from all trainer ranks; each rank has an instance.
+class ShardedPush(WeightTransport):
+    """Sends weights from all trainer ranks.
 
     Rank 0 sends one request to each engine; the engines then receive all buckets in order
     (rlsys.engine.hooks.bucket_order). All ranks iterate over the buckets in rounds, sending or helping to
     gather, so there is no circular wait between ranks and engines: a round is gathered before any rank starts
     the next but one.
     """
+
+    ranks_send_parts = True
 
     def __init__(
         self, config: Config, plan: SendersPlan, shards: Shards, control: Control, rank: int
@@ -48,14 +60,30 @@ class ShardedPush:
         sizes = [self._size(parts) for _, schedule in own_schedules for parts in schedule.buckets]
         all_sizes: list[list[int]] = control.gather(sizes)
         self._sizes = tuple(tuple(all_sizes[schedule.sender]) for schedule in plan.schedules)
-        self.excluded: dict[str, str] = {}
-        """Engines that did not receive all of this rank's tensors: URL -> reason."""
+        self.excluded, self.sent_bytes = {}, 0
+
+    @classmethod
+    def create(cls, trainer: Trainer, plan: PushPlan) -> Self:
+        senders = plan_senders(
+            trainer.config, trainer.served_config, experts_together=not torch.cuda.is_available()
+        )
+        shards = Shards(trainer.local_weights(), trainer.served_config)
+        return cls(trainer.config, senders, shards, trainer.control, trainer.rank)
 
     def prepare(self) -> None:
         """Import what the first push needs."""
         prepare_sglang()
 
-    def push(self, update: WeightUpdate, prepare: Prepare) -> int:
+    def update_engines(self, trainer: Trainer, update: WeightUpdate) -> Digests:
+        checksums = engine_checksums(trainer, shares=False)
+
+        def prepare(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+            return checksums.watch(quantise_for_engines(self._config, tensors))
+
+        self.sent_bytes = self._push(update, prepare)
+        return merge_over_ranks(trainer, checksums)
+
+    def _push(self, update: WeightUpdate, prepare: Prepare) -> int:
         """Load the trainer's weights into every engine of the update; return the bytes that this rank sent to each.
 
         An engine that fails or refuses is `excluded` from this push, and its group closed.

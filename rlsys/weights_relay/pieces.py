@@ -152,14 +152,14 @@ def decode(piece: Piece, payload: Payload, old: Bytes | None) -> Bytes:
         old: the current content, if the payload changes it.
 
     Raises:
-        Damaged: the content has another digest than the piece.
+        Damaged: the content does not match the digest of the piece.
     """
     content = _decompress(payload.data, piece.length, piece.width)
     if payload.base:
         assert old is not None
         np.bitwise_xor(content, old, out=content)
     if digest(content) != piece.digest:
-        raise Damaged(f"piece {piece.index} of file {piece.file} has another digest than it should")
+        raise Damaged(f"piece {piece.index} of file {piece.file} does not match its digest")
     return content
 
 

@@ -78,13 +78,10 @@ def build_router(
     tokenizer: Tokenizer,
     *,
     skip_attestation: bool = False,
-    single_router: bool = True,
 ) -> Router:
     """Create the router of a config.
 
-    Args:
-        skip_attestation: engines serve the weights that they have; no push happens.
-        single_router: see Router.
+    `skip_attestation`: engines serve the weights that they have; no push happens.
     """
     vocab_size, context_length = _sizes(config)
     return Router(
@@ -99,10 +96,10 @@ def build_router(
         strategy=config.router.strategy,
         interruption=config.router.interruption,
         reads_again=config.rollout.keep_budget is not None,
-        push_timeout_s=config.start_seconds,  # the supervisor may be restarting the only engine
+        push_timeout_s=config.start_seconds,
         skip_attestation=skip_attestation,
-        peers=uses_peer_weights(config) and single_router,  # copies use one folder of the run, one at a time
-        single_router=single_router,
+        # Copies use one folder of the run, one at a time.
+        peers=uses_peer_weights(config) and config.rollout.workers == 1,
         slots=config.max_running_requests,
         kinds=config.engine,
     )

@@ -34,7 +34,7 @@ class Stop(NamedTuple):
     trained_steps: int
     end: int
     last: bool
-    """It ended there."""
+    """Whether the sequence ended there."""
 
 
 class RunRecord:

@@ -330,7 +330,7 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
             for i, url in enumerate(urls)
             if i % workers == number
         ]
-        router = build_router(config, engines, tokenizer, single_router=False)
+        router = build_router(config, engines, tokenizer)
 
         def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
             return client(url, engine_identity(owner, url), tp=tp, pool=pool)

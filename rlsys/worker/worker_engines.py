@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
@@ -10,12 +9,11 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.config.rollout import Truncation
-from rlsys.core.errors import RunError
 from rlsys.core.types import Segment
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import EngineClient
 from rlsys.engine_requests import Limits
-from rlsys.router.push import PROBE_SECONDS, merge_push_metrics
+from rlsys.router.push import begin_when_ready, merge_push_metrics, raise_if_hopeless
 from rlsys.router.response_handler import with_cache_shares
 from rlsys.worker.direct_worker import DirectWorker
 from rlsys.worker.link import JoinedEngine, WorkerStatus
@@ -36,8 +34,8 @@ class WorkerEngines:
     """Owns the gate, the pin, the assignment of joined engines to workers, and the counts of dead workers."""
 
     def __init__(self, config: Config, workers: Sequence[RolloutWorker]) -> None:
-        self._timeout_s = config.start_seconds if len(workers) > 1 else None
-        """Time limit of a wait for an engine; None: the only router has its own."""
+        self._timeout_s = config.start_seconds
+        """Time limit of a wait for an engine."""
         self._workers = workers
         self._dead_counts: Counter[str] = Counter()
         self._dead_prefills: Counter[tuple[str, int]] = Counter()
@@ -113,26 +111,18 @@ class WorkerEngines:
         """See Router.begin_push. Every worker takes part in each round, even without engines of the round.
 
         Raises:
-            RunError: no worker had an engine ready within engine.start_timeout.
+            RunError: no worker had an engine ready within engine.start_timeout, or every engine is quarantined.
         """
-        timeout_s = self._timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    answers = await self.call_all(
-                        "begin_push", version=version, only_stale=only_stale, members=tuple(members)
-                    )
-                    engines = [e for of_worker in answers for e in of_worker]
-                    if engines or only_stale or members:
-                        return engines
-                    self._raise_if_hopeless()
-                    await asyncio.sleep(PROBE_SECONDS)
-        except TimeoutError:
-            if timeout_s is None:  # an error of the only router
-                raise
-            raise RunError(
-                f"no engine was ready for weight version {version} within {timeout_s:g} s: {self._states()}"
-            ) from None
+
+        async def begin() -> list[EngineAddress]:
+            answers = await self.call_all(
+                "begin_push", version=version, only_stale=only_stale, members=tuple(members)
+            )
+            return [e for of_worker in answers for e in of_worker]
+
+        if only_stale or members:
+            return await begin()
+        return await begin_when_ready(begin, self, version, self._timeout_s)
 
     async def end_push(
         self,
@@ -141,21 +131,23 @@ class WorkerEngines:
         checksums: Sequence[dict[str, str]] = (),
         left_out: Mapping[str, str] = {},
     ) -> dict[str, float]:
-        """See Router.end_push."""
+        """See Router.end_push.
+
+        Raises:
+            RunError: every engine is quarantined.
+        """
         pushes = await self.call_all(
             "end_push", version=version, canaries=canaries, checksums=checksums, left_out=left_out
         )
-        self._raise_if_hopeless()
+        raise_if_hopeless(self, version)
         metrics: dict[str, float] = pushes[0] if len(pushes) == 1 else merge_push_metrics(pushes)
         self._rolling = bool(metrics["push_left"])
         return metrics
 
-    def _raise_if_hopeless(self) -> None:
-        if all(w.status.hopeless for w in self._workers):
-            raise RunError(f"no engine can serve: {self._states()}")
-
-    def _states(self) -> str:
-        return "; ".join(f"{url} {state}" for url, state in self.engine_states().items())
+    @property
+    def hopeless(self) -> bool:
+        """Whether every worker has engines, and all are quarantined."""
+        return all(w.status.hopeless for w in self._workers)
 
     def add_engine(self, client: EngineClient) -> None:
         """See Router.add_engine. It is added to the worker with the fewest engines."""

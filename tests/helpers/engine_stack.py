@@ -19,11 +19,12 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
+from rlsys.router.push import raise_if_hopeless
 from rlsys.router.router import Router
 from rlsys.segments.records import SegmentReader
 from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.gathered_push import GatheredPush
+from rlsys.weights.weight_transport import GatheredTransport, transport_class
 from tests.helpers.servers import TINY_MOE, tiny_moe_model
 
 EOS = TINY_MOE["eos_token_id"]
@@ -74,6 +75,13 @@ def tensors(seed: int) -> Iterable[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def transport_of(config: Config) -> GatheredTransport:
+    """What weights.method names, in a process that is every trainer rank."""
+    kind = transport_class(config)
+    assert issubclass(kind, GatheredTransport)
+    return kind(config)
+
+
 def sample(sample_id: int, seed: int = 7) -> Sample:
     return Sample(sample_id, sample_id, 0, PROMPT, seed=seed)
 
@@ -94,7 +102,7 @@ class Stack:
             routes=config.engine.return_routes,
             interruption=interruption,
         )
-        self.sync = GatheredPush(config)
+        self.sync = transport_of(config)
         self._hf = HFConfig.read(config.model.path)
 
     async def push(
@@ -114,6 +122,7 @@ class Stack:
         self.bytes_sent = await asyncio.to_thread(self.sync.push, sent, ticket)
         claimed = canaries(seed if claimed_seed is None else claimed_seed)
         metrics = await self.router.end_push(version, claimed, checksums.digests())
+        raise_if_hopeless(self.router, version)
         self.router.resume()
         return version, metrics
 

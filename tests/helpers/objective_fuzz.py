@@ -406,7 +406,7 @@ EXEMPT: dict[str, dict[str, str]] = {
         "outcome_exploration": "what it has seen of a prompt counts",
     },
     "scale": {
-        **dict.fromkeys(("mapo", "ui_s1"), "it looks at the rewards of turns"),
+        **dict.fromkeys(("mapo", "ui_s1"), "it uses the rewards of turns"),
         **dict.fromkeys(("gae", "mssr"), "it takes a value off, which has a size of its own"),
         "mc_grpo": "its eps of 1 stands beside the deviation",
         "puzzlecraft": "its weight is a polynomial of the mean reward",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from rlsys.core.identity import ANONYMOUS, Identity
@@ -13,6 +14,7 @@ from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
+from rlsys.router.push import begin_when_ready, raise_if_hopeless
 from rlsys.router.router import Router
 from tests.helpers.scripted_engine import (
     EOS,
@@ -57,6 +59,7 @@ class Rig:
             reads_again=reads_again,
             **options,
         )
+        self._timeout_s = push_timeout_s
         self.version = 0
         self.left = 0  # engines that a rolling push has not updated yet
 
@@ -76,7 +79,9 @@ class Rig:
         """`sums`: the checksums that the trainer expects of every engine. `off`: added to its canaries' log-probs.
         `left_out`: engines that get no tensors, and why."""
         self.version += not only_stale
-        for address in await self.router.begin_push(self.version, only_stale=only_stale):
+        begin = partial(self.router.begin_push, self.version, only_stale=only_stale)
+        ready = begin_when_ready(begin, self.router, self.version, self._timeout_s)
+        for address in await (begin() if only_stale else ready):
             if address.url in left_out:
                 continue
             next(e for e in self.engines if e.url == address.url).load(
@@ -84,6 +89,7 @@ class Rig:
             )
         canary = Canary(CANARY_IDS, [lp + off for lp in canary_logprobs(CANARY_IDS, self.version)])
         metrics = await self.router.end_push(self.version, [canary], [sums] if sums else [], left_out)
+        raise_if_hopeless(self.router, self.version)
         self.router.resume()
         return metrics
 

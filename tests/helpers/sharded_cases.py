@@ -25,7 +25,7 @@ from rlsys.planner.layout import lay_out, push_plan
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights import weight_push
+from rlsys.weights import sharded_push
 from rlsys.weights.weight_push import PushResult, WeightPush
 from tests.helpers.push_cases import CANARIES, Sent
 
@@ -68,8 +68,8 @@ class Held:
 def main(model: Path, folder: Path, urls: list[str]) -> None:
     config = config_of(model, folder)
     trainer, sent, held = Trainer(config), Sent(), Held()
-    real = weight_push.quantise_for_engines
-    weight_push.quantise_for_engines = lambda config, tensors: held.watch(real(config, tensors))
+    real = sharded_push.quantise_for_engines
+    sharded_push.quantise_for_engines = lambda config, tensors: held.watch(real(config, tensors))
     made = WeightPush(trainer, push_plan(config, lay_out(config)))
     loop = asyncio.new_event_loop()
     router: list[Router] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.trainer.trainer import Trainer
-from rlsys.weights import weight_push
+from rlsys.weights import sharded_push
 from rlsys.weights.push_plan import PushPlan
 from rlsys.weights.shard_plan import plan_senders
 from rlsys.weights.weight_push import WeightPush
@@ -52,7 +52,7 @@ class Session:
         )  # fmt: skip
         trainer = Trainer(config)
         # Without a GPU all experts of a layer would have one sender.
-        weight_push.plan_senders = lambda config, hf, **_: plan_senders(config, hf, **planned)
+        sharded_push.plan_senders = lambda config, hf, **_: plan_senders(config, hf, **planned)
         made = WeightPush(trainer, PushPlan({}, group=True))
         for i, engines in enumerate(pushes):
             to = [EngineAddress(self.urls[e], 1, i - 1, index=e) for e in engines]

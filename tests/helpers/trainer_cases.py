@@ -152,7 +152,9 @@ def sections(layout: str) -> dict[str, dict[str, Any]]:
             parallel[key] = int(value) if value.isdigit() else value
     parallel["overlap"] = "overlap" in layout
     replay = "replay" in layout
-    trainer: dict[str, Any] = {"equal_lengths": "padded" in layout, "replay": "engine" if replay else "off"}
+    if "padded" in layout:
+        parallel["dispatcher"] = "allgather"
+    trainer: dict[str, Any] = {"replay": "engine" if replay else "off"}
     if "recompute" in layout:
         trainer["recompute"] = ["moe", "layernorm", "core_attn"] if "selective" in layout else ["layer"]
     if "deepseek" in layout:

@@ -34,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mtp_trunk": {"trainer": {"mtp_loss": 0.3, "mtp_trunk": True}},
     "replay": {"trainer": {"replay": "engine", "balance_loss": 0.1}, "engine": {"return_routes": True}},
     "recompute": {"trainer": {"recompute": ["layer"]}},
-    "padded": {"trainer": {"equal_lengths": True}},
+    "padded": {"parallel": {"dispatcher": "allgather"}},
     "support": {"rollout": {"top_k": 8}},
     "bias": {"trainer": {"balance_rate": 0.01}},
     "engine": {},

@@ -30,7 +30,7 @@ def router_of(clients: list[EngineClient], **more: Any) -> Router:
 async def main() -> None:
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
     async with make_session() as session:
-        router = router_of([EngineClient(url, session) for url in sys.argv[2:]], single_router=False)
+        router = router_of([EngineClient(url, session) for url in sys.argv[2:]])
         scorer = Scorer(lambda: nullcontext(length_reward), lambda ids: "x" * len(ids), 60)
 
         def joiner(url: str, tp: int, pool: str | None) -> EngineClient:

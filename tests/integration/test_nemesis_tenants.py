@@ -11,8 +11,6 @@ import contextlib
 import json
 import os
 import random
-import resource
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -38,7 +36,7 @@ from rlsys.http_server.server import guarded_app, serving_in_thread
 from rlsys.tenants.keys import key_of
 from rlsys.tenants.ledger import FILE_NAME
 from tests.helpers import trainer_cases as cases
-from tests.helpers.process_faults import limit_files, strike_link
+from tests.helpers.process_faults import ServerProcess
 from tests.helpers.proxy import Proxy, port_of
 from tests.helpers.servers import ROOT
 from tests.integration.test_nemesis_dashboard import kind_of
@@ -75,8 +73,11 @@ def engine() -> Iterator[str]:
         yield url
 
 
-class Server:
+class Server(ServerProcess):
     """`rlsys.tenants.serve`, started again when it ends, as the supervisor does; behind a link."""
+
+    status: Callable[[str], int]
+    """Sends a request to a URL, and returns its status."""
 
     def __init__(self, folder: Path, engine_url: str) -> None:
         self.run, self._engine = folder / "run", engine_url
@@ -108,39 +109,31 @@ class Server:
         self.port = free_ports("127.0.0.1", 1)[0]
         self.start()
 
+    def command(self) -> list[str]:
+        words = [word for name in (*UNDER_FAULTS, QUIET) for word in ("--tenant", name)]
+        return [
+            sys.executable, "-m", "rlsys.tenants.serve", "--config", str(self.run / "config.yaml"),
+            "--engine", self._engine, "--host", "127.0.0.1", "--port", str(self.port), *words,
+        ]  # fmt: skip
+
     def start(self) -> None:
         self._starts += 1
-        words = [word for name in (*UNDER_FAULTS, QUIET) for word in ("--tenant", name)]
-        command = [sys.executable, "-m", "rlsys.tenants.serve", "--config", str(self.run / "config.yaml")]
-        command += ["--engine", self._engine, "--host", "127.0.0.1", "--port", str(self.port), *words]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log,
+                self.command(), cwd=ROOT, stdout=log, stderr=log,
                 env={**os.environ, **self._owner.environment(self._starts)},
             )  # fmt: skip
 
-    def strike(self, fault: str, rng: random.Random, request: Callable[[str], int]) -> None:
-        """Begin a fault; `heal` ends it. `request`: sends one to a URL, and returns its status."""
-        if fault == "killed":
-            self.process.kill()
-            self.process.wait()
-        elif fault == "stopped":
-            self.process.send_signal(signal.SIGSTOP)
-        elif fault == "disk full":
-            limit_files(self.process.pid, 0)
-        elif fault == "second owner":
-            former, url = self.process, self.direct
-            self.take_over()
-            assert request(url) != 200, "a server accepts requests although another launch owns the folder"
-            former.kill()
-            former.wait()
-        elif fault != "none":
-            strike_link(self.link, fault, rng)
+    def second_owner(self) -> None:
+        """Start a process of a new launch, which owns the folder; the former one must refuse requests."""
+        former, url = self.process, self.direct
+        self.take_over()
+        assert self.status(url) != 200, "a server accepts requests although another launch owns the folder"
+        former.kill()
+        former.wait()
 
     def heal(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        limit_files(self.process.pid, resource.RLIM_INFINITY)
-        self.link.mend()
+        super().heal()
         self.wait()
 
     def wait(self) -> None:
@@ -253,13 +246,14 @@ class Tenant:
             ("save_weights_for_sampler", {**save, "seq_id": seq + 2, "type": "save_weights_for_sampler"}),
         ]
         at = rng.randrange(len(planned) + 1)
+        self._server.status = self.status
         for i, request in enumerate(planned):
             self.requests.append(request)
             if i == at:
-                self._server.strike(fault, rng, self.status)
+                self._server.strike(fault, rng)
             self.attempt(*request)
         if at == len(planned):
-            self._server.strike(fault, rng, self.status)
+            self._server.strike(fault, rng)
         with self.refused():
             self.post(self._server.linked, "retrieve_future", {"request_id": f"{model}:{seq}"}, FAULT_SECONDS)
         self._server.heal()
@@ -308,7 +302,7 @@ def run_schedule(folder: Path, seed: int, more: int) -> None:
             tenant.train(steps[tenant.name], fault, rng)
             print(f"{fault}: {tenant.name}, {dict(tenant.refusals)}")
         seen = [tenant.all_results() for tenant in tenants]
-        server.strike("killed", rng, lambda _: 0)
+        server.strike("killed", rng)
         server.heal()
         quiet = Tenant(server, QUIET)
         for number in range(1, 1 + max(steps.values())):

@@ -16,7 +16,6 @@ from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.weights.checksums import EngineChecksums
-from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers.engine_stack import (
     CANARIES,
     PROMPT,
@@ -25,6 +24,7 @@ from tests.helpers.engine_stack import (
     logprobs,
     model,
     tensors,
+    transport_of,
     worst_gap,
 )
 from tests.helpers.servers import running_engine, tiny_moe_model
@@ -72,7 +72,7 @@ async def test_engines_of_one_and_of_two_ranks_take_the_same_push(
                 clients, vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(config),
                 kinds=config.engine,
             )  # fmt: skip
-            sync, hf = GatheredPush(config), HFConfig.read(config.model.path)
+            sync, hf = transport_of(config), HFConfig.read(config.model.path)
             watch = asyncio.create_task(router.watch())
             async with asyncio.timeout(
                 120

@@ -28,7 +28,7 @@ def trainer(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iter
     made = Trainer(
         cases.config_of(
             model, tmp_path, parallel={"dispatcher": request.param},
-            trainer={"recompute": ["layer"], "equal_lengths": True},
+            trainer={"recompute": ["layer"]},
         )
     )  # fmt: skip
     yield made

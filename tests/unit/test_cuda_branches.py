@@ -22,7 +22,7 @@ from rlsys.engine.cpu import hooks, platform
 from rlsys.planner import weight_update_cost
 from rlsys.trainer import setup
 from rlsys.trainer.model.model import transformer_config
-from rlsys.weights import transports, weight_push
+from rlsys.weights import sharded_push, transports, weight_push
 
 pytestmark = pytest.mark.gate
 
@@ -77,7 +77,7 @@ TAKEN: dict[str, str] = {
     "rlsys/trainer/trainer.py": f"{FINDINGS}::test_gpu_p7_make_room_collects_the_buckets_that_were_sent",
     "rlsys/weights/buckets.py": INSTRUMENT,
     "rlsys/weights/checksums.py": INSTRUMENT,
-    "rlsys/weights/weight_push.py": f"{HERE}::test_experts_are_hashed_apart_on_a_gpu",
+    "rlsys/weights/sharded_push.py": f"{HERE}::test_experts_are_hashed_apart_on_a_gpu",
     "rlsys/ops/grouped_gemm.py": GROUPED,
     "rlsys/trainer/model/experts.py": GROUPED,
     "rlsys/weights/senders_group.py": NCCL,
@@ -205,7 +205,7 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
         asked.append(experts_together)
         raise Stop
 
-    monkeypatch.setattr(weight_push, "plan_senders", plan_senders)
+    monkeypatch.setattr(sharded_push, "plan_senders", plan_senders)
     monkeypatch.setattr(weight_update_cost, "plan_senders", plan_senders)
     config = SimpleNamespace(weights=SimpleNamespace(method="sharded"))
     with pytest.raises(Stop):

@@ -14,7 +14,7 @@ from rlsys.core.types import SampleGroup
 class Aoi(Planner):
     """Groups with few successes get further samples whose prompt has a judge's guidance, mined from failed responses.
 
-    `data.judge` reads the problem and some of the failed responses, and says what went wrong and how to go about it.
+    `data.judge` reads the problem and some of the failed responses, and writes the mistake and a hint.
     The further samples are drawn from the problem with this guidance behind it, and trained on the plain prompt, so
     that the policy learns to do without. A judge that says nothing in time leaves the group as it is. Our reading of
     the abstract: one policy, a guidance for each group and no pool of them.

@@ -55,7 +55,7 @@ class D3S(Selector):
 
     Over the whole step: the subset of a share of the samples with the largest variance of advantages; then the
     share of tokens with the largest |A_t| H_t, H the entropy. Both shares grow linearly over `steps`. The paper's
-    schedule was not found; these values are ours.
+    schedule was not found; rlsys chose these values.
 
     The loss is the mean over what is kept: the denominator shrinks by the share of it that the kept samples have, and
     by the share of tokens. So a selection makes gradients larger, as in the paper. With `denominator: all` it makes
@@ -75,7 +75,7 @@ class D3S(Selector):
     steps: Annotated[int, Field(gt=0)] = 100
     """Train steps over which the shares grow."""
     denominator: Literal["kept", "all"] = "kept"
-    """What the loss is a mean over: the samples and tokens that are kept, or all of the step."""
+    """Denominator of the mean loss: the kept samples and tokens, or all of the step."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"entropy"}) if min(self.tokens_start, self.tokens_end) < 1 else frozenset()

@@ -54,9 +54,9 @@ def least_sure(entropies: Tensor, group_ids: Tensor, share: float) -> Tensor:
 class UnsureTurns(Selector):
     """Train only the turns in which the policy was least sure: of each group's, those with the largest mean entropy.
 
-    As the trainer had it at the start of the step, over the turn's trained tokens. A response that nobody answers is
-    one turn. Denominators count all. Our reading of the abstract, which trains on steps of high entropy: the share is
-    ours.
+    As the trainer had it at the start of the step, over the turn's trained tokens. A response without an answer is
+    one turn. Denominators count all. The abstract says that it trains on steps of high
+    entropy; it does not state the share.
     """
 
     paper: ClassVar[str] = "DART: decoupled agentic RL training for GUI agents (arXiv 2509.23866)"

@@ -22,7 +22,7 @@ class DecoupledPPO(CorrectionPlugin):
     cap: PositiveFloat = 5.0
     """Largest weight."""
     above: Literal["clamp", "mask"] = "mask"
-    """What happens to a token above it."""
+    """Treatment of a token above `cap`: its weight is clamped, or the token is masked."""
 
     def __call__(self, view: View, update_stats: Any) -> Correction:
         rho = view.log_behaviour_ratio.exp()

@@ -39,9 +39,9 @@ def divergence(policy: Tensor, teacher: Tensor, direction: float) -> Tensor:
 class Distill(Loss):
     """The divergence between policy and teacher at each token, with its gradient through the whole distribution.
 
-    `algo.teacher` names the teacher, says which tokens are compared, and in which direction. Alone it is on-policy
-    distillation; beside a policy loss it is mixed with reinforcement learning. A teacher that is the policy's own
-    first folder keeps it near that. Metric `divergence`: its mean over the trained tokens, in nats.
+    `algo.teacher` names the teacher, the compared tokens and the direction. As the only loss it is on-policy
+    distillation; with a policy loss it is mixed with reinforcement learning. If the teacher is the policy's initial
+    model, it keeps the policy near that model. Metric `divergence`: its mean over the trained tokens, in nats.
     """
 
     paper: ClassVar[str] = "On-policy distillation of language models: GKD (Agarwal et al. 2023), eq. 1"

@@ -37,7 +37,7 @@ class Dppo(Loss):
     paper: ClassVar[str] = "DPPO: divergence proximal policy optimisation (arXiv 2602.04879)"
     evidence: ClassVar[str] = "R"
     divergence: Literal["tv", "kl"] = "tv"
-    """How the move is measured."""
+    """Divergence from the anchor: total variation, or KL."""
     low: Annotated[float, Field(ge=0)] = 0.15
     """Largest move downwards."""
     high: Annotated[float, Field(ge=0)] = 0.15

@@ -37,8 +37,8 @@ class EchoClip(Loss):
     eps = narrow + (wide - narrow) sigmoid(steep (1 - C_tail)). Advantages become A (1 + shape (alpha H + beta (1 -
     C))).
 
-    H is the entropy at a token, and its confidence C the sum of the squared probabilities there. The paper states
-    neither its measure of confidence nor its coefficients: both, and all defaults, are ours.
+    H is the entropy at a token, and its confidence C the sum of the squared probabilities there. The paper does not
+    state its measure of confidence, its coefficients and its defaults; rlsys chose them.
     """
 
     paper: ClassVar[str] = "ECHO: entropy-confidence hybrid optimisation for test-time RL, clip and shaping"
@@ -48,7 +48,7 @@ class EchoClip(Loss):
     wide: Width = 0.3
     """Radius of unsure ones, at the most."""
     steep: Weight = 4.0
-    """How fast the radius grows."""
+    """Growth rate of the radius."""
     tail: Annotated[int, Field(gt=0)] = 64
     """Trained tokens at a response's end whose confidence counts."""
     shape: Weight = 0.0

@@ -30,7 +30,7 @@ class Explore(Planner):
 
     samples: `first` if all answers are equal, `largest` at p = 1/2, where p (1 - p), the variance of a group's
     rewards, is largest. Groups start with `first` samples, and get the others when the answers are known. A group
-    whose prompt could not be explored gets rollout.group_size. The size formula is ours.
+    whose prompt could not be explored gets rollout.group_size. The paper has another size formula.
 
     Metrics, since the process started: `explored` groups and `explored_not`; `explore_correlation`, Spearman's rank
     correlation between the mean rewards of probes and training samples, over the last 256 groups accepted for
@@ -50,7 +50,7 @@ class Explore(Planner):
     _usual: int = PrivateAttr(default=0)
     """rollout.group_size, after other planners."""
     _means: dict[int, float | None] = PrivateAttr(default_factory=dict)
-    """For groups that have their size: the mean reward of their probes, None without any."""
+    """Group id -> mean reward of its probes, None without probes; for groups that have their size."""
     _pairs: deque[tuple[float, float]] = PrivateAttr(default_factory=lambda: deque(maxlen=WINDOW))
     """Mean rewards of probes and of samples."""
     _explored: int = PrivateAttr(default=0)

@@ -25,16 +25,16 @@ class Fapo(GroupReward):
     paper: ClassVar[str] = "FAPO: flawed-aware policy optimisation"
     evidence: ClassVar[str] = "R"
     penalty: Annotated[float, Field(ge=0)] = 1.0
-    """What a flaw costs."""
+    """Reward subtracted for a flaw."""
     correct: float = 0.5
     """A response is correct when its verified reward is above this."""
     no_verdict: Literal["censor", "sound"] = "censor"
-    """What a correct response without a verdict is: censored, with its group, or taken as sound."""
+    """Treatment of a correct response without a verdict: it is censored, with its group, or counts as sound."""
     question: Annotated[str, Field(pattern=r"\{response\}")] = (
         "Problem:\n{prompt}\n\nRight answer:\n{key}\n\nSolution:\n{response}\n\nThe solution comes to the right "
         "answer. Its paragraphs count from 0: name the first one that has an error, or -1 if none has, in \\boxed{}."
     )
-    """What the judge is asked; {prompt}, {key} (the problem's `answer`) and {response} are replaced."""
+    """Prompt of the judge; {prompt}, {key} (the problem's `answer`) and {response} are replaced."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"verdicts"})

@@ -81,9 +81,9 @@ class Gae(Advantage):
     critic_lam: Unit | None = None
     """Lambda of the critic's targets; that of the advantages when not given."""
     timestep: Literal["token", "turn"] = "token"
-    """What gamma and lambda count: tokens, or turns between which others write."""
+    """Time step of gamma and lambda: a token, or a turn of the model."""
     rewards: Literal["response", "turns"] = "response"
-    """What is rewarded: the response, on its last token, or each turn on its own."""
+    """Unit that has a reward: the response, on its last token, or each turn."""
     beta: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the reference, on each token's reward."""
     whiten: bool = True

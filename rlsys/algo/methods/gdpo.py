@@ -48,7 +48,7 @@ class Gdpo(Advantage):
     eps: Eps = 1e-6
     """Added to each standard deviation."""
     weights: Annotated[list[float], Field(min_length=1)] | None = None
-    """One weight per named reward, in the alphabetical order of the names; 1 when not given."""
+    """Weights of the named rewards, in the alphabetical order of the names; 1 when not given."""
 
     def __call__(self, samples: Samples) -> Tensor:
         reward_count = 1 if samples.rewards.dim() == 1 else samples.rewards.shape[1]

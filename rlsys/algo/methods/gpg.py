@@ -27,7 +27,7 @@ class Gpg(Advantage):
     compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     counts: Literal["mixed", "rewarded"] = "mixed"
-    """What alpha counts: samples of groups whose rewards differ, or samples whose reward is not 0 (verl)."""
+    """Samples that alpha counts: those of groups whose rewards differ, or those whose reward is not 0 (verl)."""
     f_norm: Annotated[float, Field(gt=0)] = 1.0
     """Divides the advantages."""
 

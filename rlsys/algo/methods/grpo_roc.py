@@ -32,11 +32,11 @@ class GrpoRoc(Selector):
     least: Annotated[int, Field(ge=0)] = 2
     """Smallest number of successes and of failures kept, where a group has them."""
     penalty: Literal["tools", "length"] = "tools"
-    """What ranks the successes."""
+    """Quantity that ranks the successes: failed tool calls, or the length."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
     seed: Seed = 0
-    """Of the draws: among failures, and among successes of the same penalty."""
+    """Seed of the draws among failures, and among successes of the same penalty."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"tool_penalty"}) if self.penalty == "tools" else frozenset()

@@ -13,7 +13,7 @@ from rlsys.algo.segments import sum_by
 
 
 class IcePop(Normalised):
-    """Reject what lies outside [low, high] of rho, weight the rest by rho (IcePop; masked importance sampling).
+    """Reject tokens with rho outside [low, high], weight the others by rho (IcePop; masked importance sampling).
 
     `geometric` with bounds like 0.9999 and 1.0001 rejects whole sequences by their mean. `veto` rejects a sequence
     as soon as one of its tokens has rho below it. `normalise` divides by the mean weight of the kept tokens: a
@@ -27,9 +27,9 @@ class IcePop(Normalised):
     high: PositiveFloat = 2.0
     """Largest ratio kept (5 in some reports)."""
     level: Level = "token"
-    """What the ratio is taken over."""
+    """Unit of the ratio."""
     weighted: bool = True
-    """Also multiply by rho; without it, rejection alone."""
+    """Multiply kept tokens by rho. false: reject only."""
     veto: Annotated[float, Field(ge=0)] = 0.0
     """Reject the whole sequence when a token's ratio is below this (1e-4 is usual); 0 turns it off."""
 

@@ -23,9 +23,9 @@ class LensWeights(CorrectionPlugin):
     """Samples drawn from a cleaned prompt are trained on the original one, with w inside the ratio.
 
     r = exp(logp(y | x) - mu(y | x used)) / w in groups that hold such samples (after `selectors: [lens]`), w = 1 in
-    all others. w = a for the prompt's own successes, 1 - a for transferred successes and the failures that remain,
-    a = the success rate of all own samples. w is kept at least `smallest`, which is ours. Beside a clip, a sample
-    with A > 0 and 1 / w above the upper bound has no gradient.
+    all others. w = a for the prompt's own successes, 1 - a for transferred successes and the failures that remain, a
+    = the success rate of all own samples. w is at least `smallest`, a bound that the paper lacks. Beside a clip, a
+    sample with A > 0 and 1 / w above the upper bound has no gradient.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"

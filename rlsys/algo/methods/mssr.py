@@ -19,11 +19,11 @@ class Mssr(Advantage):
     """One sample per prompt: reward minus a running Beta mean of the prompt, plus a bonus for uncertain tokens.
 
     v = alpha / (alpha + beta) from before this sample; a = whiten(r - v) over the step; then
-    alpha <- eta alpha + r, beta <- eta beta + 1 - r, with eta falling from eta_max to eta_min as the policy moves
+    alpha <- eta alpha + r, beta <- eta beta + 1 - r, and eta falls from eta_max to eta_min as the policy moves
     (mean KL of the last updates against kl_target). A_t = a + min(|a| / gamma, lam H_t), H the token's entropy. The
     KL is the metric `policy_kl`, between successive versions on the tokens of the earlier one: with one update a step
-    and no tokens of an earlier version, nothing shows it, and memory stays at eta_max. The start alpha = beta = 1 is
-    ours.
+    and no tokens of an earlier version it is not measured, and eta stays at eta_max. The paper does not state the
+    start; here alpha = beta = 1.
     """
 
     paper: ClassVar[str] = "MSSR: memory-surrogate single-rollout RL"

@@ -24,7 +24,7 @@ class Otr(Imitation):
     beta: Annotated[float, Field(le=1)] = 0.0
     """Reward of every other token. The authors use a small negative one; 0 leaves them alone."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """At which candidates are drawn. The authors draw above 1, where unlikely tokens count more."""
+    """Sampling temperature of the candidates. The authors draw above 1, where unlikely tokens count more."""
 
     @property
     def candidates(self) -> float:

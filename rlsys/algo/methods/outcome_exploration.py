@@ -29,7 +29,7 @@ class OutcomeExploration(Advantage):
     c: float = 0.1
     """Weight of the bonus."""
     b0: float = 0.5
-    """What ucb_con takes off."""
+    """Constant that ucb_con subtracts."""
     _visits: dict[str, int] = PrivateAttr(default_factory=dict)
 
     def needs(self) -> frozenset[str]:

@@ -16,11 +16,12 @@ class TemplateParams(Section):
     user: Annotated[str, Field(pattern=r"\{question\}")] = "{question}"
     """The user's message; `{question}` is replaced."""
     opening: str = ""
-    """What the answer is forced to start with."""
+    """Forced beginning of the response."""
     form: Literal["tags", "boxed", "line"] = "tags"
-    """How the final answer is asked for: <answer>...</answer>, \\boxed{...}, or a last line `Answer: ...`."""
+    """Requested form of the final answer: <answer>...</answer>, \\boxed{...}, or a last line `Answer: ...`."""
     marks: list[str] = Field(default_factory=list)
-    """What else a response has exactly once, for a reward of the format (`data.reward: answer_and_format`)."""
+    """Further texts that a response contains exactly once, for a reward of the format (`data.reward:
+    answer_and_format`)."""
 
 
 TAGGED = "Write the final answer between <answer> and </answer>."
@@ -57,16 +58,16 @@ class PromptAugmentation(PromptChooser):
 
     A template is a system text, the words around the question, how the answer is forced to open, and the format that
     it asks for: verifiers read the final answer in that form. The paper has 13 templates, of which five ask for a
-    structure and are marked for it; these eight are ours. A prompt source that tells the form of the answer itself
-    (`data.params.instruction` of reasoning_gym) has to leave that to the templates.
+    structure and are marked for it; rlsys wrote these eight. A prompt source that states the form of the answer
+    itself (`data.params.instruction` of reasoning_gym) has to leave that to the templates.
     """
 
     paper: ClassVar[str] = "Prompt augmentation for RL with verifiable rewards"
     evidence: ClassVar[str] = "R"
     templates: Annotated[list[TemplateParams], Field(min_length=1)] = DEFAULT_TEMPLATES
-    """What is drawn from."""
+    """Templates; one is drawn for each prompt."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
     def template(self, group_id: int) -> Template:
         params = self.templates[int(stream("template", self.seed, group_id).integers(len(self.templates)))]

@@ -28,9 +28,9 @@ class PuzzleCraft(Advantage):
     lam: NonNegativeFloat = 4.0
     """Weight of a group of reward 1/2 with the most diverse answers."""
     gamma: NonNegativeFloat = 0.5
-    """How much diversity counts."""
+    """Exponent of diversity."""
     diversity: Literal["entropy", "distinct"] = "distinct"
-    """How it is measured."""
+    """Measure of diversity."""
     options: Annotated[int, Field(ge=2)] | None = None
     """K of "entropy", the number of options that a problem has."""
 

@@ -25,7 +25,8 @@ class Rejection(CorrectionPlugin):
 
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, of the token itself, or their mean, sum or largest over the trained
     tokens of its response or of its group. A response or a group stays or goes as a whole; of a group, those tokens
-    of the update count that have an advantage. Several such corrections apply together. The level of a group is ours.
+    of the update count that have an advantage. Several such corrections apply together. The level of a group is not
+    in the paper.
     """
 
     paper: ClassVar[str] = "verl, `rollout_rs`; AReaL, `rejection_sampling`; slime, MIS"
@@ -34,7 +35,7 @@ class Rejection(CorrectionPlugin):
     kind: KlKind = "k3"
     """Estimator."""
     level: Of = "sequence_mean"
-    """What it is taken over."""
+    """Unit of the estimate."""
     high: float = 0.01
     """Largest value kept. For k1 in nats: verl gives bounds of a ratio, whose logarithms these are."""
     low: float | None = None
@@ -50,7 +51,8 @@ class Rejection(CorrectionPlugin):
             raise ValueError(f"low = {self.low} must be below high = {self.high}: nothing would be kept")
         if self.kind == "k1" and self.level.endswith("max"):
             raise ValueError(
-                f"level = {self.level!r} with kind = k1: values of both signs have no largest move"
+                f"level = {self.level!r} with kind = k1: values of both signs have no largest one; "
+                "use another level or kind"
             )
         return self
 

@@ -21,7 +21,7 @@ class RoRecomp(Selector):
 
     Baselines are those of the whole group. The share alpha is taken from each end: the shortest of the correct, the
     longest of the wrong. The others go to a first-in-first-out store (rlsys.algo.methods.deferred_samples). The
-    paper's values of alpha, of the store's size and of its schedule were not found; these are ours.
+    paper's values of alpha, of the store's size and of its schedule were not found; rlsys chose these.
     """
 
     paper: ClassVar[str] = "RoRecomp: rollout response recomposition"

@@ -27,7 +27,7 @@ class Tis(Normalised):
     floor: Annotated[float, Field(ge=0)] = 0.0
     """Smallest weight (slime: --tis-clip-low, 0.5 in its GLM-5.2 script)."""
     level: Level = "token"
-    """What the ratio is taken over."""
+    """Unit of the ratio."""
 
     @model_validator(mode="after")
     def _cross(self) -> Self:

@@ -30,7 +30,7 @@ class Topr(Loss):
     ratio: ClassVar[bool] = False
     reads_anchor: ClassVar[bool] = True
     level: Level = "sequence"
-    """What the ratio is taken over."""
+    """Unit of the ratio."""
 
     def sample_values(self, view: View) -> Tensor:
         return view.log_ratio.detach()

@@ -23,7 +23,7 @@ class Thin(Selector):
     keep: Fraction = 0.5
     """Share of each group that is trained."""
     seed: Seed = 0
-    """Of the draw."""
+    """Seed of the draw."""
 
     def size_of(self, group: int) -> int:
         return max(1, round(self.keep * group))

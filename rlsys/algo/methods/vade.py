@@ -19,7 +19,7 @@ class Vade(PromptChooser):
     Each group draws p ~ Beta(alpha, beta) for all prompts of the pool and takes the one with the largest
     p (1 - p)^2 that is not under way. A finished group adds its successes and failures after its prompt's record was
     decayed by `visited`; all records decay by `all_decay` per finished group, towards the prior 1, 1. The posterior
-    and the score are those of the authors' project page; the decays are ours.
+    and the score are those of the authors' project page; the page does not state the decays.
     """
 
     paper: ClassVar[str] = "VADE: variance-aware dynamic sampling"
@@ -33,7 +33,7 @@ class Vade(PromptChooser):
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
     _record: dict[int, list[float]] = PrivateAttr(default_factory=dict)
     _time: int = PrivateAttr(default=0)
     _under_way: dict[int, int] = PrivateAttr(default_factory=dict)

@@ -39,7 +39,7 @@ class EssScaling(Hook):
     rho0: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share at and above which the step is full."""
     shape: Literal["sqrt", "linear"] = "sqrt"
-    """How the factor falls below it."""
+    """Function of the share, below `rho0`."""
     every_sample: ClassVar[bool] = True
 
     def needs(self) -> frozenset[str]:
@@ -56,15 +56,15 @@ class MinimumVariance(Advantage):
 
     b = sum w^2 |g|^2 R / sum w^2 |g|^2 over the group; w = exp(sum_t old - mu), |g| the norm of the gradient of the
     sample's log-prob. By the weights that would take one backward pass per sample. "score" takes the gradient by the
-    logits, exactly: |g|^2 = sum_t (1 - 2 pi_t + sum_v pi_tv^2). "length" and "one" are cheaper proxies of ours: |g|^2
-    grows like the response's length, or not at all.
+    logits, exactly: |g|^2 = sum_t (1 - 2 pi_t + sum_v pi_tv^2). "length" and "one" are cheaper proxies, not from the
+    paper: |g|^2 grows like the response's length, or not at all.
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), optimal off-policy baseline"
     evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     norm: Literal["score", "length", "one"] = "score"
-    """What stands for the squared gradient norm."""
+    """Estimate of the squared gradient norm."""
     eps: Eps = 1e-6
     """Added to the standard deviation."""
 

@@ -1,4 +1,5 @@
-"""XRPO's planner: further samples where they tell most, and solved problems where nobody succeeds. No torch."""
+"""XRPO's planner: further samples where they are most informative, and solved problems where no sample succeeds. No
+torch."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ class Xrpo(Planner):
     h(n) = t(1 - alpha/2, n - 1) s / sqrt(n) is half the confidence interval of a group's mean reward, T the samples
     of all groups of a round. Groups that are done wait until `groups` new ones are together, or until nothing else
     runs; those of the largest h(n) - h(n + 1) + bonus sqrt(ln(1 + T) / n) get `samples` more, `share` of the new
-    groups in the mean. They are in a later round again. A group in which every sample succeeds gets none: there is
-    nothing left to find out. The paper closes its rounds over a step's batch, in three phases; the sizes are ours.
+    groups in the mean. They are in a later round again. A group in which every sample succeeds gets none: its
+    reward is known. The paper closes its rounds over a step's batch, in three phases; rlsys chose the sizes.
 
     Seeding: a group without any success gets samples that see solved problems first, as earlier turns of the chat,
     and are trained on the plain prompt. The paper takes the two nearest by an embedding of the problems. Here they

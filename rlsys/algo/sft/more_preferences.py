@@ -31,7 +31,7 @@ class SimPo(Preference):
     paper: ClassVar[str] = "SimPO (Meng et al. 2024), eq. 6"
     evidence: ClassVar[str] = "R"
     beta: Beta = 2.0
-    """How much a nat per token is worth."""
+    """Reward of a nat per token."""
     margin: Weight = 0.5
     """Wanted lead of the rewards, gamma in the paper."""
     imitate: Weight = 0.0
@@ -53,7 +53,7 @@ class Cpo(Preference):
     paper: ClassVar[str] = "Contrastive Preference Optimization (Xu et al. 2024), eq. 3 to 5"
     evidence: ClassVar[str] = "R"
     beta: Beta = 0.1
-    """How much a nat is worth."""
+    """Reward of a nat."""
     kind: Literal["sigmoid", "hinge"] = "sigmoid"
     """-log sigmoid of the gap, or a hinge that ends at 1."""
     imitate: Weight = 1.0

@@ -84,7 +84,7 @@ class WithReference(Preference):
     """Losses whose reward of an answer is beta times its gain over the first weights' log-prob."""
 
     beta: Beta = 0.1
-    """How much a nat of gain is worth; the larger, the closer the model stays to its first weights."""
+    """Reward of a nat of gain. A larger one keeps the model closer to its first weights."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"ref"})
@@ -113,12 +113,12 @@ class Dpo(WithReference):
 
 
 class RobustDpo(WithReference):
-    """DPO for pairs of which a known share is the wrong way round; unbiased for the pairs without mistakes."""
+    """DPO for pairs of which a known share has swapped labels: an unbiased estimate of the correct loss."""
 
     paper: ClassVar[str] = "Provably Robust DPO (Chowdhury et al. 2024)"
     evidence: ClassVar[str] = "R"
     wrong: Smoothing = 0.1
-    """Share of pairs that are the wrong way round."""
+    """Share of pairs with swapped labels."""
 
     def __call__(self, answers: Answers) -> Tensor:
         gap = self.gaps(answers)
@@ -132,7 +132,7 @@ class DpoNorm(WithReference):
     paper: ClassVar[str] = "Tulu 3 (Lambert et al. 2024), length-normalised DPO"
     evidence: ClassVar[str] = "R"
     beta: Beta = 5.0
-    """How much a nat of gain per token is worth."""
+    """Reward of a nat of gain per token."""
 
     def __call__(self, answers: Answers) -> Tensor:
         return -logsigmoid(self.beta * self.gains_per_token(answers)).mean()
@@ -220,7 +220,7 @@ class Aot(WithReference):
     paired: bool = True
     """Sort the leads of the pairs. false: sort chosen and rejected gains by themselves (TRL: aot_unpaired)."""
     wrong: Smoothing = 0.0
-    """Share of pairs that are the wrong way round."""
+    """Share of pairs with swapped labels."""
 
     def __call__(self, answers: Answers) -> Tensor:
         assert answers.ref is not None
@@ -258,12 +258,12 @@ class ApoDown(WithReference):
 
 
 class DiscoPop(WithReference):
-    """DiscoPOP, a loss that a language model found: between DPO's and an exponential one, by the gap itself."""
+    """DiscoPOP, a loss found by a language model: between DPO's and an exponential one, by the gap itself."""
 
     paper: ClassVar[str] = "Discovering Preference Optimization Algorithms (Lu et al. 2024), eq. 5"
     evidence: ClassVar[str] = "R"
     tau: Annotated[float, Field(gt=0)] = 0.05
-    """How sharply it goes over from one to the other."""
+    """Temperature of the transition between the two losses."""
 
     def __call__(self, answers: Answers) -> Tensor:
         gap = self.gaps(answers)

@@ -15,7 +15,7 @@ from typing import Any
 
 TARGET = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
 FUSED_HEAD_SIZES = (64, 128, 256, 512)
-"""As in SGLang's rotary_embedding/base.py."""
+"""Head sizes of the fused kernel, from SGLang's rotary_embedding/base.py."""
 
 
 def check_fused_head_size(enabled: bool, forward_batch: Any) -> bool:

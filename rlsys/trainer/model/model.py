@@ -220,7 +220,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.expert_tp,
         sequence_parallel=p.tp > 1,
-        variable_seq_lengths=not config.trainer.equal_lengths,
+        variable_seq_lengths=not config.equal_lengths,
         moe_token_dispatcher_type=p.dispatcher,
         params_dtype=dtype,
         pipeline_dtype=dtype,

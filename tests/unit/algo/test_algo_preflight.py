@@ -56,7 +56,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             ["trainer.early_backward=true"],
             "trainer.early_backward = true, but launch.placement = colocated: .* use",
         ),
-        ([*EARLY, "algo.selectors=[rorecomp]"], "the algorithm looks at whole steps: RoRecomp"),
+        ([*EARLY, "algo.selectors=[rorecomp]"], "the algorithm needs whole steps: RoRecomp"),
         (
             [*EARLY, "algo.minibatches=2"],
             "algo.minibatches = 2: a step's groups are shuffled over them; use 1",
@@ -287,7 +287,7 @@ def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) 
         ),
         (
             ["algo.anchor=old", "algo.corrections=[{name: tis, normalise: true}]"],
-            ["the whole step, since Tis looks at a whole update before its backward pass"],
+            ["the whole step, since Tis needs a whole update before its backward pass"],
         ),
         (["trainer.replay=trainer"], ["the whole step, since trainer.replay = trainer replays its experts"]),
     ],

@@ -149,5 +149,5 @@ def test_the_trainer_knows_the_turn_of_each_token_and_what_it_is_worth() -> None
 
 
 def test_what_knows_nothing_of_turns_does_not_go_with_them() -> None:
-    with pytest.raises(UserError, match="Mapo looks at the rewards of turns, which Overlong does not"):
+    with pytest.raises(UserError, match="Mapo uses the rewards of turns, which Overlong does not"):
         Objective(section(advantage="mapo", shaping=["overlong"], loss=["clip"]))

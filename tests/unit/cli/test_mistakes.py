@@ -93,7 +93,7 @@ TABLE: list[tuple[str, str]] = [
     ),
     ("rollout.stop=['END']", STARTS),
     ("rollout.stop=['</answer>']", STARTS),
-    ("data.chat_template_args={enable_thinking: false}", "has no use for it; it looks at none"),
+    ("data.chat_template_args={enable_thinking: false}", "has no use for it; it uses none"),
     (
         "eval.sets=[{name: aime, n: 4}]",
         "eval.sets.0.n: unknown key; known keys: name, data, prompts, samples",

@@ -65,6 +65,21 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
             "weights.uncompared=0.9",
             "weights.uncompared: deleted; it follows from model.fp8 and engine.extra_args",
         ),
+        ("weights.canary_p999=0.1", "weights.canary_p999: deleted; it follows from weights.canary_mean"),
+        (
+            "rollout.auto_hold=idle",
+            "rollout.auto_hold: deleted; over_provision = auto always steers the share",
+        ),
+        (
+            "trainer.equal_lengths=true",
+            "trainer.equal_lengths: deleted; micro-batches have equal lengths with",
+        ),
+        (
+            "launch.silence_seconds=60",
+            "launch.silence_seconds: deleted; it is 1.5 times rollout.stall_timeout",
+        ),
+        ("weights.method=shard", "weights.method = 'shard': did you mean sharded?"),
+        ("weights.method=nccl", "weights.method = 'nccl': expected 'auto', 'broadcast', 'sharded'"),
         ("weights.method=tensor", "weights.method = 'tensor': deleted; use auto"),
         ("eval.every=5", "eval.every: renamed; use eval.interval"),
         ("rolout.group_size=4", "rolout: unknown key; did you mean rollout?"),

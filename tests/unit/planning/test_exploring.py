@@ -118,9 +118,9 @@ def test_the_recipe_is_served_and_its_writers_are_counted() -> None:
         ),
         (["eval.background=true"], "engine.count >= 2 without a pool that explores"),
         (["engine.pools=[{name: a, count: 2, role: explore}]"], "role = explore in all of them"),
-        (["algo.planners=[]"], "role = explore, but nobody asks such engines"),
+        (["algo.planners=[]"], "role = explore, but no group policy uses such engines"),
         (["engine.pools=[{name: a, count: 2}]"], "engine.pools has no pool with role = explore"),
-        (["rollout.group_size=32"], r"rollout.group_size = 32 is the size of a group that nobody explored"),
+        (["rollout.group_size=32"], r"rollout.group_size = 32 is the size of a group without probes"),
         (["algo.planners=[explore, dars]"], "Explore sizes groups; leave the others out"),
     ],
 )

@@ -32,6 +32,7 @@ from rlsys.router.engine_checksums import (
     ChecksumVerifier,
     Match,
 )
+from rlsys.router.push import raise_if_hopeless
 from rlsys.trainer.checkpoints.conversion import to_hf, to_megatron
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.held_weights import HeldWeights
@@ -402,6 +403,7 @@ async def push_tokens(rig: Rig, gaps: list[float]) -> dict[str, float]:
     ids = [1] * (len(gaps) + 1)
     logps = [lp * (1 + gap) for lp, gap in zip(canary_logprobs(ids, version), gaps, strict=True)]
     metrics = await rig.router.end_push(version, [Canary(ids, logps)], [checksums(version)], {})
+    raise_if_hopeless(rig.router, version)
     rig.router.resume()
     return metrics
 

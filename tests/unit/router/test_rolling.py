@@ -15,7 +15,7 @@ from rlsys.config import Config
 from rlsys.core.types import Sample, Status
 from rlsys.core.weight_updates import Canary, EngineAddress, WeightUpdate
 from rlsys.router.dispatch import Interruption
-from rlsys.weights import gathered_push
+from rlsys.weights import disk_push
 from rlsys.weights.receivers import Receivers
 from tests.helpers.rollout_rig import make_config, settle
 from tests.helpers.rollout_rig import rig as manager_rig
@@ -280,14 +280,14 @@ def test_the_rounds_of_a_push_read_one_folder(
         folder.mkdir(parents=True, exist_ok=True)
         written.append((folder.name, [name for name, _ in tensors]))
 
-    monkeypatch.setattr(gathered_push, "write_hf", write)
+    monkeypatch.setattr(disk_push, "write_hf", write)
     monkeypatch.setattr(
         Receivers, "post_all", lambda receivers, _: {e.url: done() for e in receivers.present}
     )
     config = Config.model_validate(
         {"model": {"path": "x"}, "run": {"dir": tmp_path}, "weights": {"method": method}}
     )
-    folders = gathered_push.DiskFolders(config)
+    folders = disk_push.DiskFolders(config)
 
     def push(version: int, **holds: int) -> None:
         tensors = [("frozen", torch.zeros(2)), ("trained", torch.full((2,), float(version)))]

@@ -157,6 +157,20 @@ async def test_a_push_waits_for_an_engine_that_is_being_restarted() -> None:
         check(await rig.start(sample()), versions={2})
 
 
+async def test_a_router_makes_one_attempt_to_begin_a_push() -> None:
+    """Who waits is the caller, for all routers of a run; until it gives up, no attempt counts as a failed push."""
+    async with routing() as rig:
+        rig.engine.die()
+        assert await rig.router.begin_push(1) == []
+        rig.engine.restart()
+        rig.engine.hung = True
+        for _ in range(4):
+            assert await rig.router.begin_push(1) == []
+        rig.engine.wake()
+        (address,) = await rig.router.begin_push(1)
+        assert address.url == A and not rig.router.hopeless
+
+
 async def test_a_push_does_not_wait_for_ever_and_rests_between_its_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -410,7 +410,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
             ["algo.teacher.by_source={code: configs/models/quickstart-moe}"],
             r"but algo.teacher.by_source names",
         ),
-        (["algo.loss=[clip]"], r"is asked for nobody: .* add distill"),
+        (["algo.loss=[clip]"], r"is unused: .* add distill"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(overrides: list[str], told: str) -> None:

@@ -20,7 +20,7 @@ from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.engine.weight_calls import Call
 from rlsys.engine.wire import Limits
-from rlsys.weights import gathered_push, transports
+from rlsys.weights import disk_push, gathered_push, transports
 from rlsys.weights.receivers import EngineUnreachable, Receivers
 from tests.helpers.router_rig import routing
 from tests.helpers.scripted_engine import Network, ScriptedEngine
@@ -125,11 +125,11 @@ def test_a_folder_that_an_engine_may_still_read_is_not_deleted(
         folder.mkdir(parents=True)
 
     monkeypatch.setattr(Receivers, "post_all", ask)
-    monkeypatch.setattr(gathered_push, "write_hf", write)
+    monkeypatch.setattr(disk_push, "write_hf", write)
     config = Config.model_validate(
         {"model": {"path": "x"}, "run": {"dir": tmp_path}, "weights": {"method": "disk"}}
     )
-    folders = gathered_push.DiskFolders(config)
+    folders = disk_push.DiskFolders(config)
 
     def push(version: int, *urls: str) -> list[str]:
         engines = [EngineAddress(url, 1, -1) for url in urls]

@@ -1,0 +1,166 @@
+"""Interface of a weight transport, the class that `weights.method` names. Runs on every trainer rank.
+
+GatheredTransport is the base of most transports: its `push` gets the tensors of the whole model, one after the other.
+A transport that gathers nothing, or that sends something else than the model, is a WeightTransport.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from rlsys.config import Config
+from rlsys.config.weight_methods import WEIGHT_METHODS
+from rlsys.core.errors import UserError
+from rlsys.core.imports import import_attribute
+from rlsys.core.weight_updates import WeightUpdate
+from rlsys.trainer.trainer import Trainer
+from rlsys.weights.checksums import EngineChecksums, merge_checksums
+from rlsys.weights.fp8 import quantise_for_engines
+from rlsys.weights.push_plan import PushPlan
+
+Tensors = Iterable[tuple[str, Tensor]]
+"""Tensors with their Hugging Face names, in the trainer's dtype, or quantised for the engines."""
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Checksums of what a push sends.
+
+    Attributes:
+        expected: checksums that each rank of an engine must report, one engine size after the other
+            (rlsys.weights.checksums); complete on rank 0 only.
+        hash_seconds: hashing time of the slowest rank.
+    """
+
+    expected: list[dict[str, str]]
+    hash_seconds: float = 0.0
+
+
+class WeightTransport(ABC):
+    """Loads the trainer's weights into the engines of an update. Owns what lasts from one push to the next.
+
+    Every trainer rank has an instance and calls each method at the same time (collective). `check`, `prepare`,
+    `close` and `metrics` are optional.
+    """
+
+    ranks_send_parts: ClassVar[bool] = False
+    """Whether each rank sends a part of the model to every engine; otherwise a sender sends all of it."""
+    excluded: dict[str, str]
+    """Engines that did not get all tensors of this rank's last push: URL -> reason. They do not serve, and the next
+    push sends them everything again."""
+    sent_bytes: int
+    """Bytes that this rank sent to each engine in its last push."""
+
+    @classmethod
+    @abstractmethod
+    def create(cls, trainer: Trainer, plan: PushPlan) -> Self:
+        """Create the transport. `plan`: which trainer rank serves which engine (rlsys.weights.push_plan)."""
+
+    @classmethod  # noqa: B027
+    def check(cls, config: Config) -> None:
+        """Check that the transport supports the config, before the run starts.
+
+        Raises:
+            UserError: it does not.
+        """
+
+    def prepare(self) -> None:  # noqa: B027
+        """Import and compile what the first push needs, while engines start."""
+
+    @abstractmethod
+    def update_engines(self, trainer: Trainer, update: WeightUpdate) -> Digests:
+        """Load the weights into every engine of the update; set `excluded` and `sent_bytes`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what lasts between pushes, as process groups with engines."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last push, for metrics.jsonl."""
+        return {}
+
+
+class GatheredTransport(WeightTransport):
+    """Base of transports that send gathered tensors of the whole model."""
+
+    def __init__(self, config: Config, rank: int = 0, plan: PushPlan | None = None) -> None:
+        """Create the transport. By default rank 0 serves all engines."""
+        self.config, self.rank = config, rank
+        self.plan = PushPlan({}, group=False) if plan is None else plan
+        self.excluded, self.sent_bytes = {}, 0
+
+    @classmethod
+    def create(cls, trainer: Trainer, plan: PushPlan) -> Self:
+        return cls(trainer.config, trainer.rank, plan)
+
+    def update_engines(self, trainer: Trainer, update: WeightUpdate) -> Digests:
+        checksums = engine_checksums(trainer, shares=True)
+        tensors = quantise_for_engines(self.config, trainer.served_tensors())
+        self.sent_bytes = self.push(checksums.watch(tensors), update)
+        return merge_over_ranks(trainer, checksums)
+
+    @abstractmethod
+    def push(self, tensors: Tensors, update: WeightUpdate) -> int:
+        """Load `tensors` into every engine of the update, and return their bytes; 0 on a rank that sends nothing.
+
+        Every rank must iterate over all tensors, since gathering is collective. Engines that fail or refuse are
+        `excluded`.
+        """
+
+
+def engine_checksums(trainer: Trainer, *, shares: bool) -> EngineChecksums:
+    """Return the checksums of the engines' tensors.
+
+    The model of multi-token prediction is not served, so engines do not report it.
+
+    Args:
+        trainer: this rank's.
+        shares: whether all ranks watch the same tensors, and each hashes a share.
+    """
+    model = replace(trainer.served_config, mtp=False)
+    ranks = trainer.config.parallel.world_size if shares else 1
+    return EngineChecksums(
+        model, *trainer.config.engine.tps, rank=trainer.rank if ranks > 1 else 0, ranks=ranks
+    )
+
+
+def merge_over_ranks(trainer: Trainer, checksums: EngineChecksums) -> Digests:
+    """Merge the checksums of all trainer ranks (collective)."""
+    results = trainer.control.to_main((checksums.partial_digests(), checksums.seconds))
+    expected = merge_checksums([partial for partial, _ in results])
+    return Digests(expected, max((seconds for _, seconds in results), default=0.0))
+
+
+def transport_class(config: Config) -> type[WeightTransport]:
+    """Return the class of weights.method.
+
+    Raises:
+        UserError: an import path without such a class, or a class that is incomplete.
+    """
+    field, method = "weights.method", config.weights.method
+    built_in = WEIGHT_METHODS.get(method)
+    found = import_attribute(field, method if built_in is None else built_in.transport)
+    if not isinstance(found, type) or not issubclass(found, WeightTransport):
+        raise UserError(
+            f"{field} = {method!r}: expected a subclass of rlsys.weights.weight_transport.WeightTransport, found "
+            f"{'nothing of this name' if found is None else repr(found)}"
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise UserError(f"{field} = {method!r}: {found.__name__} lacks {missing}")
+    return found
+
+
+def check_transport(config: Config) -> None:
+    """Check that the class of weights.method exists and supports the config.
+
+    Raises:
+        UserError: it does not.
+    """
+    transport_class(config).check(config)
