@@ -113,6 +113,7 @@ SECTIONS = (
 )
 """A command is one of verl when a setting of it is in one of these."""
 EXPECTED = "python -m verl.trainer.main_ppo with settings such as data.train_batch_size=256"
+PARTIAL_ROLLOUT = ("recipe.partial_rollout.main_ppo",)
 ONE_STEP_OFF = ("verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo")
 FULLY_ASYNC = (
     "verl.experimental.fully_async_policy.fully_async_main",
@@ -122,6 +123,7 @@ SYNC_STEPS = "async_training.trigger_parameter_sync_step"
 ENTRIES = (
     "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "main_ppo", "recipe.dapo.main_dapo", "main_dapo",
     "recipe.entropy.main_entropy", "recipe.dapo.dapo_transfer_queue.main_dapo", *ONE_STEP_OFF, *FULLY_ASYNC,
+    *PARTIAL_ROLLOUT,
 )  # fmt: skip
 CONFIGS = (
     "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "one_step_off_ppo_trainer",
@@ -179,6 +181,7 @@ DEFAULTS = (
      "weights reach the engines by weights.method; launch.release_memory frees them"),
     (r"hybrid_engine$", (True, False), "launch.placement"),
     (r"data\.filter_overlong_prompts_workers$", None, "rows are counted on all CPUs"),
+    (r"data\.min_response_length$", None, "verl reads no such setting"),
     (r"data\.shuffle$", (True,), "prompts are shuffled by data.seed"),
     (r"data\.(return_raw_chat|return_raw_input_ids|return_full_prompt|trust_remote_code)$|trust_remote_code$", None,
      "rows are read whole; no code of a model's folder is run"),
@@ -384,6 +387,8 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
         d.consumed.add("trainer.resume_from_path")
     d.consumed.discard("trainer.resume_mode")
     set_sizes(d, *_sizes(d))
+    if d.get(PROGRAM) in PARTIAL_ROLLOUT:
+        _bound_running_samples(d)
     if d.get(PROGRAM) in FULLY_ASYNC:
         set_warm_up(d, f"{ACTOR}.optim.lr_warmup_steps", d.integer(SYNC_STEPS, 4))
     if not d.get_field("algo.anchor", ""):
@@ -449,35 +454,53 @@ def _distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[str, Any]]
         keys = [d.text(name.replace("model_path", "key")) for name in models]
         teacher["by_source"] = {key: d.text(name) for key, name in zip(keys[1:], models[1:], strict=True)}
     mode, policy_gradient = d.text(f"{loss}.loss_mode", "k3"), f"{loss}.use_policy_gradient"
-    forward = mode == "forward_kl_topk"
+    by_sample = d.flag(policy_gradient)
+    cap, floor = f"{loss}.loss_max_clamp", f"{loss}.log_prob_min_clamp"
+    bound = d.number(cap, 0.0) if d.text(cap, "null") not in ("null", "None") else 0.0
+    names, of_term = [*models, f"{loss}.loss_mode"], [policy_gradient, cap]
+    term: dict[str, Any] = {"name": "distill"}
     # the gradient's mean: of k1 as a reward and of k2 that of KL(policy || teacher), of k3 KL(teacher || policy)
     kind = KL_KINDS.get(mode, "")
-    if d.flag(policy_gradient) != (kind == "k1") or not (forward or kind):
+    if by_sample != (kind == "k1") or not (mode == "forward_kl_topk" or kind):
         d.reject(
-            f"{loss}.loss_mode",
-            f"its gradient with use_policy_gradient = {d.flag(policy_gradient)} is of no divergence",
+            f"{loss}.loss_mode", f"its gradient with use_policy_gradient = {by_sample} is of no divergence"
         )
-    teacher |= {"direction": 0.0 if forward or kind == "k3" else 1.0}
-    names = [*models, f"{loss}.loss_mode"]
-    if forward:
-        teacher["top_k"] = d.integer(f"{loss}.topk", 32)
-        names.append(f"{loss}.topk")
-    d.consumed.add(f"{loss}.topk")
-    d.set_field("algo.teacher", teacher, *names)
-    if not forward or d.flag(f"{loss}.use_policy_gradient"):
+    if by_sample:
+        teacher["top_k"] = 0
+        names.append(policy_gradient)
+        sides = {side: d.number(f"{loss}.clip_ratio_{side}", 0.2) for side in ("low", "high")}
+        term = {"name": "distill_pg", "clip_low": sides["low"], "clip_high": sides["high"], "dual": 3.0}
+        of_term += [f"{loss}.clip_ratio_{side}" for side in sides]
+        if d.text(f"{loss}.policy_loss_mode", "vanilla") != "vanilla":
+            d.reject(f"{loss}.policy_loss_mode", "verl has vanilla alone")
+    elif mode == "forward_kl_topk":
+        names += [f"{loss}.topk", floor]
+        teacher |= {"direction": 0.0, "top_k": d.integer(f"{loss}.topk", 32), "rest": False}
+        if d.text(floor, "null") not in ("null", "None"):
+            teacher["least_logprob"] = d.number(floor, 0.0)
+    else:
+        teacher["direction"] = 0.0 if kind == "k3" else 1.0
+        if bound:
+            d.reject(cap, "of an estimate; the divergence over the most probable tokens is compared here")
         d.warnings.append(
             "algo.loss distill: the gradient of the KL over the teacher's most probable tokens; the script estimates "
             "it from the sampled token"
         )
-    d.consumed |= {policy_gradient, f"{loss}.policy_loss_mode"}
-    if not forward:
-        d.consumed.add(f"{loss}.log_prob_min_clamp")
-    for name in (f"{loss}.loss_max_clamp", f"{loss}.log_prob_min_clamp"):
-        if name not in d.consumed and d.text(name, "null") not in ("null", "None"):
-            d.reject(name, "the divergence is not clamped")
+    if d.number(f"{ROLLOUT}.temperature", 1.0) != 1:
+        d.reject(
+            f"{ROLLOUT}.temperature",
+            "the teacher's engine has log-probs at temperature 1; the policy samples at 1",
+        )
+    d.set_field("algo.teacher", teacher, *names)
+    d.consumed |= {f"{loss}.{name}" for name in ("topk", "policy_loss_mode", "clip_ratio")} | {
+        *of_term,
+        floor,
+    }
+    if bound:
+        term["cap"] = bound
     if _has_task_rewards(d):
-        return [*terms, {"name": "distill", "weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}]
-    return [{"name": "distill", "weight": 1.0}]
+        return [*terms, term | {"weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}]
+    return [term]
 
 
 def _has_task_rewards(d: Draft) -> bool:
@@ -489,6 +512,8 @@ def _has_task_rewards(d: Draft) -> bool:
 def _asynchronous(d: Draft) -> None:
     """Translate the batch sizes of the asynchronous trainers to those of the other one."""
     program = d.get(PROGRAM)
+    if program in PARTIAL_ROLLOUT:
+        _partial_rollout(d)
     if program not in FULLY_ASYNC:
         return
     mini, required, rounds = (
@@ -518,6 +543,32 @@ def _asynchronous(d: Draft) -> None:
         f"rollout.groups_per_step = {groups}: the prompts between two pushes of the fully asynchronous trainer; its "
         "mini-batches are algo.minibatches"
     )
+
+
+def _partial_rollout(d: Draft) -> None:
+    """Translate the recipe of partial rollouts: a step's prompts are always in flight, beside those that are done."""
+    partial = "async_training.partial_rollout"
+    if not d.flag(partial):
+        d.require(partial)
+        d.reject(partial, "interrupted samples are always resumed")
+    d.set_field("rollout.over_provision", 2.0, partial)
+    d.set_field("rollout.max_staleness", 4)
+    d.warnings.append(
+        "rollout.over_provision = 2: the script keeps data.train_batch_size prompts running until as many are done; "
+        "engine.max_running_requests bounds the running samples to theirs"
+    )
+    d.warnings.append("rollout.max_staleness = 4: the script has no bound; see docs/rollout.md")
+
+
+def _bound_running_samples(d: Draft) -> None:
+    """Write engine.max_running_requests of partial rollouts, whose workers divide the prompts in flight."""
+    groups, n, workers = "data.train_batch_size", f"{ROLLOUT}.n", f"{ROLLOUT}.agent.num_workers"
+    count = max(1, d.integer(workers, 8))
+    samples = -(-d.integer(groups, 1024) // count) * count * d.integer(n, 1)
+    running = max(1, -(-samples // max(1, d.get_field("engine.count", 1))))
+    bound = d.integer(f"{ROLLOUT}.max_num_seqs", 1024)
+    names = (groups, n, workers, f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.tensor_model_parallel_size")
+    d.set_field("engine.max_running_requests", min(running, bound), *names)
 
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
@@ -764,7 +815,13 @@ def _algorithm(d: Draft) -> None:
     if d.flag("distillation.enabled"):
         terms = _distillation(d, terms)
         of_loss += ["distillation.enabled", "distillation.distillation_loss.use_task_rewards"]
-        of_loss += ["distillation.distillation_loss.distillation_loss_coef"]
+        of_loss += [
+            f"distillation.distillation_loss.{name}"
+            for name in (
+                "distillation_loss_coef", "use_policy_gradient", "loss_max_clamp", "clip_ratio_low",
+                "clip_ratio_high",
+            )
+        ]  # fmt: skip
     else:
         d.consumed.discard("distillation.enabled")
     d.set_field("algo.loss", terms, *of_loss)
@@ -853,6 +910,9 @@ def _corrections(d: Draft) -> None:
         if d.flag(of_level[1]):
             corrections[0]["normalise"] = True
     corrections += _rejections(d, section, names)
+    if any(isinstance(t, dict) and t["name"] == "distill_pg" for t in d.get_field("algo.loss", [])):
+        for name in names if corrections else ():
+            d.reject(name, "corrections are those of the policy loss; verl has them in the distillation, too")
     if corrections:
         d.set_field("algo.corrections", corrections, *names)
 
@@ -946,7 +1006,7 @@ def _trainer(d: Draft) -> None:
 
 
 def _fp8(d: Draft) -> None:
-    """Translate FP8 of the engines, and of the trainer too."""
+    """Translate FP8 of engines and trainer."""
     transformer = f"{ACTOR}.megatron.override_transformer_config"
     engines, kind, recipe = f"{ROLLOUT}.quantization", f"{transformer}.fp8", f"{transformer}.fp8_recipe"
     d.consumed |= {recipe, f"{ACTOR}.optim.override_optimizer_config.fp8_recipe"}
@@ -954,11 +1014,11 @@ def _fp8(d: Draft) -> None:
     if in_engines and d.text(engines) != "fp8":
         d.reject(engines, "engines compute in the model's type, or in FP8")
     if d.text(kind, "null") not in ("null", "None", "False"):
-        if d.text(kind) != "e4m3" or d.text(recipe, "delayed") != "blockwise":
-            d.reject(kind, "model.fp8 = both has blocks of e4m3, forward and backward")
-        if not in_engines:
-            d.reject(kind, "engines compute in FP8 where the trainer does: model.fp8 = both")
-        d.set_field("model.fp8", "both", kind, recipe, engines)
+        if d.text(kind) not in ("e4m3", "hybrid") or d.text(recipe, "delayed") != "blockwise":
+            d.reject(kind, "the trainer has blocks of e4m3 or hybrid")
+        d.set_field("model.fp8", "both" if in_engines else "trainer", kind, recipe, engines)
+        if d.text(kind) == "hybrid":
+            d.set_field("model.fp8_format", "hybrid", kind, recipe, engines)
     elif in_engines:
         d.set_field("model.fp8", "rollout", engines)
     d.consumed |= {engines, kind}
@@ -974,6 +1034,12 @@ def _optimizer(d: Draft, optim: str, section: str, default_lr: float) -> None:
     """Translate optimizer and learning rate; `section` of the config has the schedule."""
     lr = d.number(f"{optim}.lr", default_lr)
     d.set_field("trainer.lr", lr, f"{optim}.lr")
+    if (initial := d.number(f"{optim}.lr_warmup_init", 0.0)) > 0:
+        if initial >= lr:
+            d.reject(f"{optim}.lr_warmup_init", f"a warm-up rises; {optim}.lr = {lr:g}")
+        d.set_field("trainer.lr_start", initial / lr, f"{optim}.lr_warmup_init", f"{optim}.lr")
+    else:
+        d.consumed.discard(f"{optim}.lr_warmup_init")
     warmup, ratio = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
     if d.integer(warmup, -1) >= 0 or d.is_unresolved(warmup):
         d.set_field("trainer.warmup_steps", d.integer(warmup, 0), warmup)

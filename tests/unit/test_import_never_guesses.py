@@ -415,7 +415,7 @@ def test_field_06_distillation_has_a_teacher(folder: Path, capsys: pytest.Captur
         "verl", f"{VERL} {more} {loss}.loss_mode=forward_kl_topk {loss}.topk=16", capsys, out="verl.yaml"
     )
     assert made.code == 0, made.said
-    teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16}
+    teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16, "rest": False}
     assert field(made.config, "algo.teacher") == teacher
     assert [term["name"] for term in field(made.config, "algo.loss")] == ["dual_clip", "distill"]
     incomplete(
@@ -643,6 +643,8 @@ DISTILLATION = (
     "distillation.enabled=True distillation.teacher_models.t.model_path=/m/t distillation.distillation_loss"
 )
 GAE = {"name": "gae", "gamma": 1.0, "lam": 1.0}
+CLIPPED = {"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.2}
+SAMPLED = {"name": "distill_pg", "clip_low": 0.2, "clip_high": 0.2, "dual": 3.0}
 VERL_FIELDS: list[tuple[str, str, Any]] = [
     ("", "algo.loss", [{"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.2}]),
     (
@@ -700,8 +702,35 @@ VERL_FIELDS: list[tuple[str, str, Any]] = [
         "distillation.distillation_loss.use_task_rewards=False actor_rollout_ref.rollout.n=1 "
         "distillation.distillation_loss.distillation_loss_coef=0.5",
         "algo.loss",
-        [{"name": "distill", "weight": 1.0}],
+        [SAMPLED],
     ),
+    (
+        f"{DISTILLATION}.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True "
+        "distillation.distillation_loss.distillation_loss_coef=0.5 distillation.distillation_loss.loss_max_clamp=10 "
+        "distillation.distillation_loss.log_prob_min_clamp=-10 distillation.distillation_loss.clip_ratio_high=0.3",
+        "algo.loss",
+        [CLIPPED, SAMPLED | {"clip_high": 0.3, "cap": 10.0, "weight": 0.5}],
+    ),
+    (
+        f"{DISTILLATION}.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True",
+        "algo.teacher",
+        {"path": "/m/t", "engine": "own", "top_k": 0},
+    ),
+    (
+        f"{DISTILLATION}.loss_mode=forward_kl_topk distillation.distillation_loss.log_prob_min_clamp=-10",
+        "algo.teacher",
+        {"path": "/m/t", "engine": "own", "direction": 0.0, "top_k": 32, "rest": False, "least_logprob": -10.0},
+    ),
+    (
+        f"{DISTILLATION}.loss_mode=forward_kl_topk distillation.distillation_loss.loss_max_clamp=10",
+        "algo.loss",
+        [CLIPPED, {"name": "distill", "cap": 10.0, "weight": 1.0}],
+    ),
+    (f"{MEGATRON}.fp8=e4m3 {MEGATRON}.fp8_recipe=blockwise", "model.fp8", "trainer"),
+    (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=blockwise", "model.fp8_format", "hybrid"),
+    (f"{ACTOR}.optim.lr=1e-6 {ACTOR}.optim.lr_warmup_init=2.5e-7", "trainer.lr_start", 0.25),
+    (f"{ACTOR}.optim.lr_warmup_init=0", "trainer.lr_start", None),
+    ("+data.min_response_length=64", "rollout.max_response_tokens", 512),
     (f"{DISTILLATION}.loss_mode=k3", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 0.0}),
     (f"{DISTILLATION}.loss_mode=k2", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 1.0}),
     (f"{ACTOR}.megatron.expert_model_parallel_size=8", "parallel.ep", 2),
@@ -722,7 +751,17 @@ def test_what_verl_does_by_default(
     [
         ("data.train_files=~/data/geo3k/train.parquet", "data.train_files"),
         (f"{DISTILLATION}.loss_mode=k1", "distillation.distillation_loss.loss_mode"),
-        (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=blockwise", f"{MEGATRON}.fp8"),
+        (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=tensorwise", f"{MEGATRON}.fp8"),
+        (f"{ACTOR}.optim.lr=1e-6 {ACTOR}.optim.lr_warmup_init=1e-6", f"{ACTOR}.optim.lr_warmup_init"),
+        (
+            f"{DISTILLATION}.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True "
+            f"{RATIO}_is=token {RATIO}_is_threshold=2.0",
+            f"{RATIO}_is",
+        ),
+        (
+            f"{DISTILLATION}.loss_mode=forward_kl_topk actor_rollout_ref.rollout.temperature=0.8",
+            "actor_rollout_ref.rollout.temperature",
+        ),
         (
             "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=response_filter",
             "algorithm.filter_groups.metric",
@@ -734,6 +773,20 @@ def test_what_of_verl_has_no_counterpart(
     more: str, missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     incomplete(run("verl", f"{VERL} {more}", capsys), missing)
+
+
+def test_verls_partial_rollouts_are_over_provisioned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = VERL.replace("verl.trainer.main_ppo", "recipe.partial_rollout.main_ppo")
+    made = run("verl", f"{command} +async_training.partial_rollout=True", capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, "rollout.over_provision") == 2.0
+    assert field(made.config, "rollout.max_staleness") == 4
+    assert field(made.config, "engine.max_running_requests") == 16  # 8 prompts x 4 samples on 2 engines
+    assert field(made.config, "algo.anchor") == "behaviour"
+    assert "check: rollout.max_staleness = 4: the script has no bound" in made.said
+    incomplete(run("verl", command, capsys, out="off.yaml"), "async_training.partial_rollout")
 
 
 def test_what_verl_does_otherwise_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
