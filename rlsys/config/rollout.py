@@ -71,6 +71,8 @@ class RolloutConfig(Section):
     engine.deterministic = false."""
     stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list)
     """Texts that end a response or a turn, beside the model's own end. They stay in the response."""
+    stop_ids: list[NonNegative] = Field(default_factory=list, max_length=256)
+    """Token ids that do the same."""
     generator: str = "single_turn"
     """How a response comes about: single_turn, calculator (turns with a sandboxed Python calculator between them),
     functions (your own ones), agent (a program with an OpenAI client, docs/agents.md), environment (a game or tools

@@ -329,7 +329,7 @@ class Config(Section):
         if self.algo.critic is not None:
             return "algo.critic trains a second model; leave it out"
         if self.model.fp8_trainer:
-            return f"model.fp8 = {self.model.fp8} needs Transformer Engine's layers, which have no adapters; use rollout"
+            return f"model.fp8 = {self.model.fp8} needs Transformer Engine: no adapters; use rollout"
         return ""
 
     def _not_with_mtp(self) -> str:

@@ -46,7 +46,7 @@ class ModelConfig(Section):
             raise ValueError(f"fp8 = {self.fp8} needs dtype = bfloat16, here it is {self.dtype}")
         if self.fp8_format != "e4m3" and not self.fp8_trainer:
             raise ValueError(
-                f"fp8_format = {self.fp8_format} is of the trainer's GEMMs, fp8 = {self.fp8}: expected trainer or both"
+                f"fp8_format = {self.fp8_format} is of the trainer's GEMMs, and fp8 = {self.fp8}: use trainer or both"
             )
         return self
 

@@ -113,6 +113,7 @@ SECTIONS = (
 )
 """A command is one of verl when a setting of it is in one of these."""
 EXPECTED = "python -m verl.trainer.main_ppo with settings such as data.train_batch_size=256"
+ASYNC_FLOW = ("recipe.async_flow.grpo_main",)
 PARTIAL_ROLLOUT = ("recipe.partial_rollout.main_ppo",)
 ONE_STEP_OFF = ("verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo")
 FULLY_ASYNC = (
@@ -123,7 +124,7 @@ SYNC_STEPS = "async_training.trigger_parameter_sync_step"
 ENTRIES = (
     "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "main_ppo", "recipe.dapo.main_dapo", "main_dapo",
     "recipe.entropy.main_entropy", "recipe.dapo.dapo_transfer_queue.main_dapo", *ONE_STEP_OFF, *FULLY_ASYNC,
-    *PARTIAL_ROLLOUT,
+    *PARTIAL_ROLLOUT, *ASYNC_FLOW,
 )  # fmt: skip
 CONFIGS = (
     "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "one_step_off_ppo_trainer",
@@ -176,11 +177,14 @@ DEFAULTS = (
     (r"\.(fsdp_config\.(model_dtype|dtype)|megatron\.dtype|rollout\.dtype|veomni\.dtype)$",
      ("bfloat16", "bf16"), "bfloat16"),
     (r"rollout\.(calculate_log_probs|mode)$", None, "engines are asked asynchronously, and their log-probs are kept"),
-    (r"rollout\.(ignore_eos|do_sample)$", (False, "true", True), "a response ends at the model's end token"),
+    (r"rollout\.ignore_eos$", (False,), "a response ends at the model's end token"),
+    (r"rollout\.do_sample$", (True,), "tokens are sampled"),
     (r"rollout\.(load_format|skip_tokenizer_init|disable_log_stats|free_cache_engine|multi_stage_wake_up)$", None,
      "weights reach the engines by weights.method; launch.release_memory frees them"),
     (r"hybrid_engine$", (True, False), "launch.placement"),
     (r"data\.filter_overlong_prompts_workers$", None, "rows are counted on all CPUs"),
+    (r"engine_kwargs\.(vllm\.kv_cache_dtype|trtllm\.kv_cache_config\.dtype)$", ("auto", "bfloat16", "bf16"),
+     "keys and values have the model's type"),
     (r"data\.min_response_length$", None, "verl reads no such setting"),
     (r"data\.shuffle$", (True,), "prompts are shuffled by data.seed"),
     (r"data\.(return_raw_chat|return_raw_input_ids|return_full_prompt|trust_remote_code)$|trust_remote_code$", None,
@@ -389,6 +393,9 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     set_sizes(d, *_sizes(d))
     if d.get(PROGRAM) in PARTIAL_ROLLOUT:
         _bound_running_samples(d)
+    if d.get(PROGRAM) in ASYNC_FLOW and (share := d.get_field("trainer.warmup_fraction", 0.0)):
+        ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio"  # of the steps, counted in mini-batches
+        d.set_field("trainer.warmup_fraction", share / d.get_field("algo.minibatches", 1), ratio)
     if d.get(PROGRAM) in FULLY_ASYNC:
         set_warm_up(d, f"{ACTOR}.optim.lr_warmup_steps", d.integer(SYNC_STEPS, 4))
     if not d.get_field("algo.anchor", ""):
@@ -514,6 +521,8 @@ def _asynchronous(d: Draft) -> None:
     program = d.get(PROGRAM)
     if program in PARTIAL_ROLLOUT:
         _partial_rollout(d)
+    if program in ASYNC_FLOW:
+        _async_flow(d)
     if program not in FULLY_ASYNC:
         return
     mini, required, rounds = (
@@ -542,6 +551,50 @@ def _asynchronous(d: Draft) -> None:
     d.warnings.append(
         f"rollout.groups_per_step = {groups}: the prompts between two pushes of the fully asynchronous trainer; its "
         "mini-batches are algo.minibatches"
+    )
+
+
+ASYNC_FLOW_DEFAULTS = {
+    "data.train_batch_size": 16, "data.max_prompt_length": 1024, "data.max_response_length": 1024,
+    f"{ACTOR}.optim.lr": 1e-6, f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.03, f"{ACTOR}.ppo_mini_batch_size": 1,
+    f"{ROLLOUT}.n": 8, f"{ROLLOUT}.tensor_model_parallel_size": 1, "trainer.n_gpus_per_node": 2,
+    "trainer.save_freq": 20, "trainer.total_epochs": 5, "async_resources.actor_train.n_gpus_per_node": 4,
+}  # fmt: skip
+"""Of the recipe's async_grpo.yaml, where it differs from verl's."""
+
+
+def _async_flow(d: Draft) -> None:
+    """Translate the recipe async_flow: GPUs of trainer and engines, staleness, and a trainer without evaluations."""
+    for name, value in ASYNC_FLOW_DEFAULTS.items():
+        d.settings.setdefault(name, str(value))
+    for name in ("nnodes", "n_gpus_per_node"):
+        d.settings[f"rollout.{name}"] = d.settings.pop(f"trainer.{name}", "1")
+        of_trainer = f"async_resources.actor_train.{name}"
+        d.settings[f"trainer.{name}"] = count = d.settings.pop(of_trainer, "1")
+        d.defaults.append(
+            Row(of_trainer, str(count), "GPUs of the trainer; trainer.* are those of the engines")
+        )
+    for name in [
+        name for name in d.settings if re.match(r"async_resources\.(actor_fwd|ref_fwd|advantage)\.", name)
+    ]:
+        d.consumed.add(name)
+        d.speed.append(Row(name, str(d.settings[name]), "the trainer scores; it has no workers for that"))
+    if d.is_present("data.val_files"):
+        d.defaults.append(Row("data.val_files", d.text("data.val_files"), "the recipe does not evaluate"))
+    d.settings |= {"data.val_files": "", "trainer.test_freq": "-1", "trainer.val_before_train": "False"}
+    if d.is_present(f"{ACTOR}.ppo_epochs"):
+        d.defaults.append(
+            Row(f"{ACTOR}.ppo_epochs", d.text(f"{ACTOR}.ppo_epochs"), "the recipe has one pass")
+        )
+        del d.settings[f"{ACTOR}.ppo_epochs"]
+    staleness = "async_flow.staleness"
+    bound = d.integer(staleness, 1)
+    if bound or d.is_unresolved(staleness):
+        d.set_field("rollout.over_provision", float(bound + 1), staleness)
+    d.set_field("rollout.max_staleness", bound, staleness)
+    d.warnings.append(
+        "rollout.over_provision: the recipe starts prompts while fewer than data.train_batch_size x (staleness + 1) "
+        "wait or run; an interrupted response goes on at most 5 times there"
     )
 
 
@@ -718,6 +771,19 @@ def _engines(d: Draft) -> None:
         args.append("--" + name.removeprefix(prefix).replace("_", "-"))
         if value is not True:
             args += [str(argument) for argument in (value if isinstance(value, list) else [value])]
+    for engine, setting in (("vllm", "kv_cache_dtype"), ("trtllm", "kv_cache_config.dtype")):
+        name = f"{ROLLOUT}.engine_kwargs.{engine}.{setting}"
+        kind = d.text(name, "auto")
+        if kind in ("auto", "bfloat16", "bf16"):
+            d.consumed.discard(name)
+            continue
+        if kind not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+            d.reject(name, "keys and values are of the model's type, or FP8")
+        args += ["--kv-cache-dtype", kind if kind.endswith("e5m2") else "fp8_e4m3"]
+        names.append(name)
+        d.warnings.append(
+            "engine.extra_args --kv-cache-dtype: the scales of keys and values are the folder's, or 1 in SGLang"
+        )
     if names:
         d.set_field("engine.extra_args", args, *names)
 
@@ -859,7 +925,11 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
             shaping = [*d.get_field("algo.shaping", []), {"name": "kl_reward", "beta": beta}]
             d.set_field("algo.shaping", shaping, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
     filtered = d.flag("algorithm.filter_groups.enable")
-    if filtered:
+    if filtered and not _filters_groups(d):
+        for name in [name for name in d.settings if name.startswith("algorithm.filter_groups.")]:
+            d.consumed.add(name)
+            d.defaults.append(Row(name, d.text(name), f"{d.text(PROGRAM)} reads no such setting"))
+    elif filtered:
         d.set_field("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
         metric, batches = (f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches"))
         if d.text(metric, "acc") not in ("acc", "score", "seq_reward", "seq_final_reward"):
@@ -876,11 +946,18 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
         d.copy(f"{ACTOR}.ppo_epochs", int)
 
 
+def _filters_groups(d: Draft) -> bool:
+    """Return whether the program reads algorithm.filter_groups: verl's first trainer and those beside it do not."""
+    program, version = d.text(PROGRAM), "trainer.use_v1"
+    is_first = program == "verl.trainer.main_ppo" and d.is_present(version) and not d.flag(version)
+    return not is_first and program not in (*ONE_STEP_OFF, *FULLY_ASYNC, *PARTIAL_ROLLOUT, *ASYNC_FLOW)
+
+
 def _corrections(d: Draft) -> None:
     """Translate truncated importance weights and rejections."""
     section = "algorithm.rollout_correction"
     bypass = f"{section}.bypass_mode"
-    is_bypassed = d.get(PROGRAM) in ONE_STEP_OFF
+    is_bypassed = d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC)
     if d.is_present(bypass):
         is_bypassed = d.flag(bypass)
     level = d.text(f"{section}.rollout_is", "null")
@@ -1019,6 +1096,10 @@ def _fp8(d: Draft) -> None:
         d.set_field("model.fp8", "both" if in_engines else "trainer", kind, recipe, engines)
         if d.text(kind) == "hybrid":
             d.set_field("model.fp8_format", "hybrid", kind, recipe, engines)
+        d.warnings.append(
+            "model.fp8: the scales of the trainer's blocks are any float32 numbers; with "
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0 those of the script are powers of two"
+        )
     elif in_engines:
         d.set_field("model.fp8", "rollout", engines)
     d.consumed |= {engines, kind}
@@ -1159,7 +1240,7 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
     ):
         d.mark_unresolved(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
     engine_gpus = None
-    if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC):
+    if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC, *ASYNC_FLOW):
         engine_gpus = d.integer("rollout.nnodes", 1) * d.integer("rollout.n_gpus_per_node", 8)
         names["engine_gpus"] = ("rollout.nnodes", "rollout.n_gpus_per_node")
         if d.get(PROGRAM) in ONE_STEP_OFF:

@@ -112,6 +112,11 @@ def truncate_segment(segment: Segment, tokens: int, dropped: int) -> Segment:
     )
 
 
+def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end turns and responses: the model's and those of rollout.stop_ids."""
+    return tokenizer.stop_ids | frozenset(config.rollout.stop_ids)
+
+
 def turn_ends(config: Config, tokenizer: Tokenizer) -> TurnEnds:
-    """Return the ends of turns and responses: the model's stop ids and the texts of rollout.stop."""
-    return TurnEnds(tokenizer.stop_ids, config.rollout.stop, tokenizer.decode)
+    """Return the ends of turns and responses: the stop ids and the texts of rollout.stop."""
+    return TurnEnds(stop_ids(config, tokenizer), config.rollout.stop, tokenizer.decode)

@@ -81,8 +81,8 @@ class UpdateResult:
 def learning_rate(t: TrainerConfig, step: int, schedule: Schedule, end: float) -> float:
     """Return the learning rate of the 1-based `step`.
 
-    It rises from t.lr_start times t.lr to t.lr over the warm-up steps, then follows `schedule` down to `end` times t.lr at t.steps. The first
-    step after the warm-up has the full rate.
+    It rises from t.lr_start times t.lr to t.lr over the warm-up steps, then follows `schedule` down to `end` times
+    t.lr at t.steps. The first step after the warm-up has the full rate.
     """
     if step <= t.warmup_steps:
         return t.lr * (t.lr_start + (1 - t.lr_start) * step / t.warmup_steps)

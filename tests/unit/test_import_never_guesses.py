@@ -301,7 +301,6 @@ def test_world_02_a_batch_size_of_zero(folder: Path, capsys: pytest.CaptureFixtu
         "--lr-decay-style WSD",
         "--attention-dropout 0.1",
         "--ref-update-interval 4",
-        "--rollout-stop-token-ids 7",
         "--qk-clip",
     ],
 )
@@ -597,7 +596,6 @@ def test_slimes_corrections_of_a_yaml_file(folder: Path, capsys: pytest.CaptureF
         ("--custom-rm-path my.reward --reward-key score --eval-reward-key acc", ""),
         ("--reward-key format", "--reward-key"),
         ("--eval-input-key prompt --input-key prompt", ""),
-        ("--eval-input-key question --input-key prompt", "--eval-input-key"),
         ("--custom-rm-path examples.on_policy_distillation.phase1.rm.reward_func", ""),
         ("--rollout-max-context-len 4096", "--rollout-max-context-len"),
     ],
@@ -623,6 +621,29 @@ def test_rows_that_are_held_out_are_told(folder: Path, capsys: pytest.CaptureFix
     assert said in run("slime", f"{SLIME} --lr 1e-6", capsys).said
     held = "--eval-prompt-data test test.jsonl"
     assert said not in run("slime", f"{SLIME} --lr 1e-6 {held}", capsys, out="held.yaml").said
+
+
+def test_slimes_evaluation_rows_have_keys_of_their_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = "--input-key prompt --label-key answer --eval-input-key question"
+    sets = "--eval-interval 5 --eval-prompt-data sums test.parquet"
+    made = run("slime", f"{SLIME} --lr 1e-6 {keys} {sets}", capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, "data.keys") == {"prompt": "prompt", "answer": "answer"}
+    assert field(made.config, "data.params.heldout_keys") == {"prompt": "question", "answer": "answer"}
+    made = run(
+        "slime", f"{SLIME} --lr 1e-6 {keys.replace('question', 'prompt')} {sets}", capsys, out="same.yaml"
+    )
+    assert made.code == 0 and field(made.config, "data.params.heldout_keys") is None
+
+
+def test_slimes_stop_ids_that_the_model_does_not_have(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("slime", f"{SLIME} --lr 1e-6 --rollout-stop-token-ids 7 9", capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, "rollout.stop_ids") == [7, 9]
 
 
 def test_slimes_longest_conversation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -730,6 +751,14 @@ VERL_FIELDS: list[tuple[str, str, Any]] = [
     (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=blockwise", "model.fp8_format", "hybrid"),
     (f"{ACTOR}.optim.lr=1e-6 {ACTOR}.optim.lr_warmup_init=2.5e-7", "trainer.lr_start", 0.25),
     (f"{ACTOR}.optim.lr_warmup_init=0", "trainer.lr_start", None),
+    (
+        "actor_rollout_ref.rollout.engine_kwargs.trtllm.kv_cache_config.dtype=fp8",
+        "engine.extra_args",
+        ["--kv-cache-dtype", "fp8_e4m3"],
+    ),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=auto", "engine.extra_args", None),
+    ("algorithm.filter_groups.enable=True", "algo.planners", ["dapo"]),
+    ("algorithm.filter_groups.enable=True trainer.use_v1=False", "algo.planners", None),
     ("+data.min_response_length=64", "rollout.max_response_tokens", 512),
     (f"{DISTILLATION}.loss_mode=k3", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 0.0}),
     (f"{DISTILLATION}.loss_mode=k2", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 1.0}),
@@ -752,6 +781,12 @@ def test_what_verl_does_by_default(
         ("data.train_files=~/data/geo3k/train.parquet", "data.train_files"),
         (f"{DISTILLATION}.loss_mode=k1", "distillation.distillation_loss.loss_mode"),
         (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=tensorwise", f"{MEGATRON}.fp8"),
+        ("actor_rollout_ref.rollout.ignore_eos=True", "actor_rollout_ref.rollout.ignore_eos"),
+        ("actor_rollout_ref.rollout.do_sample=False", "actor_rollout_ref.rollout.do_sample"),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=nvfp4",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype",
+        ),
         (f"{ACTOR}.optim.lr=1e-6 {ACTOR}.optim.lr_warmup_init=1e-6", f"{ACTOR}.optim.lr_warmup_init"),
         (
             f"{DISTILLATION}.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True "
@@ -787,6 +822,48 @@ def test_verls_partial_rollouts_are_over_provisioned(
     assert field(made.config, "algo.anchor") == "behaviour"
     assert "check: rollout.max_staleness = 4: the script has no bound" in made.said
     incomplete(run("verl", command, capsys, out="off.yaml"), "async_training.partial_rollout")
+    ignored = "+async_training.partial_rollout=True +algorithm.filter_groups.enable=True"
+    made = run("verl", f"{command} {ignored}", capsys, out="ignored.yaml")
+    assert made.code == 0 and field(made.config, "algo.planners") is None
+    assert "filter_groups.enable = True: recipe.partial_rollout.main_ppo reads no such setting" in made.said
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "verl.experimental.one_step_off_policy.main_ppo",
+        "verl.experimental.fully_async_policy.fully_async_main",
+    ],
+)
+def test_verls_asynchronous_trainers_take_the_engines_log_probs(
+    program: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = VERL.replace("verl.trainer.main_ppo", program) + " rollout.n_gpus_per_node=2"
+    made = run("verl", command, capsys)
+    assert made.code == 0 and field(made.config, "algo.anchor") == "mu", made.said
+    made = run("verl", f"{command} {RATIO.rpartition('.')[0]}.bypass_mode=False", capsys, out="scored.yaml")
+    assert made.code == 0 and field(made.config, "algo.anchor") != "mu", made.said
+
+
+def test_verls_async_flow_has_engines_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flow = VERL.replace("verl.trainer.main_ppo", "recipe.async_flow.grpo_main").replace(
+        "rollout.n=4", "rollout.n=8"
+    )
+    more = "async_resources.actor_train.n_gpus_per_node=4 async_resources.ref_fwd.n_gpus_per_node=2"
+    made = run("verl", f"{flow} {more} actor_rollout_ref.actor.ppo_mini_batch_size=4", capsys)
+    assert made.code == 0, made.said
+    launch = {"gpus_per_node": 4, "nodes": 2, "backend": "ray", "placement": "disaggregated"}
+    assert field(made.config, "launch") == launch
+    assert field(made.config, "parallel.dp") == 4 and field(made.config, "engine.count") == 2
+    assert field(made.config, "rollout.over_provision") == 2.0
+    assert field(made.config, "rollout.max_staleness") == 1
+    assert field(made.config, "algo.minibatches") == 2
+    assert field(made.config, "trainer.warmup_fraction") == pytest.approx(0.015)
+    assert field(made.config, "eval.prompts") == 0 and field(made.config, "data.params.heldout_path") is None
+    assert "memory or logging: async_resources.ref_fwd.n_gpus_per_node" in made.said
+    made = run("verl", f"{flow} {more} async_flow.staleness=0", capsys, out="sync.yaml")
+    assert made.code == 0 and field(made.config, "rollout.over_provision") is None, made.said
+    assert field(made.config, "rollout.max_staleness") == 0
 
 
 def test_what_verl_does_otherwise_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

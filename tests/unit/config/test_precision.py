@@ -66,7 +66,7 @@ def test_with_the_trainer_alone_engines_and_pushes_stay_in_bfloat16() -> None:
     name, tensor = "model.layers.0.self_attn.q_proj.weight", torch.randn(128, 128, dtype=torch.bfloat16)
     assert list(quantise_for_engines(config("trainer"), [(name, tensor)])) == [(name, tensor)]
     assert Bounds.of(config("trainer")).mean > Bounds.of(config("none")).mean
-    with pytest.raises(UserError, match="model.fp8 = trainer needs Transformer Engine"):
+    with pytest.raises(UserError, match=r"model\.fp8 = trainer needs Transformer Engine"):
         precision.check_device(config("trainer"), (9, 0), transformer_engine=False)
 
 
