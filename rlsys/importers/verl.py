@@ -702,6 +702,11 @@ def _rollout(d: Draft) -> None:
     d.set_truncation(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
     _evaluation(d)
     d.copy(f"{ROLLOUT}.max_num_seqs", int)
+    ignores_end = f"{ROLLOUT}.ignore_eos"
+    if d.flag(ignores_end) or d.is_unresolved(ignores_end):
+        d.set_field("rollout.ignore_eos", True, ignores_end)
+    else:
+        d.consumed.discard(ignores_end)
     if d.flag(f"{ROLLOUT}.multi_turn.enable"):
         if d.is_present(f"{ROLLOUT}.multi_turn.format"):
             d.copy(f"{ROLLOUT}.multi_turn.format")

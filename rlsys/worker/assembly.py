@@ -99,6 +99,7 @@ def build_router(
         context_length=context_length,
         stop_ids=stop_ids(config, tokenizer),
         stop_texts=config.rollout.stop,
+        ignores_eos=config.rollout.ignore_eos,
         decode=tokenizer.decode,
         bounds=Bounds.of(config),
         routes=config.engine.return_routes,

@@ -759,6 +759,8 @@ VERL_FIELDS: list[tuple[str, str, Any]] = [
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=auto", "engine.extra_args", None),
     ("algorithm.filter_groups.enable=True", "algo.planners", ["dapo"]),
     ("algorithm.filter_groups.enable=True trainer.use_v1=False", "algo.planners", None),
+    ("actor_rollout_ref.rollout.ignore_eos=True", "rollout.ignore_eos", True),
+    ("actor_rollout_ref.rollout.ignore_eos=False", "rollout.ignore_eos", None),
     ("+data.min_response_length=64", "rollout.max_response_tokens", 512),
     (f"{DISTILLATION}.loss_mode=k3", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 0.0}),
     (f"{DISTILLATION}.loss_mode=k2", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 1.0}),
@@ -781,7 +783,6 @@ def test_what_verl_does_by_default(
         ("data.train_files=~/data/geo3k/train.parquet", "data.train_files"),
         (f"{DISTILLATION}.loss_mode=k1", "distillation.distillation_loss.loss_mode"),
         (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=tensorwise", f"{MEGATRON}.fp8"),
-        ("actor_rollout_ref.rollout.ignore_eos=True", "actor_rollout_ref.rollout.ignore_eos"),
         ("actor_rollout_ref.rollout.do_sample=False", "actor_rollout_ref.rollout.do_sample"),
         (
             "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=nvfp4",

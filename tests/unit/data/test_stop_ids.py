@@ -157,6 +157,15 @@ def test_ids_of_the_config_end_a_turn_beside_the_models_own(tmp_path: Path) -> N
     assert ends.ids == tokenizer.stop_ids | {seven} and ends.is_ended([seven])
     turn = Turn(3, 1.0, None, ends, pinned=False)
     assert turn.status(sample_of([seven], Status.IN_FLIGHT), "length") is Status.FINISHED
+    endless = Config.model_validate(
+        {"model": {"path": tmp_path}, "rollout": {"ignore_eos": True, "stop": ["7"]}}
+    )
+    ends = turn_ends(endless, tokenizer).with_texts(["8"])
+    assert (ends.ids, ends.texts, ends.ignores_eos) == (frozenset(), ("7", "8"), True)
+    assert Turn(3, 1.0, None, ends, pinned=False).options() == {"sampling": {"ignore_eos": True}}
+    assert Turn(3, 1.0, None, turn_ends(config, tokenizer), pinned=False).options() == {}
+    with pytest.raises(ValueError, match="ignore_eos = true with stop_ids"):
+        Config.model_validate({"model": {"path": tmp_path}, "rollout": {"ignore_eos": True, "stop_ids": [7]}})
     unknown = Config.model_validate({"model": {"path": tmp_path}, "rollout": {"stop_ids": [10**6]}})
     with pytest.raises(UserError, match=r"rollout\.stop_ids has 1000000: expected ids below"):
         build_router(unknown, [], tokenizer)
