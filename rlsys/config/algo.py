@@ -57,7 +57,7 @@ class TeacherSection(Section):
     """How many of the teacher's most probable tokens are compared at each place; the others are compared together.
     null: the whole vocabulary, which costs 12 bytes for each of its entries at each token of a step. 0: the sampled
     token alone, for the loss term distill_pg."""
-    rest: bool = True
+    tail_bucket: bool = True
     """Whether the tokens beyond top_k are compared together, as one more token. false: they are left out, and a
     negative sum over the others counts as 0, as in verl's forward_kl_topk."""
     least_logprob: Annotated[float, Field(lt=0)] | None = None
@@ -68,11 +68,13 @@ class TeacherSection(Section):
 
     @model_validator(mode="after")
     def _sampled_token(self) -> Self:
-        if self.top_k == 0 and (self.direction != 1 or not self.rest or self.least_logprob is not None):
+        if self.top_k == 0 and (
+            self.direction != 1 or not self.tail_bucket or self.least_logprob is not None
+        ):
             raise ValueError(
-                f"top_k = 0 compares the sampled token alone; direction = {self.direction:g}, rest = "
-                f"{str(self.rest).lower()} and least_logprob = {self.least_logprob} need most probable tokens: "
-                "expected 1, true and null, or a top_k of 1 or more"
+                f"top_k = 0 compares the sampled token alone; direction = {self.direction:g}, tail_bucket = "
+                f"{str(self.tail_bucket).lower()} and least_logprob = {self.least_logprob} need most probable "
+                "tokens: expected 1, true and null, or a top_k of 1 or more"
             )
         return self
 

@@ -470,11 +470,11 @@ def _heldout_keys(d: Draft) -> None:
     """Translate the keys of evaluation rows, where they differ from those of training rows."""
     options = {"prompt": "--eval-input-key", "answer": "--eval-label-key", "tools": "--eval-tool-key"}
     training = {key: option.replace("--eval-", "--") for key, option in options.items()}
-    given = {key: d.text(option) for key, option in options.items()}
+    eval_keys = {key: d.text(option) for key, option in options.items()}
     names = [option for option in options.values() if d.is_present(option)]
-    keys = {key: given[key] or d.text(option) for key, option in training.items()}
+    keys = {key: eval_keys[key] or d.text(option) for key, option in training.items()}
     if any(map(d.is_unresolved, names)) or any(
-        given[key] and given[key] != d.text(option) for key, option in training.items()
+        eval_keys[key] and eval_keys[key] != d.text(option) for key, option in training.items()
     ):
         d.set_field("data.params.heldout_keys", {key: name for key, name in keys.items() if name}, *names)
 

@@ -482,7 +482,7 @@ def _distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[str, Any]]
             d.reject(f"{loss}.policy_loss_mode", "verl has vanilla alone")
     elif mode == "forward_kl_topk":
         names += [f"{loss}.topk", floor]
-        teacher |= {"direction": 0.0, "top_k": d.integer(f"{loss}.topk", 32), "rest": False}
+        teacher |= {"direction": 0.0, "top_k": d.integer(f"{loss}.topk", 32), "tail_bucket": False}
         if d.text(floor, "null") not in ("null", "None"):
             teacher["least_logprob"] = d.number(floor, 0.0)
     else:

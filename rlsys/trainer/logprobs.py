@@ -147,7 +147,7 @@ def _distillation_scores(logits: Tensor, targets: Targets, section: TeacherSecti
     policy, teacher = logprobs[:, 1:], targets.teacher_logp
     is_whole = policy.shape[1] == columns
     gap = divergence_over(
-        policy, teacher, section.direction, rest=section.rest and not is_whole,
+        policy, teacher, section.direction, tail_bucket=section.tail_bucket and not is_whole,
         least_logprob=section.least_logprob,
     )  # fmt: skip
     gap = torch.where(targets.predicts, gap, torch.zeros_like(gap))

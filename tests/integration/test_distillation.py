@@ -125,7 +125,7 @@ def test_without_a_rest_value_and_gradient_are_those_of_transformers(
 ) -> None:
     """verl's forward_kl_topk: clamped log-probs of the teacher's tokens alone."""
     trainer = start(
-        folders, tmp_path / "run", trainers, top_k=5, direction=0.0, rest=False, least_logprob=-6.0
+        folders, tmp_path / "run", trainers, top_k=5, direction=0.0, tail_bucket=False, least_logprob=-6.0
     )
     log_p, log_q = both_log_softmax(folders)
     best = log_q.topk(5).indices

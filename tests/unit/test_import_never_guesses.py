@@ -414,7 +414,7 @@ def test_field_06_distillation_has_a_teacher(folder: Path, capsys: pytest.Captur
         "verl", f"{VERL} {more} {loss}.loss_mode=forward_kl_topk {loss}.topk=16", capsys, out="verl.yaml"
     )
     assert made.code == 0, made.said
-    teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16, "rest": False}
+    teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16, "tail_bucket": False}
     assert field(made.config, "algo.teacher") == teacher
     assert [term["name"] for term in field(made.config, "algo.loss")] == ["dual_clip", "distill"]
     incomplete(
@@ -663,6 +663,7 @@ MEGATRON = f"{ACTOR}.megatron.override_transformer_config"
 DISTILLATION = (
     "distillation.enabled=True distillation.teacher_models.t.model_path=/m/t distillation.distillation_loss"
 )
+TOPK = {"direction": 0.0, "tail_bucket": False}
 GAE = {"name": "gae", "gamma": 1.0, "lam": 1.0}
 CLIPPED = {"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.2}
 SAMPLED = {"name": "distill_pg", "clip_low": 0.2, "clip_high": 0.2, "dual": 3.0}
@@ -740,7 +741,7 @@ VERL_FIELDS: list[tuple[str, str, Any]] = [
     (
         f"{DISTILLATION}.loss_mode=forward_kl_topk distillation.distillation_loss.log_prob_min_clamp=-10",
         "algo.teacher",
-        {"path": "/m/t", "engine": "own", "direction": 0.0, "top_k": 32, "rest": False, "least_logprob": -10.0},
+        {"path": "/m/t", "engine": "own", "top_k": 32, **TOPK, "least_logprob": -10.0},
     ),
     (
         f"{DISTILLATION}.loss_mode=forward_kl_topk distillation.distillation_loss.loss_max_clamp=10",

@@ -37,23 +37,28 @@ def divergence(policy: Tensor, teacher: Tensor, direction: float) -> Tensor:
 
 
 def divergence_over(
-    policy: Tensor, teacher: Tensor, direction: float, *, rest: bool, least_logprob: float | None = None
+    policy: Tensor,
+    teacher: Tensor,
+    direction: float,
+    *,
+    tail_bucket: bool,
+    least_logprob: float | None = None,
 ) -> Tensor:
     """Compute the divergence `[...]` over some tokens of a vocabulary, of log-probs `[..., K]`.
 
     Args:
         policy, teacher: log-probs of the same tokens.
         direction: that of `divergence`.
-        rest: whether all other tokens are compared together. Without them the sum may be negative: it counts as 0
-            then, without gradient (verl's forward_kl_topk).
+        tail_bucket: whether all other tokens are compared together. Without them the sum may be negative: it counts
+            as 0 then, without gradient (verl's forward_kl_topk).
         least_logprob: lower bound of both log-probs.
     """
-    if rest:
+    if tail_bucket:
         policy, teacher = with_rest(policy), with_rest(teacher)
     if least_logprob is not None:
         policy, teacher = policy.clamp(min=least_logprob), teacher.clamp(min=least_logprob)
     gap = divergence(policy, teacher, direction)
-    return gap if rest else gap.clamp(min=0)
+    return gap if tail_bucket else gap.clamp(min=0)
 
 
 class Distill(Loss):

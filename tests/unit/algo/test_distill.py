@@ -59,7 +59,7 @@ def test_without_a_rest_the_sum_over_some_tokens_is_verls() -> None:
     """verl's compute_forward_kl_topk: clamp both log-probs, sum p (log p - log q), and no negative loss."""
     policy = torch.tensor([[0.1, 2e-5], [0.6, 0.3]]).log().requires_grad_()
     teacher = torch.tensor([[0.5, 1e-5], [0.3, 0.1]]).log()
-    found = divergence_over(policy, teacher, 0.0, rest=False, least_logprob=-10.0)
+    found = divergence_over(policy, teacher, 0.0, tail_bucket=False, least_logprob=-10.0)
     floor = math.exp(-10)
     by_hand = 0.5 * math.log(5) + floor * math.log(floor / floor)
     assert found.tolist() == pytest.approx([by_hand, 0.0], abs=1e-7)
@@ -100,7 +100,7 @@ def test_a_term_and_the_teachers_tokens_fit(loss: str, teacher: dict[str, object
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         check(config_of(loss=[loss], teacher={"path": "configs/models/quickstart-moe", **teacher}))
     with pytest.raises(ValueError, match="top_k = 0 compares the sampled token alone"):
-        config_of(teacher={"path": "configs/models/quickstart-moe", "top_k": 0, "rest": False})
+        config_of(teacher={"path": "configs/models/quickstart-moe", "top_k": 0, "tail_bucket": False})
 
 
 def config_of(**algo: object) -> Config:
