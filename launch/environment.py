@@ -114,7 +114,7 @@ def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = N
         if config.parallel.tp * config.parallel.cp > 1:
             # One queue to the GPU: communication that is launched before a GEMM starts before it.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        if config.model.fp8 == "both":
+        if config.model.fp8_trainer:
             # By default Transformer Engine rounds scales up to powers of two; SGLang's kernels on Hopper do not.
             variables["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
     return variables

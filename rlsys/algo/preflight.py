@@ -118,10 +118,24 @@ def _why_not_early(config: Config) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+_COMPARED_TOKENS = {
+    "distill": "most probable tokens; expected 1 or more, or null",
+    "distill_pg": "the sampled token; expected 0",
+}
+"""Loss term -> the teacher's tokens that it reads."""
+
+
 def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
     """Check that a teacher engine is used and that it supports the sampling settings."""
     teacher, rollout = config.algo.teacher, config.rollout
-    if teacher is None or teacher.engine is None:
+    if teacher is None:
+        return
+    for spec in config.algo.loss:
+        if spec.name in _COMPARED_TOKENS and (teacher.top_k == 0) != (spec.name == "distill_pg"):
+            raise UserError(
+                f"algo.teacher.top_k = {teacher.top_k}: algo.loss {spec.name} compares {_COMPARED_TOKENS[spec.name]}"
+            )
+    if teacher.engine is None:
         return
     if not any("divergence" in term.needs() for term in plugins["loss"]):
         raise UserError(

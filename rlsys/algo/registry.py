@@ -137,6 +137,7 @@ TABLE: dict[str, dict[str, str]] = {
         "adaptive_entropy": "rlsys.algo.methods.adaptive_entropy:AdaptiveEntropy",
         "value": "rlsys.algo.losses:ValueLoss",
         "distill": "rlsys.algo.methods.distill:Distill",
+        "distill_pg": "rlsys.algo.methods.distill:DistillPolicyGradient",
         "positive_nll": "rlsys.algo.methods.positive_nll:PositiveNll",
     },
     "reducer": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -53,12 +53,30 @@ class TeacherSection(Section):
     """Folders of further teachers, by the `data_source` of a prompt's entry, as a mixture's parts have it; prompts of
     other sources keep the teacher of `path`. A name that no prompt has is refused. Each takes its memory, and a pass
     over the whole step."""
-    top_k: Annotated[int, Field(ge=1, le=65536)] | None = 64
+    top_k: Annotated[int, Field(ge=0, le=65536)] | None = 64
     """Number of the teacher's most probable tokens that are compared at each place; the others are compared together.
-    null: the whole vocabulary, which costs 12 bytes for each of its entries at each token of a step."""
+    null: the whole vocabulary, which costs 12 bytes for each of its entries at each token of a step. 0: the sampled
+    token alone, for the loss term distill_pg."""
+    tail_bucket: bool = True
+    """Whether the tokens beyond top_k are compared together, as one more token. false: they are left out, and a
+    negative sum over the others counts as 0, as in verl's forward_kl_topk."""
+    least_logprob: Annotated[float, Field(lt=0)] | None = None
+    """Lower bound of the compared log-probs, of teacher and policy; a token below it has no gradient. Unset: none."""
     direction: Annotated[float, Field(ge=0, le=1)] = 1.0
     """1: KL(policy || teacher), which seeks a mode. 0: KL(teacher || policy), which covers all. Between them: the
     generalised Jensen-Shannon divergence (GKD, eq. 1), with this weight of the teacher."""
+
+    @model_validator(mode="after")
+    def _sampled_token(self) -> Self:
+        if self.top_k == 0 and (
+            self.direction != 1 or not self.tail_bucket or self.least_logprob is not None
+        ):
+            raise ValueError(
+                f"top_k = 0 compares the sampled token alone; direction = {self.direction:g}, tail_bucket = "
+                f"{str(self.tail_bucket).lower()} and least_logprob = {self.least_logprob} need most probable "
+                "tokens: expected 1, true and null, or a top_k of 1 or more"
+            )
+        return self
 
     @property
     def folders(self) -> dict[str, Path]:

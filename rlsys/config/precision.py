@@ -1,7 +1,8 @@
 """FP8 parts of a run (`model.fp8`), and the size of logits. The only place that engines, trainer and push consult.
 
 rollout engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises the pushed weights
-both the trainer's GEMMs also run in the same blocks through Transformer Engine: one FP8 graph (Jet-RL)
+trainer the trainer's GEMMs run in FP8 blocks through Transformer Engine; engines and pushes stay in bfloat16
+both rollout and trainer in the same blocks: one FP8 graph (Jet-RL)
 
 A block is 128 x 128 weights with one scale: SGLang's format of a folder in FP8 (DeepSeek-V3, section 3.3), and
 Transformer Engine's `blockwise` recipe. It has not been run on a GPU yet.
@@ -28,8 +29,8 @@ busy."""
 _ROW_MULTIPLE = 128
 SCALE = "weight_scale_inv"
 """SGLang's name of the scales of a projection's `weight`: quantised values times these are the weights."""
-CAPABILITY = {"rollout": (8, 9), "both": (9, 0)}
-"""Smallest compute capability. rollout needs FP8 GEMMs, both needs Transformer Engine's FP8 blocks."""
+CAPABILITY = {"rollout": (8, 9), "trainer": (9, 0), "both": (9, 0)}
+"""Smallest compute capability. rollout needs FP8 GEMMs, the others need Transformer Engine's FP8 blocks."""
 _QUANTIZATION = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -43,7 +44,7 @@ _PROJECTION = re.compile(
 
 def engine_args(config: Config) -> list[str]:
     """Return the arguments of SGLang's server for a model in FP8, whose weights come with the first push."""
-    if config.model.fp8 == "none":
+    if not config.model.fp8_engines:
         return []
     override = json.dumps({"quantization_config": _QUANTIZATION})
     return ["--quantization", "fp8", "--json-model-override-args", override]
@@ -54,12 +55,14 @@ def trainer_fields(config: Config) -> dict[str, Any]:
 
     Parameters stay in bfloat16 and are quantised for each GEMM.
     """
-    return {"fp8": "e4m3", "fp8_recipe": "blockwise"} if config.model.fp8 == "both" else {}
+    if not config.model.fp8_trainer:
+        return {}
+    return {"fp8": config.model.fp8_format, "fp8_recipe": "blockwise"}
 
 
 def token_multiple(config: Config) -> int:
     """Return the divisor of the number of tokens of a context-parallel rank."""
-    return config.parallel.tp * (TOKENS if config.model.fp8 == "both" else 1)
+    return config.parallel.tp * (TOKENS if config.model.fp8_trainer else 1)
 
 
 def logit_rows(columns: int) -> int:
@@ -87,9 +90,9 @@ def check_device(config: Config, capability: tuple[int, int] | None, transformer
         raise UserError(
             f"model.fp8 = {plan} needs a GPU of compute capability {_dotted(required)} or more; {detected}"
         )
-    if plan == "both" and not transformer_engine:
+    if config.model.fp8_trainer and not transformer_engine:
         raise UserError(
-            "model.fp8 = both needs Transformer Engine in the trainer, which is not installed; use rollout"
+            f"model.fp8 = {plan} needs Transformer Engine in the trainer, which is not installed; use rollout"
         )
 
 

@@ -71,6 +71,11 @@ class RolloutConfig(Section):
     engine.deterministic = false."""
     stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default_factory=list)
     """Texts that end a response or a turn, beside the model's own end. They stay in the response."""
+    stop_ids: list[NonNegative] = Field(default_factory=list, max_length=256)
+    """Token ids that do the same."""
+    ignore_eos: bool = False
+    """Sample on behind the model's own end: responses end at max_response_tokens, or at a text of stop. Use it to
+    measure long responses."""
     generator: str = "single_turn"
     """Generator of responses: single_turn, calculator (turns with a sandboxed Python calculator between them),
     functions (your own ones), agent (a program with an OpenAI client, docs/agents.md), environment (a game or tools
@@ -116,6 +121,14 @@ class RolloutConfig(Section):
     @property
     def truncation(self) -> Truncation | None:
         return None if self.top_k is None else Truncation(self.top_k, self.top_p, self.min_p)
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.ignore_eos and self.stop_ids:
+            raise ValueError(
+                f"ignore_eos = true with stop_ids = {self.stop_ids}: no id ends a response; use one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

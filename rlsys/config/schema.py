@@ -68,7 +68,7 @@ class Config(Section):
         folder = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
         reading = 4.0 * folder / 1e9  # a quarter of a GB/s: a shared folder that all engines read at once
         compiling = (300.0 if self.launch.gpus_per_node else 0.0) + (
-            1800.0 if self.model.fp8 != "none" else 0.0
+            1800.0 if self.model.fp8_engines else 0.0
         )
         return float(round(240.0 + reading + compiling))
 
@@ -229,7 +229,7 @@ class Config(Section):
             conflict = (
                 "with launch.placement = colocated: the trainer shares memory with such engines; leave it out"
             )
-        elif self.model.fp8 != "none":
+        elif self.model.fp8_engines:
             conflict = f"with model.fp8 = {self.model.fp8}: the combination is untested; use none"
         else:
             return self
@@ -338,8 +338,8 @@ class Config(Section):
             return f"trainer.balance_rate = {self.trainer.balance_rate} moves the routers' biases; use balance_loss"
         if self.algo.critic is not None:
             return "algo.critic trains a second model; leave it out"
-        if self.model.fp8 == "both":
-            return "model.fp8 = both needs Transformer Engine's layers, which have no adapters; use rollout"
+        if self.model.fp8_trainer:
+            return f"model.fp8 = {self.model.fp8} needs Transformer Engine: no adapters; use rollout"
         return ""
 
     def _not_with_mtp(self) -> str:
@@ -380,7 +380,7 @@ class Config(Section):
             )
         if self.launch.release_memory:
             return "engines would lose model.path with launch.release_memory = true; use auto, or false"
-        if self.model.fp8 != "none":
+        if self.model.fp8_engines:
             return (
                 f"engines would need model.path in FP8 from the start, model.fp8 = {self.model.fp8}; use none"
             )

@@ -24,14 +24,30 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of the weights in trainer and engines. Use bfloat16 on GPUs. float32 takes twice the memory,
     and there trainer and engine agree to 1e-6."""
-    fp8: Literal["none", "rollout", "both"] = "none"
-    """Processes that compute in FP8: none, the engines (rollout), or engines and trainer (both). It saves memory and
-    time and makes log-probs less exact. Needs dtype = bfloat16."""
+    fp8: Literal["none", "rollout", "trainer", "both"] = "none"
+    """Processes that compute in FP8: none, the engines (rollout), the trainer, or both. It saves memory and time and
+    makes log-probs less exact. Needs dtype = bfloat16."""
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
+    """FP8 format of the trainer's GEMMs: e4m3 forward and backward, or e5m2 for the gradients of the outputs (hybrid)."""
+
+    @property
+    def fp8_engines(self) -> bool:
+        """Whether engines compute in FP8."""
+        return self.fp8 in ("rollout", "both")
+
+    @property
+    def fp8_trainer(self) -> bool:
+        """Whether the trainer computes in FP8."""
+        return self.fp8 in ("trainer", "both")
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
         if self.fp8 != "none" and self.dtype != "bfloat16":
             raise ValueError(f"fp8 = {self.fp8} needs dtype = bfloat16, here it is {self.dtype}")
+        if self.fp8_format != "e4m3" and not self.fp8_trainer:
+            raise ValueError(
+                f"fp8_format = {self.fp8_format} is of the trainer's GEMMs, and fp8 = {self.fp8}: use trainer or both"
+            )
         return self
 
 
@@ -65,7 +81,9 @@ class TrainerConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate."""
     warmup_steps: NonNegative = 3
-    """Train steps in which the learning rate rises linearly from 0 to lr."""
+    """Train steps in which the learning rate rises linearly from lr_start * lr to lr."""
+    lr_start: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Where the rise of the learning rate starts, as a share of lr."""
     warmup_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of the steps; it replaces warmup_steps when the config is read. Unset: warmup_steps counts."""
     schedule: Schedule = "constant"

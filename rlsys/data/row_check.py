@@ -105,7 +105,10 @@ def row_counts(source: RowSource, limits: Limits, *, max_rows: int | None = None
     Args:
         max_rows: return None for a larger table whose counts are not in the cache.
     """
-    tables = [source.rows] if source.held_rows is source.rows else [source.rows, source.held_rows]
+    keyed_tables = [(source.rows, source.keys)]
+    if source.held_rows is not source.rows:
+        keyed_tables.append((source.held_rows, source.heldout_keys))
+    tables = [table for table, _ in keyed_tables]
     file = cache_folder("rows") / f"{_fingerprint(tables, source, limits)}.json"
     if file.is_file():
         with disk_errors(file, UserError):
@@ -113,8 +116,8 @@ def row_counts(source: RowSource, limits: Limits, *, max_rows: int | None = None
     if max_rows is not None and sum(map(len, tables)) > max_rows:
         return None
     counts = RowCounts()
-    for table in tables:
-        counts.join(check_rows(table, source.keys, source.tokenizer, limits))
+    for table, keys in keyed_tables:
+        counts.join(check_rows(table, keys, source.tokenizer, limits))
     with (
         disk_errors(file, UserError),
         tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial,
@@ -139,6 +142,7 @@ def _fingerprint(tables: Sequence[Table], source: RowSource, limits: Limits) -> 
         [version(package) for package in _READERS],
         [(table.name, table.digest) for table in tables],
         source.keys.model_dump(),
+        source.heldout_keys.model_dump(),
         files_digest(tokenizer.path),
         tokenizer.chat_args,
         asdict(limits),

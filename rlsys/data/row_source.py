@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +51,8 @@ class RowParams(Section):
     overlong_prompts: Literal["drop", "left", "right"] = "drop"
     """Treatment of a longer prompt: its samples are omitted and counted (drop), or its tokens are truncated on the
     left or on the right."""
+    heldout_keys: KeysConfig | None = None
+    """Keys of the held-out rows. Unset: those of data.keys."""
 
     def fit(self, prompt: Prompt) -> Prompt:
         """Return the prompt within max_prompt_tokens."""
@@ -70,7 +72,8 @@ class FileParams(RowParams):
     """File, folder or glob of files, or a list of these; JSON also as .gz or .zst.
     Rows have `prompt` (a text or a chat) or `messages`, and what the reward needs."""
     heldout_path: Paths | None = None
-    """The same for held-out prompts; without it one row in eight of `path`, by the hash of its prompt."""
+    """The same for held-out prompts, JSON or Parquet by the name; without it one row in eight of `path`, by the hash
+    of its prompt."""
 
 
 class DatasetParams(RowParams):
@@ -98,12 +101,15 @@ class RowSource:
         params: RowParams,
     ) -> None:
         self.keys, self.tokenizer = config.data.keys, tokenizer
+        self.heldout_keys = self.keys
+        if heldout_table is not None and params.heldout_keys is not None:
+            self.heldout_keys = params.heldout_keys
         self._seed = (config.data.seed + config.run.seed, params.shuffle_seed)
         self._params = params
         self.rows, self.held_rows = rows, heldout_table if heldout_table is not None else rows
         scan = scan_rows(rows, self.keys)
         self._hashes, self._lengths = scan.hashes, scan.lengths
-        split = hold_out(scan, None if heldout_table is None else scan_rows(heldout_table, self.keys))
+        split = hold_out(scan, None if heldout_table is None else scan_rows(heldout_table, self.heldout_keys))
         self.held_keys, self.held_is_trained = split.keys, split.is_trained
         self._heldout_numbers = split.rows
         self.data_sources: frozenset[str] | None = scan.data_sources
@@ -123,7 +129,7 @@ class RowSource:
     def train(self, index: int) -> Prompt:
         epoch, position = divmod(index, len(self._train))
         number = int(self._train[self._order(epoch)[position]])
-        return self._prompt(index, self.rows, number)
+        return self._prompt(index, self.rows, number, self.keys)
 
     def heldout(self, n: int) -> list[Prompt]:
         if n > len(self._heldout_numbers):
@@ -136,7 +142,7 @@ class RowSource:
                 f"are held out{share}; expected at most {count}, or more rows"
             )
         return [
-            self._prompt(i, self.held_rows, number)
+            self._prompt(i, self.held_rows, number, self.heldout_keys)
             for i, number in enumerate(self._heldout_numbers[:n].tolist())
         ]
 
@@ -147,8 +153,8 @@ class RowSource:
         generator = np.random.Philox(key=stable_hash(self._seed, epoch, bits=64))
         return np.argsort(generator.random_raw(len(self._train)), kind="stable")
 
-    def _prompt(self, index: int, table: Table, number: int) -> Prompt:
-        return self._params.fit(prompt_of_row(table, number, self.keys, self.tokenizer, index))
+    def _prompt(self, index: int, table: Table, number: int, keys: KeysConfig) -> Prompt:
+        return self._params.fit(prompt_of_row(table, number, keys, self.tokenizer, index))
 
     def longest(self, count: int) -> list[Prompt]:
         """Return the training prompts of the rows with the longest texts, longest first.
@@ -156,7 +162,7 @@ class RowSource:
         Each has its row's number as index.
         """
         order = np.argsort(-self._lengths[self._train].astype(np.int64), kind="stable")[:count]
-        return [self._prompt(i, self.rows, i) for i in self._train[order].tolist()]
+        return [self._prompt(i, self.rows, i, self.keys) for i in self._train[order].tolist()]
 
 
 def prompt_of_row(table: Table, number: int, keys: KeysConfig, tokenizer: Tokenizer, index: int) -> Prompt:
@@ -253,12 +259,11 @@ def heldout_count(config: Config) -> int | None:
     read = FILE_READERS.get(config.data.source)
     if read is None:
         return None
-    rows, heldout_rows, _ = _read_files(read, config.data.params)
-    scans = [
-        scan_rows(table, config.data.keys) if table is not None else None for table in (rows, heldout_rows)
-    ]
-    assert scans[0] is not None
-    return len(hold_out(scans[0], scans[1]).rows)
+    table, heldout_table, params = _read_files(read, config.data.params)
+    rows = scan_rows(table, config.data.keys)
+    if heldout_table is None:
+        return len(hold_out(rows, None).rows)
+    return len(hold_out(rows, scan_rows(heldout_table, params.heldout_keys or config.data.keys)).rows)
 
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
@@ -279,6 +284,15 @@ def dataset(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource
     return RowSource(config, tokenizer, rows, heldout_rows, p)
 
 
+def _reader_of(
+    paths: Sequence[Path], default: Callable[[list[Path]], Table]
+) -> Callable[[list[Path]], Table]:
+    """Return the reader of files by their names; `default` where these tell no format, or several."""
+    if all(path.suffix == ".parquet" for path in paths):
+        return read_parquet
+    return read_lines if all(path.suffix in (".json", ".jsonl") for path in paths) else default
+
+
 def _file_source(
     read: Callable[[list[Path]], Table], config: Config, tokenizer: Tokenizer, params: dict[str, Any]
 ) -> PromptSource:
@@ -291,7 +305,7 @@ def _read_files(
 ) -> tuple[Table, Table | None, FileParams]:
     p = parse_params("data.params", FileParams, params)
     with of_field("data.params"):
-        heldout_rows = None if p.heldout_path is None else read(p.heldout_path)
+        heldout_rows = None if p.heldout_path is None else _reader_of(p.heldout_path, read)(p.heldout_path)
         return read(p.path), heldout_rows, p
 
 

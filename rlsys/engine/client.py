@@ -359,7 +359,11 @@ class EngineClient(Wire):
 
         SGLang applies no temperature to input log-probs (0.5.23).
 
-        Returns: Ids int32 and log-probs float32, both `[len(response_ids), top_k]`.
+        Args:
+            prompt_ids, response_ids: the tokens.
+            top_k: number of ids; 0 for the response's own.
+
+        Returns: Ids int32 and log-probs float32, both `[len(response_ids), max(top_k, 1)]`.
         """
         body = {
             "input_ids": [*prompt_ids, *response_ids], "return_logprob": True, "top_logprobs_num": top_k,
@@ -368,11 +372,16 @@ class EngineClient(Wire):
         }  # fmt: skip
         answer = await self.post("/generate", body, self.limits.work)
         with self.translate_errors("/generate"):
-            rows = answer["meta_info"]["input_top_logprobs"][1:]
+            meta = answer["meta_info"]
+            rows = (
+                meta["input_top_logprobs"][1:] if top_k else [[e] for e in meta["input_token_logprobs"][1:]]
+            )
             logp = np.array([[entry[0] for entry in row] for row in rows], np.float32)
             ids = np.array([[entry[1] for entry in row] for row in rows], np.int32)
-            if ids.shape != (shape := (len(response_ids), top_k)):
+            if ids.shape != (shape := (len(response_ids), max(top_k, 1))):
                 raise ValueError(f"log-probs {list(ids.shape)}, expected {list(shape)}")
+            if not top_k and ids[:, 0].tolist() != list(response_ids):
+                raise ValueError("log-probs of other tokens than the response's")
             check_log_probs(logp.ravel().tolist())
             return ids, np.minimum(logp, 0)
 

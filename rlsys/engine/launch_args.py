@@ -22,7 +22,7 @@ def uses_peer_weights(config: Config) -> bool:
     This requires that engines serve while the trainer works, that they keep the trainer's precision, and that one
     rollout worker controls them: all transfers use one folder.
     """
-    full_precision = config.model.fp8 == "none" and config.weights.method != "adapter"
+    full_precision = not config.model.fp8_engines and config.weights.method != "adapter"
     return full_precision and config.launch.placement == "disaggregated" and config.rollout.workers == 1
 
 
@@ -68,7 +68,7 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     if uses_peer_weights(config):
         argv += ["--custom-weight-loader", GIVE, TAKE]
     argv += engine_args(config)
-    if config.model.fp8 != "none" or (config.model.path / ".metadata").is_file():
+    if config.model.fp8_engines or (config.model.path / ".metadata").is_file():
         argv += [
             "--load-format",
             "dummy",

@@ -42,6 +42,7 @@ SLIME = {
     "--tool-key": "data.keys.tools",
     "--apply-chat-template-kwargs": "data.chat_template_args",
     "--rollout-stop": "rollout.stop",
+    "--rollout-stop-token-ids": "rollout.stop_ids, but for the model's own",
     "--rm-type": "data.reward",
     "--custom-rm-path": "data.reward=path/to/file.py:function",
     "--custom-generate-function-path": "rollout.generator=path/to/file.py:function",
@@ -397,9 +398,6 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
             d.defaults.append(Row(name, d.text(name), "the reward of a dictionary is its `score`"))
     for name in ("--metadata-key", "--eval-config"):
         d.reject(name, "no counterpart: rows are read whole, and eval.sets has the evaluations")
-    for name in ("--eval-input-key", "--eval-label-key", "--eval-tool-key"):
-        if d.text(name) != d.text(name.replace("--eval-", "--")):
-            d.reject(name, "training and evaluation rows have the same keys")
     d.reject("--multimodal-keys", "no counterpart: models and prompts are text")
     if d.is_present("train") and not d.flag("--rollout-shuffle"):
         d.set_field("data.params.shuffle", False, "--rollout-shuffle")
@@ -443,8 +441,10 @@ def _heldout(d: Draft) -> None:
         if d.is_unresolved("--eval-prompt-data"):
             d.set_field("data.params.heldout_path", "", "--eval-prompt-data")
         d.consumed |= {*settings, "--eval-top-p", "--eval-top-k"}
+        d.consumed |= {f"--eval-{key}-key" for key in ("input", "label", "tool")}
         return
     d.set_field("data.params.heldout_path", eval_files[0][1], "--eval-prompt-data")
+    _heldout_keys(d)
     samples = d.integer("--n-samples-per-eval-prompt", 1)
     max_tokens = d.integer("--eval-max-response-len", d.integer("--rollout-max-response-len", 1024))
     temperature = d.number("--eval-temperature", d.number("--rollout-temperature", 1.0))
@@ -464,6 +464,19 @@ def _heldout(d: Draft) -> None:
             eval_set["data"] = data | {"params": data.get("params", {}) | {"heldout_path": path}}
         eval_sets.append(eval_set)
     d.set_field("eval.sets", eval_sets, *settings, "--eval-top-p", "--eval-top-k")
+
+
+def _heldout_keys(d: Draft) -> None:
+    """Translate the keys of evaluation rows, where they differ from those of training rows."""
+    options = {"prompt": "--eval-input-key", "answer": "--eval-label-key", "tools": "--eval-tool-key"}
+    training = {key: option.replace("--eval-", "--") for key, option in options.items()}
+    eval_keys = {key: d.text(option) for key, option in options.items()}
+    names = [option for option in options.values() if d.is_present(option)]
+    keys = {key: eval_keys[key] or d.text(option) for key, option in training.items()}
+    if any(map(d.is_unresolved, names)) or any(
+        eval_keys[key] and eval_keys[key] != d.text(option) for key, option in training.items()
+    ):
+        d.set_field("data.params.heldout_keys", {key: name for key, name in keys.items() if name}, *names)
 
 
 def _rollout(d: Draft) -> None:
@@ -506,24 +519,18 @@ def _rollout(d: Draft) -> None:
 
 
 def _stop_ids(d: Draft) -> None:
-    """Translate stop token ids. The model's own ids need no field; others need their texts."""
+    """Translate stop token ids. The model's own ids need no field."""
     option, folder = "--rollout-stop-token-ids", Path(str(d.get("--hf-checkpoint", "")))
     if (stops := d.get(option)) is None:
+        if d.is_unresolved(option):
+            d.set_field("rollout.stop_ids", [], option)
         return
     ids = [int(i) for i in (stops if isinstance(stops, list) else [stops])]
-    if not (folder / "config.json").is_file():
-        d.reject(
-            option,
-            f"{folder} is not here: ids that the model does not stop at need their texts in rollout.stop",
-        )
-    elif unsupported_ids := sorted(set(ids) - read_stop_ids(folder)):
-        d.reject(
-            option,
-            f"the model does not stop at {min(unsupported_ids)}: name the texts of such ids in rollout.stop",
-        )
-    else:
-        d.consumed.add(option)
+    own_ids = read_stop_ids(folder) if (folder / "config.json").is_file() else frozenset()
+    if set(ids) <= own_ids:
         d.defaults.append(Row(option, str(d.settings[option]), "the model's own stop ids"))
+    else:
+        d.set_field("rollout.stop_ids", ids, option)
 
 
 def _teacher(d: Draft) -> None:

@@ -113,6 +113,8 @@ SECTIONS = (
 )
 """A command is one of verl when a setting of it is in one of these."""
 EXPECTED = "python -m verl.trainer.main_ppo with settings such as data.train_batch_size=256"
+ASYNC_FLOW = ("recipe.async_flow.grpo_main",)
+PARTIAL_ROLLOUT = ("recipe.partial_rollout.main_ppo",)
 ONE_STEP_OFF = ("verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo")
 FULLY_ASYNC = (
     "verl.experimental.fully_async_policy.fully_async_main",
@@ -122,6 +124,7 @@ SYNC_STEPS = "async_training.trigger_parameter_sync_step"
 ENTRIES = (
     "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "main_ppo", "recipe.dapo.main_dapo", "main_dapo",
     "recipe.entropy.main_entropy", "recipe.dapo.dapo_transfer_queue.main_dapo", *ONE_STEP_OFF, *FULLY_ASYNC,
+    *PARTIAL_ROLLOUT, *ASYNC_FLOW,
 )  # fmt: skip
 CONFIGS = (
     "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "one_step_off_ppo_trainer",
@@ -174,11 +177,15 @@ DEFAULTS = (
     (r"\.(fsdp_config\.(model_dtype|dtype)|megatron\.dtype|rollout\.dtype|veomni\.dtype)$",
      ("bfloat16", "bf16"), "bfloat16"),
     (r"rollout\.(calculate_log_probs|mode)$", None, "engines are asked asynchronously, and their log-probs are kept"),
-    (r"rollout\.(ignore_eos|do_sample)$", (False, "true", True), "a response ends at the model's end token"),
+    (r"rollout\.ignore_eos$", (False,), "a response ends at the model's end token"),
+    (r"rollout\.do_sample$", (True,), "tokens are sampled"),
     (r"rollout\.(load_format|skip_tokenizer_init|disable_log_stats|free_cache_engine|multi_stage_wake_up)$", None,
      "weights reach the engines by weights.method; launch.release_memory frees them"),
     (r"hybrid_engine$", (True, False), "launch.placement"),
     (r"data\.filter_overlong_prompts_workers$", None, "rows are counted on all CPUs"),
+    (r"engine_kwargs\.(vllm\.kv_cache_dtype|trtllm\.kv_cache_config\.dtype)$", ("auto", "bfloat16", "bf16"),
+     "keys and values have the model's type"),
+    (r"data\.min_response_length$", None, "verl reads no such setting"),
     (r"data\.shuffle$", (True,), "prompts are shuffled by data.seed"),
     (r"data\.(return_raw_chat|return_raw_input_ids|return_full_prompt|trust_remote_code)$|trust_remote_code$", None,
      "rows are read whole; no code of a model's folder is run"),
@@ -384,6 +391,11 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
         d.consumed.add("trainer.resume_from_path")
     d.consumed.discard("trainer.resume_mode")
     set_sizes(d, *_sizes(d))
+    if d.get(PROGRAM) in PARTIAL_ROLLOUT:
+        _bound_running_samples(d)
+    if d.get(PROGRAM) in ASYNC_FLOW and (share := d.get_field("trainer.warmup_fraction", 0.0)):
+        ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio"  # of the steps, counted in mini-batches
+        d.set_field("trainer.warmup_fraction", share / d.get_field("algo.minibatches", 1), ratio)
     if d.get(PROGRAM) in FULLY_ASYNC:
         set_warm_up(d, f"{ACTOR}.optim.lr_warmup_steps", d.integer(SYNC_STEPS, 4))
     if not d.get_field("algo.anchor", ""):
@@ -449,35 +461,53 @@ def _distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[str, Any]]
         keys = [d.text(name.replace("model_path", "key")) for name in models]
         teacher["by_source"] = {key: d.text(name) for key, name in zip(keys[1:], models[1:], strict=True)}
     mode, policy_gradient = d.text(f"{loss}.loss_mode", "k3"), f"{loss}.use_policy_gradient"
-    forward = mode == "forward_kl_topk"
+    by_sample = d.flag(policy_gradient)
+    cap, floor = f"{loss}.loss_max_clamp", f"{loss}.log_prob_min_clamp"
+    bound = d.number(cap, 0.0) if d.text(cap, "null") not in ("null", "None") else 0.0
+    names, of_term = [*models, f"{loss}.loss_mode"], [policy_gradient, cap]
+    term: dict[str, Any] = {"name": "distill"}
     # the gradient's mean: of k1 as a reward and of k2 that of KL(policy || teacher), of k3 KL(teacher || policy)
     kind = KL_KINDS.get(mode, "")
-    if d.flag(policy_gradient) != (kind == "k1") or not (forward or kind):
+    if by_sample != (kind == "k1") or not (mode == "forward_kl_topk" or kind):
         d.reject(
-            f"{loss}.loss_mode",
-            f"its gradient with use_policy_gradient = {d.flag(policy_gradient)} is of no divergence",
+            f"{loss}.loss_mode", f"its gradient with use_policy_gradient = {by_sample} is of no divergence"
         )
-    teacher |= {"direction": 0.0 if forward or kind == "k3" else 1.0}
-    names = [*models, f"{loss}.loss_mode"]
-    if forward:
-        teacher["top_k"] = d.integer(f"{loss}.topk", 32)
-        names.append(f"{loss}.topk")
-    d.consumed.add(f"{loss}.topk")
-    d.set_field("algo.teacher", teacher, *names)
-    if not forward or d.flag(f"{loss}.use_policy_gradient"):
+    if by_sample:
+        teacher["top_k"] = 0
+        names.append(policy_gradient)
+        sides = {side: d.number(f"{loss}.clip_ratio_{side}", 0.2) for side in ("low", "high")}
+        term = {"name": "distill_pg", "clip_low": sides["low"], "clip_high": sides["high"], "dual": 3.0}
+        of_term += [f"{loss}.clip_ratio_{side}" for side in sides]
+        if d.text(f"{loss}.policy_loss_mode", "vanilla") != "vanilla":
+            d.reject(f"{loss}.policy_loss_mode", "verl has vanilla alone")
+    elif mode == "forward_kl_topk":
+        names += [f"{loss}.topk", floor]
+        teacher |= {"direction": 0.0, "top_k": d.integer(f"{loss}.topk", 32), "tail_bucket": False}
+        if d.text(floor, "null") not in ("null", "None"):
+            teacher["least_logprob"] = d.number(floor, 0.0)
+    else:
+        teacher["direction"] = 0.0 if kind == "k3" else 1.0
+        if bound:
+            d.reject(cap, "of an estimate; the divergence over the most probable tokens is compared here")
         d.warnings.append(
             "algo.loss distill: the gradient of the KL over the teacher's most probable tokens; the script estimates "
             "it from the sampled token"
         )
-    d.consumed |= {policy_gradient, f"{loss}.policy_loss_mode"}
-    if not forward:
-        d.consumed.add(f"{loss}.log_prob_min_clamp")
-    for name in (f"{loss}.loss_max_clamp", f"{loss}.log_prob_min_clamp"):
-        if name not in d.consumed and d.text(name, "null") not in ("null", "None"):
-            d.reject(name, "the divergence is not clamped")
+    if d.number(f"{ROLLOUT}.temperature", 1.0) != 1:
+        d.reject(
+            f"{ROLLOUT}.temperature",
+            "the teacher's engine has log-probs at temperature 1; the policy samples at 1",
+        )
+    d.set_field("algo.teacher", teacher, *names)
+    d.consumed |= {f"{loss}.{name}" for name in ("topk", "policy_loss_mode", "clip_ratio")} | {
+        *of_term,
+        floor,
+    }
+    if bound:
+        term["cap"] = bound
     if _has_task_rewards(d):
-        return [*terms, {"name": "distill", "weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}]
-    return [{"name": "distill", "weight": 1.0}]
+        return [*terms, term | {"weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}]
+    return [term]
 
 
 def _has_task_rewards(d: Draft) -> bool:
@@ -489,6 +519,10 @@ def _has_task_rewards(d: Draft) -> bool:
 def _asynchronous(d: Draft) -> None:
     """Translate the batch sizes of the asynchronous trainers to those of the other one."""
     program = d.get(PROGRAM)
+    if program in PARTIAL_ROLLOUT:
+        _partial_rollout(d)
+    if program in ASYNC_FLOW:
+        _async_flow(d)
     if program not in FULLY_ASYNC:
         return
     mini, required, rounds = (
@@ -518,6 +552,76 @@ def _asynchronous(d: Draft) -> None:
         f"rollout.groups_per_step = {groups}: the prompts between two pushes of the fully asynchronous trainer; its "
         "mini-batches are algo.minibatches"
     )
+
+
+ASYNC_FLOW_DEFAULTS = {
+    "data.train_batch_size": 16, "data.max_prompt_length": 1024, "data.max_response_length": 1024,
+    f"{ACTOR}.optim.lr": 1e-6, f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.03, f"{ACTOR}.ppo_mini_batch_size": 1,
+    f"{ROLLOUT}.n": 8, f"{ROLLOUT}.tensor_model_parallel_size": 1, "trainer.n_gpus_per_node": 2,
+    "trainer.save_freq": 20, "trainer.total_epochs": 5, "async_resources.actor_train.n_gpus_per_node": 4,
+}  # fmt: skip
+"""Of the recipe's async_grpo.yaml, where it differs from verl's."""
+
+
+def _async_flow(d: Draft) -> None:
+    """Translate the recipe async_flow: GPUs of trainer and engines, staleness, and a trainer without evaluations."""
+    for name, value in ASYNC_FLOW_DEFAULTS.items():
+        d.settings.setdefault(name, str(value))
+    for name in ("nnodes", "n_gpus_per_node"):
+        d.settings[f"rollout.{name}"] = d.settings.pop(f"trainer.{name}", "1")
+        of_trainer = f"async_resources.actor_train.{name}"
+        d.settings[f"trainer.{name}"] = count = d.settings.pop(of_trainer, "1")
+        d.defaults.append(
+            Row(of_trainer, str(count), "GPUs of the trainer; trainer.* are those of the engines")
+        )
+    for name in [
+        name for name in d.settings if re.match(r"async_resources\.(actor_fwd|ref_fwd|advantage)\.", name)
+    ]:
+        d.consumed.add(name)
+        d.speed.append(Row(name, str(d.settings[name]), "the trainer scores; it has no workers for that"))
+    if d.is_present("data.val_files"):
+        d.defaults.append(Row("data.val_files", d.text("data.val_files"), "the recipe does not evaluate"))
+    d.settings |= {"data.val_files": "", "trainer.test_freq": "-1", "trainer.val_before_train": "False"}
+    if d.is_present(f"{ACTOR}.ppo_epochs"):
+        d.defaults.append(
+            Row(f"{ACTOR}.ppo_epochs", d.text(f"{ACTOR}.ppo_epochs"), "the recipe has one pass")
+        )
+        del d.settings[f"{ACTOR}.ppo_epochs"]
+    staleness = "async_flow.staleness"
+    bound = d.integer(staleness, 1)
+    if bound or d.is_unresolved(staleness):
+        d.set_field("rollout.over_provision", float(bound + 1), staleness)
+    d.set_field("rollout.max_staleness", bound, staleness)
+    d.warnings.append(
+        "rollout.over_provision: the recipe starts prompts while fewer than data.train_batch_size x (staleness + 1) "
+        "wait or run; an interrupted response goes on at most 5 times there"
+    )
+
+
+def _partial_rollout(d: Draft) -> None:
+    """Translate the recipe of partial rollouts: a step's prompts are always in flight, beside those that are done."""
+    partial = "async_training.partial_rollout"
+    if not d.flag(partial):
+        d.require(partial)
+        d.reject(partial, "interrupted samples are always resumed")
+    d.set_field("rollout.over_provision", 2.0, partial)
+    d.set_field("rollout.max_staleness", 4)
+    d.warnings.append(
+        "rollout.over_provision = 2: the script keeps data.train_batch_size prompts running until as many are done; "
+        "engine.max_running_requests bounds the running samples to theirs"
+    )
+    d.warnings.append("rollout.max_staleness = 4: the script has no bound; see docs/rollout.md")
+
+
+def _bound_running_samples(d: Draft) -> None:
+    """Write engine.max_running_requests of partial rollouts, whose workers divide the prompts in flight."""
+    groups, n, workers = "data.train_batch_size", f"{ROLLOUT}.n", f"{ROLLOUT}.agent.num_workers"
+    count = max(1, d.integer(workers, 8))
+    samples = -(-d.integer(groups, 1024) // count) * count * d.integer(n, 1)
+    running = max(1, -(-samples // max(1, d.get_field("engine.count", 1))))
+    bound = d.integer(f"{ROLLOUT}.max_num_seqs", 1024)
+    names = (groups, n, workers, f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.tensor_model_parallel_size")
+    d.set_field("engine.max_running_requests", min(running, bound), *names)
 
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
@@ -598,6 +702,11 @@ def _rollout(d: Draft) -> None:
     d.set_truncation(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
     _evaluation(d)
     d.copy(f"{ROLLOUT}.max_num_seqs", int)
+    ignores_end = f"{ROLLOUT}.ignore_eos"
+    if d.flag(ignores_end) or d.is_unresolved(ignores_end):
+        d.set_field("rollout.ignore_eos", True, ignores_end)
+    else:
+        d.consumed.discard(ignores_end)
     if d.flag(f"{ROLLOUT}.multi_turn.enable"):
         if d.is_present(f"{ROLLOUT}.multi_turn.format"):
             d.copy(f"{ROLLOUT}.multi_turn.format")
@@ -667,6 +776,19 @@ def _engines(d: Draft) -> None:
         args.append("--" + name.removeprefix(prefix).replace("_", "-"))
         if value is not True:
             args += [str(argument) for argument in (value if isinstance(value, list) else [value])]
+    for engine, setting in (("vllm", "kv_cache_dtype"), ("trtllm", "kv_cache_config.dtype")):
+        name = f"{ROLLOUT}.engine_kwargs.{engine}.{setting}"
+        kind = d.text(name, "auto")
+        if kind in ("auto", "bfloat16", "bf16"):
+            d.consumed.discard(name)
+            continue
+        if kind not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+            d.reject(name, "keys and values are of the model's type, or FP8")
+        args += ["--kv-cache-dtype", kind if kind.endswith("e5m2") else "fp8_e4m3"]
+        names.append(name)
+        d.warnings.append(
+            "engine.extra_args --kv-cache-dtype: the scales of keys and values are the folder's, or 1 in SGLang"
+        )
     if names:
         d.set_field("engine.extra_args", args, *names)
 
@@ -764,7 +886,13 @@ def _algorithm(d: Draft) -> None:
     if d.flag("distillation.enabled"):
         terms = _distillation(d, terms)
         of_loss += ["distillation.enabled", "distillation.distillation_loss.use_task_rewards"]
-        of_loss += ["distillation.distillation_loss.distillation_loss_coef"]
+        of_loss += [
+            f"distillation.distillation_loss.{name}"
+            for name in (
+                "distillation_loss_coef", "use_policy_gradient", "loss_max_clamp", "clip_ratio_low",
+                "clip_ratio_high",
+            )
+        ]  # fmt: skip
     else:
         d.consumed.discard("distillation.enabled")
     d.set_field("algo.loss", terms, *of_loss)
@@ -802,7 +930,11 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
             shaping = [*d.get_field("algo.shaping", []), {"name": "kl_reward", "beta": beta}]
             d.set_field("algo.shaping", shaping, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
     filtered = d.flag("algorithm.filter_groups.enable")
-    if filtered:
+    if filtered and not _filters_groups(d):
+        for name in [name for name in d.settings if name.startswith("algorithm.filter_groups.")]:
+            d.consumed.add(name)
+            d.defaults.append(Row(name, d.text(name), f"{d.text(PROGRAM)} reads no such setting"))
+    elif filtered:
         d.set_field("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
         metric, batches = (f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches"))
         if d.text(metric, "acc") not in ("acc", "score", "seq_reward", "seq_final_reward"):
@@ -819,11 +951,18 @@ def _loss_modifiers(d: Draft, loss: str) -> None:
         d.copy(f"{ACTOR}.ppo_epochs", int)
 
 
+def _filters_groups(d: Draft) -> bool:
+    """Return whether the program reads algorithm.filter_groups: verl's first trainer and those beside it do not."""
+    program, version = d.text(PROGRAM), "trainer.use_v1"
+    is_first = program == "verl.trainer.main_ppo" and d.is_present(version) and not d.flag(version)
+    return not is_first and program not in (*ONE_STEP_OFF, *FULLY_ASYNC, *PARTIAL_ROLLOUT, *ASYNC_FLOW)
+
+
 def _corrections(d: Draft) -> None:
     """Translate truncated importance weights and rejections."""
     section = "algorithm.rollout_correction"
     bypass = f"{section}.bypass_mode"
-    is_bypassed = d.get(PROGRAM) in ONE_STEP_OFF
+    is_bypassed = d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC)
     if d.is_present(bypass):
         is_bypassed = d.flag(bypass)
     level = d.text(f"{section}.rollout_is", "null")
@@ -853,6 +992,9 @@ def _corrections(d: Draft) -> None:
         if d.flag(of_level[1]):
             corrections[0]["normalise"] = True
     corrections += _rejections(d, section, names)
+    if any(isinstance(t, dict) and t["name"] == "distill_pg" for t in d.get_field("algo.loss", [])):
+        for name in names if corrections else ():
+            d.reject(name, "corrections are those of the policy loss; verl has them in the distillation, too")
     if corrections:
         d.set_field("algo.corrections", corrections, *names)
 
@@ -946,7 +1088,7 @@ def _trainer(d: Draft) -> None:
 
 
 def _fp8(d: Draft) -> None:
-    """Translate FP8 of the engines, and of the trainer too."""
+    """Translate FP8 of engines and trainer."""
     transformer = f"{ACTOR}.megatron.override_transformer_config"
     engines, kind, recipe = f"{ROLLOUT}.quantization", f"{transformer}.fp8", f"{transformer}.fp8_recipe"
     d.consumed |= {recipe, f"{ACTOR}.optim.override_optimizer_config.fp8_recipe"}
@@ -954,11 +1096,15 @@ def _fp8(d: Draft) -> None:
     if in_engines and d.text(engines) != "fp8":
         d.reject(engines, "engines compute in the model's type, or in FP8")
     if d.text(kind, "null") not in ("null", "None", "False"):
-        if d.text(kind) != "e4m3" or d.text(recipe, "delayed") != "blockwise":
-            d.reject(kind, "model.fp8 = both has blocks of e4m3, forward and backward")
-        if not in_engines:
-            d.reject(kind, "engines compute in FP8 where the trainer does: model.fp8 = both")
-        d.set_field("model.fp8", "both", kind, recipe, engines)
+        if d.text(kind) not in ("e4m3", "hybrid") or d.text(recipe, "delayed") != "blockwise":
+            d.reject(kind, "the trainer has blocks of e4m3 or hybrid")
+        d.set_field("model.fp8", "both" if in_engines else "trainer", kind, recipe, engines)
+        if d.text(kind) == "hybrid":
+            d.set_field("model.fp8_format", "hybrid", kind, recipe, engines)
+        d.warnings.append(
+            "model.fp8: the scales of the trainer's blocks are any float32 numbers; with "
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0 those of the script are powers of two"
+        )
     elif in_engines:
         d.set_field("model.fp8", "rollout", engines)
     d.consumed |= {engines, kind}
@@ -974,6 +1120,12 @@ def _optimizer(d: Draft, optim: str, section: str, default_lr: float) -> None:
     """Translate optimizer and learning rate; `section` of the config has the schedule."""
     lr = d.number(f"{optim}.lr", default_lr)
     d.set_field("trainer.lr", lr, f"{optim}.lr")
+    if (initial := d.number(f"{optim}.lr_warmup_init", 0.0)) > 0:
+        if initial >= lr:
+            d.reject(f"{optim}.lr_warmup_init", f"a warm-up rises; {optim}.lr = {lr:g}")
+        d.set_field("trainer.lr_start", initial / lr, f"{optim}.lr_warmup_init", f"{optim}.lr")
+    else:
+        d.consumed.discard(f"{optim}.lr_warmup_init")
     warmup, ratio = f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"
     if d.integer(warmup, -1) >= 0 or d.is_unresolved(warmup):
         d.set_field("trainer.warmup_steps", d.integer(warmup, 0), warmup)
@@ -1093,7 +1245,7 @@ def _sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
     ):
         d.mark_unresolved(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
     engine_gpus = None
-    if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC):
+    if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC, *ASYNC_FLOW):
         engine_gpus = d.integer("rollout.nnodes", 1) * d.integer("rollout.n_gpus_per_node", 8)
         names["engine_gpus"] = ("rollout.nnodes", "rollout.n_gpus_per_node")
         if d.get(PROGRAM) in ONE_STEP_OFF:

@@ -121,5 +121,5 @@ def build_teacher(config: Config, url: str, owner: Owner, session: ClientSession
     limits = prompt_limits(teacher)
     timeout_s = min(teacher.start_seconds, config.rollout.stall_timeout / 2)
     client = client_maker(teacher, session)(url, identity, adapter=None)
-    top_k = min(section.top_k or limits.vocab_size, limits.vocab_size)
+    top_k = limits.vocab_size if section.top_k is None else min(section.top_k, limits.vocab_size)
     return EngineTeacher(client, top_k, timeout_s, limits)

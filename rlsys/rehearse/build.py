@@ -51,7 +51,7 @@ def _teachers(config: Config) -> list[HFConfig]:
 def main() -> None:
     warnings.filterwarnings("ignore")
     config = Config.model_validate_json(sys.stdin.read())
-    if config.model.fp8 == "both":  # Megatron-Core takes FP8 with Transformer Engine only, which needs a GPU
+    if config.model.fp8_trainer:  # Megatron-Core takes FP8 with Transformer Engine only, which needs a GPU
         config = config.model_copy(update={"model": config.model.model_copy(update={"fp8": "none"})})
     try:
         build(config)

@@ -60,8 +60,8 @@ def figures(
     live = dict(meter.memory.nonzero)
     for kinds in (live, *(phase.peak for phase in meter.phases)):
         move_to_host(kinds, offload)
-    if config.model.fp8 == "both":
-        notes.append("model.fp8 = both is rehearsed in bfloat16")
+    if config.model.fp8_trainer:
+        notes.append(f"model.fp8 = {config.model.fp8} is rehearsed in bfloat16")
     if config.algo.critic is not None:
         notes.append("the critic of algo.critic, a second model on the same ranks, is not rehearsed")
     return Figures(

@@ -101,7 +101,7 @@ def largest_unknown_share(config: Config) -> float:
     """
     if config.engine.chooses_kernels:
         return 1.0
-    if config.model.fp8 != "none":
+    if config.model.fp8_engines:
         return 0.75
     return 0.5 if config.engine.drafts_with_model else 0.0
 

@@ -54,8 +54,9 @@ class Turn:
         options: dict[str, Any] = {}
         if self.tops is not None:
             options["tops"] = self.tops.k
-        if self.sampling:
-            options["sampling"] = self.sampling
+        sampling = {**self.sampling, "ignore_eos": True} if self.ends.ignores_eos else self.sampling
+        if sampling:
+            options["sampling"] = sampling
         if self.routes:
             options["store_routes"] = False
         return options

@@ -50,6 +50,7 @@ class Router:
         skip_attestation: engines serve the weights that they start with, and no push happens.
         peers: engines can send their weights to others.
         stop_texts: texts that end a turn, see TurnEnds.
+        ignores_eos: the model's own end ends no turn.
         slots: requests that an engine decodes concurrently.
         kinds: pools and sizes of engines; None: one pool.
         poison: the failures after which a sample is isolated or dropped.
@@ -71,6 +72,7 @@ class Router:
         skip_attestation: bool = False,
         peers: bool = False,
         stop_texts: Sequence[str] = (),
+        ignores_eos: bool = False,
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
         slots: int = UNBOUNDED,
         kinds: EngineConfig | None = None,
@@ -82,7 +84,7 @@ class Router:
         self._ongoing: dict[
             int, set[asyncio.Future[None]]
         ] = {}  # id() of a sample -> its calls of `generate`
-        self._ends = TurnEnds(stop_ids, stop_texts, decode)
+        self._ends = TurnEnds(stop_ids, stop_texts, decode, ignores_eos=ignores_eos)
         self._interruption = interruption
         self._dispatcher = Dispatcher(self._pool, STRATEGIES[strategy])
         self._poison_detector = PoisonDetector(lambda sample: self.on_failure(sample), poison)

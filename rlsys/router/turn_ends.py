@@ -26,13 +26,16 @@ class TurnEnds:
         ids: Collection[int],
         texts: Sequence[str] = (),
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
+        *,
+        ignores_eos: bool = False,
     ) -> None:
         """Create the stop condition.
 
         Args:
             decode: decodes ids including special tokens, as the engine does.
+            ignores_eos: the engine does not stop at the model's own end either.
         """
-        self.ids = frozenset(ids)
+        self.ids, self.ignores_eos = frozenset(ids), ignores_eos
         self.texts = tuple(dict.fromkeys(texts))
         self._decode = decode
         self.reach = LONGEST_CHARACTER * max(map(len, self.texts), default=0)
@@ -40,7 +43,9 @@ class TurnEnds:
 
     def with_texts(self, texts: Sequence[str]) -> TurnEnds:
         """Return a copy with additional texts."""
-        return TurnEnds(self.ids, (*self.texts, *texts), self._decode) if texts else self
+        if not texts:
+            return self
+        return TurnEnds(self.ids, (*self.texts, *texts), self._decode, ignores_eos=self.ignores_eos)
 
     def text_ends_after(self, previous: Sequence[int], new: Sequence[int]) -> int | None:
         """Return how many of the `new` ids complete a text, None if no text is complete.
@@ -112,6 +117,16 @@ def truncate_segment(segment: Segment, tokens: int, dropped: int) -> Segment:
     )
 
 
+def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that end turns and responses: the model's and those of rollout.stop_ids.
+
+    Empty with rollout.ignore_eos.
+    """
+    own_ids = frozenset[int]() if config.rollout.ignore_eos else tokenizer.stop_ids
+    return own_ids | frozenset(config.rollout.stop_ids)
+
+
 def turn_ends(config: Config, tokenizer: Tokenizer) -> TurnEnds:
-    """Return the ends of turns and responses: the model's stop ids and the texts of rollout.stop."""
-    return TurnEnds(tokenizer.stop_ids, config.rollout.stop, tokenizer.decode)
+    """Return the ends of turns and responses: the stop ids and the texts of rollout.stop."""
+    r = config.rollout
+    return TurnEnds(stop_ids(config, tokenizer), r.stop, tokenizer.decode, ignores_eos=r.ignore_eos)

@@ -10,7 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
 from torch import Tensor
 
-from rlsys.algo.methods.distill import divergence, with_rest
+from rlsys.algo.methods.distill import divergence_over
+from rlsys.config.algo import TeacherSection
 from rlsys.trainer.model.context_parallel import Share, Targets
 from rlsys.trainer.model.entropy import (
     MASKED_LOGIT,
@@ -47,15 +48,15 @@ class Scores:
 class Scoring:
     """Selection of the token scores that a pass over the policy computes in addition to log-probs.
 
-    `output`: the policy's output layer; None on other pipeline stages. `head` computes values. `direction`: of the
-    divergence from a teacher. `candidates`: temperature at which alternative tokens are drawn.
+    `output`: the policy's output layer; None on other pipeline stages. `head` computes values. `teacher`: what is
+    compared with a teacher. `candidates`: temperature at which alternative tokens are drawn.
     """
 
     output: OutputLayer | None
     entropy: bool
     squares: bool
     head: ValueLayer | None
-    direction: float | None = None
+    teacher: TeacherSection | None = None
     candidates: float | None = None
 
     def __call__(self, hidden: Tensor, share: Share, temperature: float) -> Scores:
@@ -68,7 +69,7 @@ class Scoring:
             if self.candidates is not None:
                 return _candidate_scores(logits, targets, temperature, self.candidates)
             return token_scores(
-                logits, targets, temperature, entropy=self.entropy, squares=squares, direction=self.direction
+                logits, targets, temperature, entropy=self.entropy, squares=squares, teacher=self.teacher
             )
 
         scores = self.output.scores(hidden, score_rows)
@@ -97,7 +98,7 @@ def token_scores(
     *,
     entropy: bool,
     squares: bool,
-    direction: float | None = None,
+    teacher: TeacherSection | None = None,
 ) -> dict[str, Tensor]:
     """Score the token after each of N tokens.
 
@@ -108,8 +109,8 @@ def token_scores(
         temperature: Sampling temperature.
         entropy: Whether to compute the entropy of the distribution that each token was drawn from.
         squares: Whether to compute the sum of squares of that distribution.
-        direction: Direction of the divergence from a teacher (rlsys.algo.methods.distill), if the targets have the
-            teacher's log-probs.
+        teacher: What is compared with a teacher (rlsys.algo.methods.distill), if the targets have the teacher's
+            log-probs.
 
     Returns:
         Fields of `Scores` by name, `[N]`.
@@ -118,8 +119,8 @@ def token_scores(
     scores = (
         {"sum_pi_squared": sum_pi_squared(logits)} if squares else {}
     )  # first: the others overwrite the logits
-    if direction is not None and targets.teacher_ids is not None:
-        return scores | _distillation_scores(logits, targets, direction)
+    if teacher is not None and targets.teacher_ids is not None:
+        return scores | _distillation_scores(logits, targets, teacher)
     if not entropy:
         return scores | {"logp": -vocab_parallel_cross_entropy(logits, targets.following)}
     logp, spread = logprob_and_entropy(logits, targets.following)
@@ -134,15 +135,21 @@ def _candidate_scores(
     return {"logp": logp, "chance": chance, "expected": expected}
 
 
-def _distillation_scores(logits: Tensor, targets: Targets, direction: float) -> dict[str, Tensor]:
+def _distillation_scores(logits: Tensor, targets: Targets, section: TeacherSection) -> dict[str, Tensor]:
     assert targets.teacher_ids is not None and targets.teacher_logp is not None
+    if section.top_k == 0:
+        logp, entropy = logprob_and_entropy(logits, targets.following)
+        gap = torch.where(targets.predicts, logp - targets.teacher_logp[:, 0], torch.zeros_like(logp))
+        return {"logp": logp, "entropy": entropy, "divergence": gap}
     ids = torch.cat([targets.following[:, None], targets.teacher_ids], 1)
     columns = logits.shape[-1] * parallel_state.get_tensor_model_parallel_world_size()
     logprobs, entropy = logprobs_and_entropy(logits, ids)
     policy, teacher = logprobs[:, 1:], targets.teacher_logp
-    if policy.shape[1] < columns:
-        policy, teacher = with_rest(policy), with_rest(teacher)
-    gap = divergence(policy, teacher, direction)
+    is_whole = policy.shape[1] == columns
+    gap = divergence_over(
+        policy, teacher, section.direction, tail_bucket=section.tail_bucket and not is_whole,
+        least_logprob=section.least_logprob,
+    )  # fmt: skip
     gap = torch.where(targets.predicts, gap, torch.zeros_like(gap))
     return {"logp": logprobs[:, 0], "entropy": entropy, "divergence": gap}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from rlsys.config.algo import TeacherSection
@@ -31,7 +32,7 @@ from rlsys.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class TeacherScores(Scores):
-    """The most probable tokens in place of each token, `ids`, and their `logprobs`: `[T, K]`."""
+    """The most probable tokens in place of each token, or the token itself, `ids`, and their `logprobs`: `[T, K]`."""
 
     ids: Tensor | None = None
     logprobs: Tensor | None = None
@@ -45,7 +46,7 @@ class Teacher:
         config = policy.config.model_copy(update={"model": model})
         hf = HFConfig.read(folder)
         check_teacher(config, policy.hf, hf, folder)
-        self._top_k = min(section.top_k or hf.vocab_size, hf.vocab_size)
+        self._top_k = hf.vocab_size if section.top_k is None else min(section.top_k, hf.vocab_size)
         device = local_device()
         self.chunks = chunks = build_model(config, hf, device)
         for _, parameter in chunks.named_parameters():
@@ -68,7 +69,12 @@ class Teacher:
         assert self._output is not None, "only the last pipeline stage computes scores"
 
         def score_rows(logits: Tensor, rows: slice) -> dict[str, Tensor]:
-            return self._most_probable(sampling_logits(logits, share.targets(rows), temperature))
+            targets = share.targets(rows)
+            logits = sampling_logits(logits, targets, temperature)
+            if self._top_k == 0:
+                logprobs = -vocab_parallel_cross_entropy(logits, targets.following)
+                return {"ids": targets.following[:, None], "logprobs": logprobs[:, None]}
+            return self._most_probable(logits)
 
         scores = self._output.scores(hidden, score_rows)
         logprobs, ids = (align_to_tokens(share, scores[name]) for name in ("logprobs", "ids"))

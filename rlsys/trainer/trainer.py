@@ -81,11 +81,11 @@ class UpdateResult:
 def learning_rate(t: TrainerConfig, step: int, schedule: Schedule, end: float) -> float:
     """Return the learning rate of the 1-based `step`.
 
-    It rises to t.lr over the warm-up steps, then follows `schedule` down to `end` times t.lr at t.steps. The first
-    step after the warm-up has the full rate.
+    It rises from t.lr_start times t.lr to t.lr over the warm-up steps, then follows `schedule` down to `end` times
+    t.lr at t.steps. The first step after the warm-up has the full rate.
     """
     if step <= t.warmup_steps:
-        return t.lr * (step / t.warmup_steps)
+        return t.lr * (t.lr_start + (1 - t.lr_start) * step / t.warmup_steps)
     if schedule == "constant":
         return t.lr
     progress = min(1.0, (step - 1 - t.warmup_steps) / max(1, t.steps - t.warmup_steps))
@@ -323,13 +323,12 @@ class Trainer:
         )
 
     def _scoring_function(self) -> ScoresOf:
-        teacher = self.config.algo.teacher
         return Scoring(
             self._chunks.output_layer(self.hf.vocab_size),
             "entropy" in self._signals,
             "sum_pi_squared" in self._signals,
             self._head,
-            None if teacher is None else teacher.direction,
+            self.config.algo.teacher,
             self._candidates,
         )
 

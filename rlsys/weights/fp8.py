@@ -24,7 +24,7 @@ def quantise_for_engines(
     With `model.fp8: both` the trainer's own GEMMs use the same kind of scales (launch/environment.py
     configures Transformer Engine, whose default scales are powers of two).
     """
-    if config.model.fp8 == "none":
+    if not config.model.fp8_engines:
         yield from tensors
         return
     scales = []

@@ -187,7 +187,7 @@ _WIDTH = {"float32": 4, "bfloat16": 2}
 
 def _pushed_bytes(entry: Entry, config: Config) -> int:
     """Return the bytes that engines receive; scales of FP8 blocks, 4 bytes per 16,384 weights, are not counted."""
-    quantised = config.model.fp8 != "none"
+    quantised = config.model.fp8_engines
     return sum(
         math.prod(shape) * (1 if quantised and is_quantised(name) else _WIDTH[config.model.dtype])
         for name, shape in entry.hf.items()

@@ -22,6 +22,7 @@ from rlsys.rewards.answer import canonical_answer, form_of
 from rlsys.router.attest import Bounds
 from rlsys.router.engines import Engines
 from rlsys.router.router import Router
+from rlsys.router.turn_ends import stop_ids
 from rlsys.worker.scoring import Scorer
 
 
@@ -32,7 +33,7 @@ def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scor
         config.rollout.reward_timeout,
         lambda prompt, response: canonical_answer(response, form_of(prompt)),
         config.rollout.reward_concurrency,
-        tokenizer.stop_ids,
+        stop_ids(config, tokenizer),
     )
 
 
@@ -84,12 +85,18 @@ def build_router(
     `skip_attestation`: engines serve the weights that they have; no push happens.
     """
     vocab_size, context_length = _sizes(config)
+    if unknown_ids := [i for i in config.rollout.stop_ids if i >= vocab_size]:
+        raise UserError(
+            f"rollout.stop_ids has {unknown_ids[0]}: expected ids below {vocab_size}, the size of the vocabulary of "
+            f"{config.model.path}"
+        )
     return Router(
         engines,
         vocab_size=vocab_size,
         context_length=context_length,
-        stop_ids=tokenizer.stop_ids,
+        stop_ids=stop_ids(config, tokenizer),
         stop_texts=config.rollout.stop,
+        ignores_eos=config.rollout.ignore_eos,
         decode=tokenizer.decode,
         bounds=Bounds.of(config),
         routes=config.engine.return_routes,

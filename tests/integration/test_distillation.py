@@ -43,9 +43,11 @@ def trainers() -> Iterator[list[Trainer]]:
         trainer.close()
 
 
-def start(folders: tuple[Path, Path], run: Path, open_ones: list[Trainer], **teacher: Any) -> Trainer:
+def start(
+    folders: tuple[Path, Path], run: Path, open_ones: list[Trainer], loss: str = "distill", **teacher: Any
+) -> Trainer:
     policy, other = folders
-    algo = {"loss": ["distill"], "teacher": {"path": other, **teacher}}
+    algo = {"loss": [loss], "teacher": {"path": other, **teacher}}
     rollout = {"temperature": TEMPERATURE, "max_response_tokens": 64}
     trainer = Trainer(cases.config_of(policy, run, algo=algo, rollout=rollout, trainer={"grad_clip": 1e9}))
     open_ones.append(trainer)
@@ -116,6 +118,45 @@ def test_divergence_and_gradient_are_those_of_transformers(
         gradient = found[entry.megatron.format(e=entry.expert)].main_grad
         for key, part in zip(entry.hf, to_hf(entry.rule, gradient, trainer.hf), strict=True):
             assert torch.allclose(part, gradients[key], rtol=1e-4, atol=5e-6), key
+
+
+def test_without_a_rest_value_and_gradient_are_those_of_transformers(
+    folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
+) -> None:
+    """verl's forward_kl_topk: clamped log-probs of the teacher's tokens alone."""
+    trainer = start(
+        folders, tmp_path / "run", trainers, top_k=5, direction=0.0, tail_bucket=False, least_logprob=-6.0
+    )
+    log_p, log_q = both_log_softmax(folders)
+    best = log_q.topk(5).indices
+    p, q = (x.gather(1, best).clamp(min=-6.0) for x in (log_p, log_q))
+    gap = (q.exp() * (q - p)).sum(1).clamp(min=0)
+    assert update(trainer) == pytest.approx(float(gap.mean()), abs=2e-6, rel=1e-5)
+
+
+def test_a_teacher_of_the_sampled_token_alone(
+    folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
+) -> None:
+    """Its divergence is log(policy / teacher) at the sampled token, whose gradient distill_pg does not take."""
+    trainer = start(folders, tmp_path / "run", trainers, loss="distill_pg", top_k=0)
+    ids = torch.cat([torch.tensor(list(map(int, s.response_ids))) for s in cases.samples()])
+    log_p, log_q = (x.gather(1, ids[:, None])[:, 0] for x in both_log_softmax(folders))
+    assert update(trainer) == pytest.approx(float((log_p - log_q).mean()), abs=2e-6, rel=1e-5)
+
+
+def both_log_softmax(folders: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
+    """Log-probs of policy and teacher at all response tokens, `[tokens, vocabulary]`, by transformers."""
+    import transformers
+
+    models = [transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in folders]
+    rows: list[list[Tensor]] = [[], []]
+    with torch.no_grad():
+        for sample in cases.samples():
+            ids = [*map(int, sample.prompt_ids), *map(int, sample.response_ids)]
+            for model, found in zip(models, rows, strict=True):
+                found.append(log_softmax(model, ids)[len(sample.prompt_ids) - 1 :])
+    policy, teacher = (torch.cat(found) for found in rows)
+    return policy, teacher
 
 
 def test_the_policy_comes_ten_times_nearer(

@@ -301,7 +301,6 @@ def test_world_02_a_batch_size_of_zero(folder: Path, capsys: pytest.CaptureFixtu
         "--lr-decay-style WSD",
         "--attention-dropout 0.1",
         "--ref-update-interval 4",
-        "--rollout-stop-token-ids 7",
         "--qk-clip",
     ],
 )
@@ -415,7 +414,7 @@ def test_field_06_distillation_has_a_teacher(folder: Path, capsys: pytest.Captur
         "verl", f"{VERL} {more} {loss}.loss_mode=forward_kl_topk {loss}.topk=16", capsys, out="verl.yaml"
     )
     assert made.code == 0, made.said
-    teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16}
+    teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16, "tail_bucket": False}
     assert field(made.config, "algo.teacher") == teacher
     assert [term["name"] for term in field(made.config, "algo.loss")] == ["dual_clip", "distill"]
     incomplete(
@@ -597,7 +596,6 @@ def test_slimes_corrections_of_a_yaml_file(folder: Path, capsys: pytest.CaptureF
         ("--custom-rm-path my.reward --reward-key score --eval-reward-key acc", ""),
         ("--reward-key format", "--reward-key"),
         ("--eval-input-key prompt --input-key prompt", ""),
-        ("--eval-input-key question --input-key prompt", "--eval-input-key"),
         ("--custom-rm-path examples.on_policy_distillation.phase1.rm.reward_func", ""),
         ("--rollout-max-context-len 4096", "--rollout-max-context-len"),
     ],
@@ -625,6 +623,29 @@ def test_rows_that_are_held_out_are_told(folder: Path, capsys: pytest.CaptureFix
     assert said not in run("slime", f"{SLIME} --lr 1e-6 {held}", capsys, out="held.yaml").said
 
 
+def test_slimes_evaluation_rows_have_keys_of_their_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = "--input-key prompt --label-key answer --eval-input-key question"
+    sets = "--eval-interval 5 --eval-prompt-data sums test.parquet"
+    made = run("slime", f"{SLIME} --lr 1e-6 {keys} {sets}", capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, "data.keys") == {"prompt": "prompt", "answer": "answer"}
+    assert field(made.config, "data.params.heldout_keys") == {"prompt": "question", "answer": "answer"}
+    made = run(
+        "slime", f"{SLIME} --lr 1e-6 {keys.replace('question', 'prompt')} {sets}", capsys, out="same.yaml"
+    )
+    assert made.code == 0 and field(made.config, "data.params.heldout_keys") is None
+
+
+def test_slimes_stop_ids_that_the_model_does_not_have(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run("slime", f"{SLIME} --lr 1e-6 --rollout-stop-token-ids 7 9", capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, "rollout.stop_ids") == [7, 9]
+
+
 def test_slimes_longest_conversation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generate = "--custom-generate-function-path examples.agent.generate --rollout-max-context-len 4096"
     made = run("slime", f"{SLIME} --lr 1e-6 {generate}", capsys)
@@ -642,7 +663,10 @@ MEGATRON = f"{ACTOR}.megatron.override_transformer_config"
 DISTILLATION = (
     "distillation.enabled=True distillation.teacher_models.t.model_path=/m/t distillation.distillation_loss"
 )
+TOPK = {"direction": 0.0, "tail_bucket": False}
 GAE = {"name": "gae", "gamma": 1.0, "lam": 1.0}
+CLIPPED = {"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.2}
+SAMPLED = {"name": "distill_pg", "clip_low": 0.2, "clip_high": 0.2, "dual": 3.0}
 VERL_FIELDS: list[tuple[str, str, Any]] = [
     ("", "algo.loss", [{"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.2}]),
     (
@@ -700,8 +724,45 @@ VERL_FIELDS: list[tuple[str, str, Any]] = [
         "distillation.distillation_loss.use_task_rewards=False actor_rollout_ref.rollout.n=1 "
         "distillation.distillation_loss.distillation_loss_coef=0.5",
         "algo.loss",
-        [{"name": "distill", "weight": 1.0}],
+        [SAMPLED],
     ),
+    (
+        f"{DISTILLATION}.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True "
+        "distillation.distillation_loss.distillation_loss_coef=0.5 distillation.distillation_loss.loss_max_clamp=10 "
+        "distillation.distillation_loss.log_prob_min_clamp=-10 distillation.distillation_loss.clip_ratio_high=0.3",
+        "algo.loss",
+        [CLIPPED, SAMPLED | {"clip_high": 0.3, "cap": 10.0, "weight": 0.5}],
+    ),
+    (
+        f"{DISTILLATION}.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True",
+        "algo.teacher",
+        {"path": "/m/t", "engine": "own", "top_k": 0},
+    ),
+    (
+        f"{DISTILLATION}.loss_mode=forward_kl_topk distillation.distillation_loss.log_prob_min_clamp=-10",
+        "algo.teacher",
+        {"path": "/m/t", "engine": "own", "top_k": 32, **TOPK, "least_logprob": -10.0},
+    ),
+    (
+        f"{DISTILLATION}.loss_mode=forward_kl_topk distillation.distillation_loss.loss_max_clamp=10",
+        "algo.loss",
+        [CLIPPED, {"name": "distill", "cap": 10.0, "weight": 1.0}],
+    ),
+    (f"{MEGATRON}.fp8=e4m3 {MEGATRON}.fp8_recipe=blockwise", "model.fp8", "trainer"),
+    (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=blockwise", "model.fp8_format", "hybrid"),
+    (f"{ACTOR}.optim.lr=1e-6 {ACTOR}.optim.lr_warmup_init=2.5e-7", "trainer.lr_start", 0.25),
+    (f"{ACTOR}.optim.lr_warmup_init=0", "trainer.lr_start", None),
+    (
+        "actor_rollout_ref.rollout.engine_kwargs.trtllm.kv_cache_config.dtype=fp8",
+        "engine.extra_args",
+        ["--kv-cache-dtype", "fp8_e4m3"],
+    ),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=auto", "engine.extra_args", None),
+    ("algorithm.filter_groups.enable=True", "algo.planners", ["dapo"]),
+    ("algorithm.filter_groups.enable=True trainer.use_v1=False", "algo.planners", None),
+    ("actor_rollout_ref.rollout.ignore_eos=True", "rollout.ignore_eos", True),
+    ("actor_rollout_ref.rollout.ignore_eos=False", "rollout.ignore_eos", None),
+    ("+data.min_response_length=64", "rollout.max_response_tokens", 512),
     (f"{DISTILLATION}.loss_mode=k3", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 0.0}),
     (f"{DISTILLATION}.loss_mode=k2", "algo.teacher", {"path": "/m/t", "engine": "own", "direction": 1.0}),
     (f"{ACTOR}.megatron.expert_model_parallel_size=8", "parallel.ep", 2),
@@ -722,7 +783,22 @@ def test_what_verl_does_by_default(
     [
         ("data.train_files=~/data/geo3k/train.parquet", "data.train_files"),
         (f"{DISTILLATION}.loss_mode=k1", "distillation.distillation_loss.loss_mode"),
-        (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=blockwise", f"{MEGATRON}.fp8"),
+        (f"{MEGATRON}.fp8=hybrid {MEGATRON}.fp8_recipe=tensorwise", f"{MEGATRON}.fp8"),
+        ("actor_rollout_ref.rollout.do_sample=False", "actor_rollout_ref.rollout.do_sample"),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=nvfp4",
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype",
+        ),
+        (f"{ACTOR}.optim.lr=1e-6 {ACTOR}.optim.lr_warmup_init=1e-6", f"{ACTOR}.optim.lr_warmup_init"),
+        (
+            f"{DISTILLATION}.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True "
+            f"{RATIO}_is=token {RATIO}_is_threshold=2.0",
+            f"{RATIO}_is",
+        ),
+        (
+            f"{DISTILLATION}.loss_mode=forward_kl_topk actor_rollout_ref.rollout.temperature=0.8",
+            "actor_rollout_ref.rollout.temperature",
+        ),
         (
             "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=response_filter",
             "algorithm.filter_groups.metric",
@@ -734,6 +810,62 @@ def test_what_of_verl_has_no_counterpart(
     more: str, missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     incomplete(run("verl", f"{VERL} {more}", capsys), missing)
+
+
+def test_verls_partial_rollouts_are_over_provisioned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = VERL.replace("verl.trainer.main_ppo", "recipe.partial_rollout.main_ppo")
+    made = run("verl", f"{command} +async_training.partial_rollout=True", capsys)
+    assert made.code == 0, made.said
+    assert field(made.config, "rollout.over_provision") == 2.0
+    assert field(made.config, "rollout.max_staleness") == 4
+    assert field(made.config, "engine.max_running_requests") == 16  # 8 prompts x 4 samples on 2 engines
+    assert field(made.config, "algo.anchor") == "behaviour"
+    assert "check: rollout.max_staleness = 4: the script has no bound" in made.said
+    incomplete(run("verl", command, capsys, out="off.yaml"), "async_training.partial_rollout")
+    ignored = "+async_training.partial_rollout=True +algorithm.filter_groups.enable=True"
+    made = run("verl", f"{command} {ignored}", capsys, out="ignored.yaml")
+    assert made.code == 0 and field(made.config, "algo.planners") is None
+    assert "filter_groups.enable = True: recipe.partial_rollout.main_ppo reads no such setting" in made.said
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "verl.experimental.one_step_off_policy.main_ppo",
+        "verl.experimental.fully_async_policy.fully_async_main",
+    ],
+)
+def test_verls_asynchronous_trainers_take_the_engines_log_probs(
+    program: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = VERL.replace("verl.trainer.main_ppo", program) + " rollout.n_gpus_per_node=2"
+    made = run("verl", command, capsys)
+    assert made.code == 0 and field(made.config, "algo.anchor") == "mu", made.said
+    made = run("verl", f"{command} {RATIO.rpartition('.')[0]}.bypass_mode=False", capsys, out="scored.yaml")
+    assert made.code == 0 and field(made.config, "algo.anchor") != "mu", made.said
+
+
+def test_verls_async_flow_has_engines_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flow = VERL.replace("verl.trainer.main_ppo", "recipe.async_flow.grpo_main").replace(
+        "rollout.n=4", "rollout.n=8"
+    )
+    more = "async_resources.actor_train.n_gpus_per_node=4 async_resources.ref_fwd.n_gpus_per_node=2"
+    made = run("verl", f"{flow} {more} actor_rollout_ref.actor.ppo_mini_batch_size=4", capsys)
+    assert made.code == 0, made.said
+    launch = {"gpus_per_node": 4, "nodes": 2, "backend": "ray", "placement": "disaggregated"}
+    assert field(made.config, "launch") == launch
+    assert field(made.config, "parallel.dp") == 4 and field(made.config, "engine.count") == 2
+    assert field(made.config, "rollout.over_provision") == 2.0
+    assert field(made.config, "rollout.max_staleness") == 1
+    assert field(made.config, "algo.minibatches") == 2
+    assert field(made.config, "trainer.warmup_fraction") == pytest.approx(0.015)
+    assert field(made.config, "eval.prompts") == 0 and field(made.config, "data.params.heldout_path") is None
+    assert "memory or logging: async_resources.ref_fwd.n_gpus_per_node" in made.said
+    made = run("verl", f"{flow} {more} async_flow.staleness=0", capsys, out="sync.yaml")
+    assert made.code == 0 and field(made.config, "rollout.over_provision") is None, made.said
+    assert field(made.config, "rollout.max_staleness") == 0
 
 
 def test_what_verl_does_otherwise_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from rlsys.algo.losses import Figures, Loss, View
+from rlsys.algo.losses import Figures, Loss, View, Width, clipped_surrogate
 
 _LEAST = 1e-7
 
@@ -36,6 +36,31 @@ def divergence(policy: Tensor, teacher: Tensor, direction: float) -> Tensor:
     return direction * of_teacher + (1 - direction) * of_policy
 
 
+def divergence_over(
+    policy: Tensor,
+    teacher: Tensor,
+    direction: float,
+    *,
+    tail_bucket: bool,
+    least_logprob: float | None = None,
+) -> Tensor:
+    """Compute the divergence `[...]` over some tokens of a vocabulary, of log-probs `[..., K]`.
+
+    Args:
+        policy, teacher: log-probs of the same tokens.
+        direction: that of `divergence`.
+        tail_bucket: whether all other tokens are compared together. Without them the sum may be negative: it counts
+            as 0 then, without gradient (verl's forward_kl_topk).
+        least_logprob: lower bound of both log-probs.
+    """
+    if tail_bucket:
+        policy, teacher = with_rest(policy), with_rest(teacher)
+    if least_logprob is not None:
+        policy, teacher = policy.clamp(min=least_logprob), teacher.clamp(min=least_logprob)
+    gap = divergence(policy, teacher, direction)
+    return gap if tail_bucket else gap.clamp(min=0)
+
+
 class Distill(Loss):
     """The divergence between policy and teacher at each token, with its gradient through the whole distribution.
 
@@ -51,6 +76,8 @@ class Distill(Loss):
     trains_policy: ClassVar[bool] = True
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight."""
+    cap: Annotated[float, Field(gt=0)] | None = None
+    """Largest divergence of a token, in nats; a token beyond has no gradient. Unset: no bound."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"divergence"})
@@ -59,6 +86,50 @@ class Distill(Loss):
         return frozenset()
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
-        if view.divergence is None:
-            raise ValueError("the loss was called without the divergence, which the term 'distill' needs")
-        return self.weight * view.divergence, {"divergence": view.divergence.detach()}
+        gap = _divergence_of(view, "distill")
+        bounded = gap if self.cap is None else gap.clamp(max=self.cap)
+        return self.weight * bounded, {"divergence": gap.detach()}
+
+
+class DistillPolicyGradient(Loss):
+    """On-policy distillation by policy gradient: a token's advantage is log(teacher / policy) at the sampled token.
+
+    `algo.teacher.top_k` = 0 asks the teacher for these log-probs alone. The mean gradient is that of KL(policy ||
+    teacher); one token estimates it with more variance than `distill`, and costs less. Metric `divergence`: the mean
+    of log(policy / teacher), in nats.
+    """
+
+    paper: ClassVar[str] = "On-policy distillation (Lu and Thinking Machines Lab 2025); PPO, eq. 7; dual clip"
+    evidence: ClassVar[str] = "R"
+    policy: ClassVar[bool] = False
+    ratio: ClassVar[bool] = False
+    reads_anchor: ClassVar[bool] = True
+    trains_policy: ClassVar[bool] = True
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight."""
+    cap: Annotated[float, Field(gt=0)] | None = None
+    """Largest absolute advantage of a token, in nats. Unset: no bound."""
+    clip_low: Width = 0.2
+    """Lower width of the ratio's clip."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """Upper width of the ratio's clip."""
+    dual: Annotated[float, Field(gt=1)] | None = None
+    """Cap of the ratio where the advantage is negative. Unset: none."""
+
+    def needs(self) -> frozenset[str]:
+        return frozenset({"divergence"})
+
+    def needs_before(self) -> frozenset[str]:
+        return frozenset()
+
+    def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
+        gap = _divergence_of(view, "distill_pg").detach()
+        advantages = -gap if self.cap is None else -gap.clamp(-self.cap, self.cap)
+        loss = clipped_surrogate(view.ratio, advantages, 1 - self.clip_low, 1 + self.clip_high, self.dual)
+        return self.weight * loss, {"divergence": gap}
+
+
+def _divergence_of(view: View, term: str) -> Tensor:
+    if view.divergence is None:
+        raise ValueError(f"the loss was called without the divergence, which the term '{term}' needs")
+    return view.divergence

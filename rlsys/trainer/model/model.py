@@ -66,7 +66,7 @@ def _has_torch_grouped_gemm(config: Config) -> bool:
 
     It is a single launch; Transformer Engine's grouped linear layer needs one launch per expert.
     """
-    is_bfloat16 = config.model.dtype == "bfloat16" and config.model.fp8 != "both"
+    is_bfloat16 = config.model.dtype == "bfloat16" and not config.model.fp8_trainer
     return is_bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 

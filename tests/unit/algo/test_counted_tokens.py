@@ -89,7 +89,7 @@ def test_a_mini_batch_without_a_trained_token_has_no_update() -> None:
         ({"name": "positive_nll", "coefficient": 0.0, "correct": -1.0}, False), ("positive_nll", False),
         ({"name": "positive_nll", "correct": -1.0}, True),
         ("clip_cov", False), ("kl_cov", True), ({"name": "kl_cov", "coefficient": 0.0}, False),
-        ("dro", True), ("distill", True),
+        ("dro", True), ("distill", True), ("distill_pg", True),
     ],
 )  # fmt: skip
 def test_equal_rewards_make_an_update_only_where_a_term_acts_without_advantages(

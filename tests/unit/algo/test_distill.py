@@ -11,7 +11,7 @@ from torch import Tensor
 from launch.bootstrap import PARITY_STAMP
 from rlsys.algo import build
 from rlsys.algo.losses import View
-from rlsys.algo.methods.distill import divergence, with_rest
+from rlsys.algo.methods.distill import divergence, divergence_over, with_rest
 from rlsys.algo.preflight import check
 from rlsys.config import Config
 from rlsys.core.errors import UserError
@@ -55,6 +55,54 @@ def test_the_term_weighs_it_and_tells_its_mean() -> None:
     assert figures["divergence"].tolist() == [0.5, 1.0, 2.0]
 
 
+def test_without_a_rest_the_sum_over_some_tokens_is_verls() -> None:
+    """verl's compute_forward_kl_topk: clamp both log-probs, sum p (log p - log q), and no negative loss."""
+    policy = torch.tensor([[0.1, 2e-5], [0.6, 0.3]]).log().requires_grad_()
+    teacher = torch.tensor([[0.5, 1e-5], [0.3, 0.1]]).log()
+    found = divergence_over(policy, teacher, 0.0, tail_bucket=False, least_logprob=-10.0)
+    floor = math.exp(-10)
+    by_hand = 0.5 * math.log(5) + floor * math.log(floor / floor)
+    assert found.tolist() == pytest.approx([by_hand, 0.0], abs=1e-7)
+    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    assert gradient.tolist() == [pytest.approx([-0.5, 0.0]), [0.0, 0.0]]
+    batch = packed([2], advantages=[0.0, 0.0])
+    loss, figures = build("loss", "distill", cap=0.5)(View(batch, batch.mu, batch.mu, divergence=found), None)
+    assert loss.tolist() == pytest.approx([0.5, 0.0]) and float(figures["divergence"][0]) > 0.5
+
+
+def test_the_policy_gradient_of_the_sampled_tokens_is_verls() -> None:
+    """verl's distillation_loss with k1 and use_policy_gradient: compute_policy_loss_vanilla of -clamp(k1)."""
+    batch = packed([4], advantages=[0.0] * 4)
+    logp = (batch.mu + torch.tensor([0.0, 0.5, 0.5, -0.5])).requires_grad_()
+    gap = torch.tensor([0.2, -30.0, 30.0, 1.0])
+    term = build("loss", "distill_pg", weight=2.0, cap=10.0, dual=3.0)
+    loss, figures = term(View(batch, logp, batch.mu, divergence=gap), None)
+    advantages = [-0.2, 10.0, -10.0, -1.0]
+    ratios = [1.0, math.exp(0.5), math.exp(0.5), math.exp(-0.5)]
+    expected = []
+    for a, r in zip(advantages, ratios, strict=True):
+        clipped = max(-a * r, -a * min(max(r, 0.8), 1.2))
+        expected.append(2.0 * (min(-a * 3.0, clipped) if a < 0 else clipped))
+    assert loss.tolist() == pytest.approx(expected, rel=1e-6)
+    assert figures["divergence"].tolist() == pytest.approx(gap.tolist())
+    (gradient,) = torch.autograd.grad(loss.sum(), logp)
+    assert gradient.tolist() == pytest.approx([0.4, 0.0, 20 * math.exp(0.5), 0.0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "teacher", "message"),
+    [
+        ("distill_pg", {}, "algo.teacher.top_k = 64: algo.loss distill_pg compares the sampled token; expected 0"),
+        ("distill", {"top_k": 0}, "algo.teacher.top_k = 0: algo.loss distill compares most probable tokens"),
+    ],
+)  # fmt: skip
+def test_a_term_and_the_teachers_tokens_fit(loss: str, teacher: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+        check(config_of(loss=[loss], teacher={"path": "configs/models/quickstart-moe", **teacher}))
+    with pytest.raises(ValueError, match="top_k = 0 compares the sampled token alone"):
+        config_of(teacher={"path": "configs/models/quickstart-moe", "top_k": 0, "tail_bucket": False})
+
+
 def config_of(**algo: object) -> Config:
     return Config.model_validate({"model": {"path": "configs/models/quickstart-moe"}, "algo": algo})
 
@@ -62,6 +110,7 @@ def config_of(**algo: object) -> Config:
 def test_it_trains_alone_and_beside_a_policy_loss_but_not_without_a_teacher() -> None:
     teacher = {"path": "configs/models/quickstart-moe"}
     check(config_of(loss=["distill"], teacher=teacher))
+    check(config_of(loss=["distill_pg"], teacher=teacher | {"top_k": 0}))
     check(config_of(loss=["clip", {"name": "distill", "weight": 0.1}], teacher=teacher))
     with pytest.raises(UserError, match=r"algo\.teacher names none") as e:
         check(config_of(loss=["distill"]))

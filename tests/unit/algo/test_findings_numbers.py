@@ -556,6 +556,8 @@ def test_numbers_n12_distillation_alone_takes_one_response_a_prompt() -> None:
     for loss in ("distill", "distill, kl", "distill, entropy", "distill, positive_nll", "distill, kimi"):
         assert accepted(f"algo.loss=[{loss}]", "rollout.group_size=1", teacher) == "", loss
     assert "group_size >= 2" in accepted("algo.loss=[distill, clip]", "rollout.group_size=1", teacher)
+    sampled = teacher.replace("}", ", top_k: 0}")
+    assert accepted("algo.loss=[distill_pg]", "rollout.group_size=1", sampled) == ""
 
 
 # -- N13, N14 ------------------------------------------------------------------------------------------------------

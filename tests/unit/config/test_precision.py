@@ -49,10 +49,25 @@ def test_an_engine_in_fp8_waits_for_the_first_push(monkeypatch: pytest.MonkeyPat
 
 def test_the_trainers_gemms_only_with_both() -> None:
     assert precision.trainer_fields(config("rollout")) == {}
-    assert precision.trainer_fields(config("both")) == {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+    for fp8 in ("both", "trainer"):
+        assert precision.trainer_fields(config(fp8)) == {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+    hybrid = {"path": MODELS / "Qwen3-30B-A3B", "dtype": "bfloat16", "fp8": "both", "fp8_format": "hybrid"}
+    assert precision.trainer_fields(Config.model_validate({"model": hybrid}))["fp8"] == "hybrid"
+    with pytest.raises(ConfigError, match="fp8_format = hybrid"):
+        Config.model_validate({"model": hybrid | {"fp8": "rollout"}})
     parallel = {"tp": 2}
     assert precision.token_multiple(config("rollout", parallel=parallel)) == 2
     assert precision.token_multiple(config("both", parallel=parallel)) == 32
+
+
+def test_with_the_trainer_alone_engines_and_pushes_stay_in_bfloat16() -> None:
+    argv, _ = launch_args.engine_command(config("trainer"), 0, 3100)
+    assert "--quantization" not in argv and option(argv, "--dtype") == "bfloat16"
+    name, tensor = "model.layers.0.self_attn.q_proj.weight", torch.randn(128, 128, dtype=torch.bfloat16)
+    assert list(quantise_for_engines(config("trainer"), [(name, tensor)])) == [(name, tensor)]
+    assert Bounds.of(config("trainer")).mean > Bounds.of(config("none")).mean
+    with pytest.raises(UserError, match=r"model\.fp8 = trainer needs Transformer Engine"):
+        precision.check_device(config("trainer"), (9, 0), transformer_engine=False)
 
 
 def test_bounds_of_a_push_are_wider() -> None:

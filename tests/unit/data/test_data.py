@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,10 +23,12 @@ from rlsys.core.seeds import stable_hash
 from rlsys.core.types import Prompt
 from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.quickstart_model import write_model
-from rlsys.data.row_source import heldout_count
+from rlsys.data.row_check import row_counts
+from rlsys.data.row_source import RowSource, heldout_count
 from rlsys.data.source import is_heldout
 from rlsys.data.trace import Trace
 from rlsys.data.traces import terms, trace_batches, working
+from rlsys.engine_requests import ANY_ENGINE
 from rlsys.rewards import make_score
 from rlsys.rollout.dry_run import build_inputs
 from tests.helpers.responses import response_of
@@ -297,6 +301,26 @@ def test_jsonl_heldout_file_is_taken_out_of_training(
         "<bos><user>1=<assistant><think>",
     ]
     assert sorted(source.train(i).entry["answer"] for i in range(4)) == [2, 3, 4, 5]
+
+
+def test_heldout_rows_may_have_keys_and_a_format_of_their_own(
+    model: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    heldout = tmp_path / "held.parquet"
+    pq.write_table(
+        pa.Table.from_pylist([{"text": "3=", "right": "3"}, {"text": "9=", "right": "9"}]), heldout
+    )
+    rows = [{"prompt": f"{i}=", "answer": i} for i in range(6)]
+    params = {
+        "path": str(write_rows(tmp_path / "a.jsonl", rows)), "heldout_path": str(heldout),
+        "heldout_keys": {"prompt": "text", "answer": "right"},
+    }  # fmt: skip
+    source = build_source(config_for(model, source="jsonl", params=params), tokenizer)
+    assert [p.entry["answer"] for p in source.heldout(2)] == ["3", "9"]
+    assert sorted(source.train(i).entry["answer"] for i in range(5)) == [0, 1, 2, 4, 5]
+    assert isinstance(source, RowSource)
+    counts = row_counts(source, ANY_ENGINE)
+    assert counts is not None and counts.rows == 8 and not any(counts.counts.values())
 
 
 @pytest.mark.parametrize(

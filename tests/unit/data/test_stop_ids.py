@@ -21,6 +21,7 @@ from rlsys.importers.arguments import read_arguments
 from rlsys.importers.draft import Draft
 from rlsys.router.request_sender import Turn
 from rlsys.router.turn_ends import turn_ends
+from rlsys.worker.assembly import build_router
 from tests.helpers.stop_families import FAMILIES, edit, write_family
 from tests.helpers.verdicts import REWARDS, judged, sample_of
 
@@ -131,10 +132,11 @@ def test_slimes_stop_ids_are_not_needed_only_where_the_model_stops_there_anyway(
     option = "--rollout-stop-token-ids"
     same = translated(tmp_path, *own)
     assert option in [r.setting for r in same.defaults] and option not in [r.setting for r in same.rejected]
-    for other in (translated(tmp_path, own[0], 5), translated(tmp_path / "gone", *own)):
-        assert option not in [r.setting for r in other.defaults]
-        (row,) = [r for r in other.rejected if r.setting == option]
-        assert "rollout.stop" in row.result
+    assert "stop_ids" not in same.config.get("rollout", {})
+    for folder, ids in ((tmp_path, [own[0], 5]), (tmp_path / "gone", own)):
+        other = translated(folder, *ids)
+        assert option not in [r.setting for r in (*other.defaults, *other.rejected)]
+        assert other.config["rollout"]["stop_ids"] == ids
 
 
 def test_eos_of_the_text_part_is_a_stop_id(tmp_path: Path) -> None:
@@ -144,6 +146,29 @@ def test_eos_of_the_text_part_is_a_stop_id(tmp_path: Path) -> None:
     edit(tmp_path / "config.json", eos_token_id=None, text_config={"eos_token_id": 5})
     config = Config.model_validate({"model": {"path": tmp_path}})
     assert {5, mark} <= turn_ends(config, tokenizer).ids
+
+
+def test_ids_of_the_config_end_a_turn_beside_the_models_own(tmp_path: Path) -> None:
+    write_family(tmp_path, "qwen")
+    tokenizer = Tokenizer(tmp_path)
+    (seven,) = tokenizer.encode("7")
+    config = Config.model_validate({"model": {"path": tmp_path}, "rollout": {"stop_ids": [seven]}})
+    ends = turn_ends(config, tokenizer)
+    assert ends.ids == tokenizer.stop_ids | {seven} and ends.is_ended([seven])
+    turn = Turn(3, 1.0, None, ends, pinned=False)
+    assert turn.status(sample_of([seven], Status.IN_FLIGHT), "length") is Status.FINISHED
+    endless = Config.model_validate(
+        {"model": {"path": tmp_path}, "rollout": {"ignore_eos": True, "stop": ["7"]}}
+    )
+    ends = turn_ends(endless, tokenizer).with_texts(["8"])
+    assert (ends.ids, ends.texts, ends.ignores_eos) == (frozenset(), ("7", "8"), True)
+    assert Turn(3, 1.0, None, ends, pinned=False).options() == {"sampling": {"ignore_eos": True}}
+    assert Turn(3, 1.0, None, turn_ends(config, tokenizer), pinned=False).options() == {}
+    with pytest.raises(ValueError, match="ignore_eos = true with stop_ids"):
+        Config.model_validate({"model": {"path": tmp_path}, "rollout": {"ignore_eos": True, "stop_ids": [7]}})
+    unknown = Config.model_validate({"model": {"path": tmp_path}, "rollout": {"stop_ids": [10**6]}})
+    with pytest.raises(UserError, match=r"rollout\.stop_ids has 1000000: expected ids below"):
+        build_router(unknown, [], tokenizer)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,6 +19,11 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.6, 0.2195774, 0.2, 0.2])
 
 
+def test_the_rate_rises_from_a_share() -> None:
+    t = TrainerConfig(lr=1.0, warmup_steps=2, steps=12, lr_start=0.1)
+    assert [learning_rate(t, step, "constant", 0.0) for step in (1, 2, 3)] == pytest.approx([0.55, 1, 1])
+
+
 def test_no_warm_up_and_no_steps_left() -> None:
     t = TrainerConfig(lr=2.0, warmup_steps=0, steps=0)
     assert learning_rate(t, 1, "constant", 0.0) == 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from rlsys.config.algo import TeacherSection
 from rlsys.segments import support
 from rlsys.trainer.logprobs import align_to_tokens
 from rlsys.trainer.model.context_parallel import Share
@@ -122,7 +123,12 @@ def row_gap_on(ranks: int, rank: int) -> float:
     gaps = []
     for score in (
         lambda logits, targets: token_scores(
-            logits, targets, TEMPERATURE, entropy=True, squares=False, direction=0.5
+            logits,
+            targets,
+            TEMPERATURE,
+            entropy=True,
+            squares=False,
+            teacher=TeacherSection.model_validate({"path": "x", "direction": 0.5}),
         ),
         lambda logits, targets: _candidate_scores(logits, targets, TEMPERATURE, 0.7),
     ):
