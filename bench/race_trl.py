@@ -39,7 +39,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rlsys.config import Config, load_config
 from rlsys.core.types import Prompt, Response
 from rlsys.data import Tokenizer, build_source
-from rlsys.data.source import PromptSource
+from rlsys.data.source import PromptSource, draw_heldout
 from rlsys.rewards import make_score
 from rlsys.rewards.results import parse_reward
 
@@ -75,7 +75,7 @@ class Evaluation(TrainerCallback):
     def __init__(self, task: Task, config: Config, lines: Lines, target: float) -> None:
         self._task, self._lines, self._target = task, lines, target
         self._longest = config.rollout.max_response_tokens
-        self._asked = task.source.heldout(config.eval.prompts)
+        self._asked = draw_heldout(task.source, config.eval.prompts)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
         self._lines.write("start")

@@ -258,7 +258,7 @@ def run_stage(stage: str, place: Place) -> dict[str, Any]:
         return dict(json.loads(done.read_text(encoding="utf-8")))
     resumed = run.is_dir()
     word, config = ("sft" if stage == "sft" else "train"), str(place.recipe.folder / f"{stage}.yaml")
-    say(f"{place.folder}: {stage}{' continues' if resumed else ''}")
+    say(f"{place.folder}: {stage}{' continues' if resumed else ''} (progress: {stage}.log)")
     seconds: dict[str, Any] = command(
         ["-m", "rlsys.cli.main", word, config, *place.overrides(stage)], place.folder / f"{stage}.log"
     )

@@ -40,6 +40,8 @@ PYTHON = VENV / "bin" / "python"
 VENV_RECORD = "rlsys-venv.json"
 STAMP = VENV / "rlsys-setup.json"
 LOG = VENV / "rlsys-setup.log"
+REPORT_SECONDS = 30
+"""Seconds between two lines about a pip install, where the output is no terminal."""
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 DEVICE = "RLSYS_DEVICE"
 KINDS = {"cpu": "cpu", "cuda": "gpu"}  # value -> extra of pyproject.toml
@@ -273,10 +275,15 @@ def pip(label: str, *args: str) -> None:
             [*command, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
         )
         try:
+            reported = start
             while process.poll() is None:
                 time.sleep(0.2)
+                now = time.monotonic()
                 if live:
-                    print(f"\r  {label} ... {time.monotonic() - start:3.0f} s", end="", flush=True)
+                    print(f"\r  {label} ... {now - start:3.0f} s", end="", flush=True)
+                elif now - reported >= REPORT_SECONDS:
+                    print(f"  {label} ... {now - start:.0f} s", flush=True)
+                    reported = now
         finally:
             process.kill()  # no effect if it has ended
             process.wait()
@@ -325,7 +332,7 @@ def set_up(dev: bool) -> None:
     installed = installed_extras(mark)
     if set(extras) <= set(installed):
         return
-    print(f"rlsys: setting up .venv for a {kind.upper()} host with {python}", flush=True)
+    print(f"rlsys: setting up .venv for a {kind.upper()} host with {python}; log: {LOG}", flush=True)
     start = time.monotonic()
     if not installed:
         check_disk(kind)

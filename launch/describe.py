@@ -157,10 +157,15 @@ def describe_arithmetic(config: Config) -> list[Fact]:
         (
             "whole run",
             f"{config.trainer.steps} steps = {config.trainer.steps * n} samples, "
-            f"{evaluations(config) or 'no'} evaluations"
-            + (f" of {config.eval.prompts} prompts" if config.eval.prompts else ""),
+            f"{evaluations(config) or 'no'} evaluations{_evaluation_size(config.eval.prompts)}",
         ),
     ]
+
+
+def _evaluation_size(prompts: int | None) -> str:
+    if prompts is None:
+        return " of 128 prompts, or all that a file holds out"
+    return f" of {prompts} prompts" if prompts else ""
 
 
 def describe_prompts(config: Config, hf: HFConfig, transformer_engine: bool) -> Fact:
@@ -185,7 +190,7 @@ def evaluations(config: Config) -> int:
 
     An evaluation of 0 prompts does not count.
     """
-    if not config.eval.prompts:
+    if config.eval.prompts == 0:
         return 0
     steps, interval = config.trainer.steps, config.eval.interval
     return 1 + -(-steps // interval)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -90,7 +91,12 @@ def submit_run(check_plugins: Check, args: argparse.Namespace) -> int:
     nodes = [f"launch.nodes={args.nodes}"] if args.nodes is not None else []
     config = pin_models(load_config(args.config, [*args.overrides, *nodes, "launch.backend=slurm"]))
     options = JobOptions(args.time, args.partition, tuple(args.sbatch))
-    check_model(config)
+    try:
+        check_model(config)
+    except UserError as e:
+        if not args.dry_run:
+            raise
+        print(f"rlsys: warning: {e}", file=sys.stderr)  # only the job needs it
     check_reachable(config)
     check_plugins(config)
     script = job_script(config, args.config, args.overrides, options)

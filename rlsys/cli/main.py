@@ -132,7 +132,7 @@ def tenants(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluate a config's model, a folder, or a run's checkpoint on the held-out prompts and eval.sets."""
     subject = find_subject(args.target, args.checkpoint, args.overrides)
-    if not subject.config.eval.prompts:
+    if subject.config.eval.prompts == 0:
         raise UserError("eval.prompts = 0: nothing is measured; expected more than 0")
     with subject.serving_config() as config:
         check_model(config)

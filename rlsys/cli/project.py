@@ -19,7 +19,7 @@ from rich.rule import Rule
 from launch.backends import Backend
 from launch.plan import LaunchPlan, build_client_plan
 from launch.ports import choose_ports
-from rlsys.cli.project_template import data_section, write_config, write_starter
+from rlsys.cli.project_template import data_section, write_config, write_data_config, write_starter
 from rlsys.config import Config, add_config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hub import find_folder, pin_models
@@ -68,12 +68,18 @@ def add_project_commands(add: Add, supervise: Supervise, check_plugins: Callable
         "--gpu", default="h100", metavar="KIND", help="with --model: kind of GPU (default: %(default)s)"
     )
     sub.add_argument(
-        "--data", type=Path, metavar="FILE", help="with --model: prompts, as JSON lines or Parquet"
+        "--data", type=Path, metavar="FILE", help="training prompts, as JSON lines or Parquet, verl's too"
+    )
+    sub.add_argument(
+        "--heldout",
+        type=Path,
+        metavar="FILE",
+        help="prompts of evaluations (default: one in eight of --data)",
     )
     sub.add_argument(
         "--reward",
         metavar="FILE:FUNCTION",
-        help="with --model: reward function, or the name of a built-in reward",
+        help="reward function, or the name of a built-in reward (default: math)",
     )
     sub = add(
         "try",
@@ -85,15 +91,21 @@ def add_project_commands(add: Add, supervise: Supervise, check_plugins: Callable
 
 
 def new(args: argparse.Namespace) -> int:
-    """Write the starter folder, or with --model a folder with a config for that model."""
+    """Write the starter folder; with --data a config for own data, with --model one for that model."""
     if args.model is not None:
         return new_for_model(args)
-    for option in ("gpus", "data", "reward"):
+    if args.gpus is not None:
+        raise UserError("--gpus: expected --model FOLDER beside it")
+    config = args.folder / "config.yaml"
+    if args.data is not None:
+        write_data_config(args.folder, data_section(args.data, args.reward, args.heldout))
+        print(f"  {config}\nnext: rlsys try {config}\n      rlsys train {config}")
+        return 0
+    for option in ("reward", "heldout"):
         if getattr(args, option) is not None:
-            raise UserError(f"--{option}: expected --model FOLDER beside it")
+            raise UserError(f"--{option}: expected --data FILE beside it")
     for path in write_starter(args.folder):
         print(f"  {path}")
-    config = args.folder / "config.yaml"
     print(f"next: rlsys try {config}\n      rlsys train {config}")
     print(f"      python -m pytest {args.folder}    (pip install pytest)")
     return 0
@@ -104,7 +116,7 @@ def new_for_model(args: argparse.Namespace) -> int:
     gpus = len(gpu_names()) if args.gpus is None else args.gpus
     if not 0 <= gpus <= 65536:
         raise UserError(f"--gpus {gpus}: expected a number from 0 to 65536")
-    data = data_section(args.data, args.reward)
+    data = data_section(args.data, args.reward, args.heldout)
     snapshot = find_folder(args.model, "--model", weights=False)
     recommendation = recommend(snapshot, gpus, args.gpu, data)
     sections = recommendation.sections

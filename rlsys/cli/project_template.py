@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ def test_the_right_answer_is_rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
 """
 
 
+_DATA_CONFIG = """\
+# rlsys try {config}      shows prompts, answers and rewards before anything is trained
+# rlsys train {config}
+base: quickstart            # the shipped small model, which knows hardly more than sums of digits
+run: {{dir: {run}}}
+data: {data}
+trainer: {{steps: 10}}
+"""
 _MODEL_CONFIG = """\
 # rlsys explain {config}      shows sizes, memory and time, and tries data and reward
 # rlsys train {config}
@@ -77,7 +86,7 @@ _TABLES = {".jsonl": "jsonl", ".json": "jsonl", ".gz": "jsonl", ".zst": "jsonl",
 """Suffix of a data file -> prompt source."""
 
 
-def data_section(data: Path | None, reward: str | None) -> dict[str, Any]:
+def data_section(data: Path | None, reward: str | None, heldout: Path | None = None) -> dict[str, Any]:
     """Make the config section `data` from the options of `rlsys new`.
 
     Raises:
@@ -85,12 +94,38 @@ def data_section(data: Path | None, reward: str | None) -> dict[str, Any]:
     """
     if data is None:
         section: dict[str, Any] = {"source": "reasoning_gym", "params": {"task": "gsm_symbolic"}}
+        if heldout is not None:
+            raise UserError("--heldout: expected --data FILE beside it")
         return section | ({"reward": reward} if reward else {})
-    if data.suffix not in _TABLES:
-        raise UserError(f"--data {data}: expected a file that ends in {', '.join(_TABLES)}")
-    if not data.is_file():
-        raise UserError(f"--data {data}: no such file")
-    return {"source": _TABLES[data.suffix], "params": {"path": str(data)}, "reward": reward or "math"}
+    params = {"path": str(data)}
+    source = _check_table("--data", data)
+    if heldout is not None:
+        _check_table("--heldout", heldout)
+        params["heldout_path"] = str(heldout)
+    return {"source": source, "params": params, "reward": reward or "math"}
+
+
+def _check_table(option: str, file: Path) -> str:
+    """Return the prompt source that reads a file. Raises UserError."""
+    if file.suffix not in _TABLES:
+        raise UserError(f"{option} {file}: expected a file that ends in {', '.join(_TABLES)}")
+    if not file.is_file():
+        raise UserError(f"{option} {file}: no such file")
+    return _TABLES[file.suffix]
+
+
+def write_data_config(folder: Path, data: dict[str, Any]) -> None:
+    """Write a new folder with a config that trains the shipped small model on own data.
+
+    Raises:
+        UserError: The folder exists, or cannot be written.
+    """
+    config = folder / "config.yaml"
+    text = _DATA_CONFIG.format(
+        config=shlex.quote(config.as_posix()), run=_yaml_string(f"runs/{folder.name}"),
+        data=json.dumps(data, ensure_ascii=False),
+    )  # fmt: skip
+    _write_folder(folder, {"config.yaml": text})
 
 
 def write_config(folder: Path, sections: Sections, data: dict[str, Any]) -> Path:
@@ -107,12 +142,7 @@ def write_config(folder: Path, sections: Sections, data: dict[str, Any]) -> Path
         config=shlex.quote(config.as_posix()), run=_yaml_string(f"runs/{folder.name}")
     )
     text += f"data: {json.dumps(data, ensure_ascii=False)}\n{as_yaml(sections)}"
-    with disk_errors(folder, UserError):
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            raise UserError(f"{folder}: exists already; rlsys new writes a new folder") from None
-        config.write_text(text, encoding="utf-8")
+    _write_folder(folder, {"config.yaml": text})
     return config
 
 
@@ -138,6 +168,11 @@ def write_starter(folder: Path) -> list[Path]:
         "reward.py": _REWARD,
         "test_reward.py": _TEST.format(start=_yaml_string(os.path.relpath(Path.cwd(), folder))),
     }
+    return _write_folder(folder, texts)
+
+
+def _write_folder(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write a new folder with these files. Raises UserError if it exists, or cannot be written."""
     with disk_errors(folder, UserError):
         try:
             folder.mkdir(parents=True)

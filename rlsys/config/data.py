@@ -94,8 +94,9 @@ class EvalSet(Section):
     data: DataConfig | None = None
     """Its own prompts and reward, as in the section data; what it does not give has the defaults. Unset: the
     run's."""
-    prompts: Annotated[int, Field(gt=0, le=65536)] = 128
-    """Number of prompts, of those that its source holds out (all of data.params.heldout_path)."""
+    prompts: Annotated[int, Field(gt=0, le=65536)] | None = None
+    """Number of prompts, of those that its source holds out (all of data.params.heldout_path). Unset: 128, or all of
+    them if a file has fewer."""
     samples: Annotated[int, Field(gt=0, le=1024)] = 1
     """Responses to each prompt. More than one give pass@k for k = 1, 2, 4 up to all of them."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -128,10 +129,10 @@ class EvalConfig(Section):
     interval: Positive = 10
     """Train steps between two held-out evaluations. One more runs before the first step and one after the last.
     The next step waits for it, unless it runs in the background."""
-    prompts: Annotated[int, Field(ge=0, le=65536)] = 128
+    prompts: Annotated[int, Field(ge=0, le=65536)] | None = None
     """Number of held-out prompts, which are never trained, except where a data set is too small for a split. More
-    prompts make the accuracy more exact and the evaluation longer. 0: no evaluations; what a source holds out is
-    not trained all the same."""
+    prompts make the accuracy more exact and the evaluation longer. Unset: 128, or all of them if a file has fewer.
+    0: no evaluations; what a source holds out is not trained all the same."""
     seed: NonNegative = 999
     """Seed of the held-out prompts."""
     background: bool = False
@@ -143,7 +144,7 @@ class EvalConfig(Section):
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the weights of so many train steps are evaluated. `last`: they are the run's last."""
-        return self.prompts > 0 and (last or step % self.interval == 0)
+        return self.prompts != 0 and (last or step % self.interval == 0)
 
     @model_validator(mode="after")
     def _names(self) -> Self:

@@ -28,7 +28,7 @@ class ModelConfig(Section):
     """Processes that compute in FP8: none, the engines (rollout), the trainer, or both. It saves memory and time and
     makes log-probs less exact. Needs dtype = bfloat16."""
     fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
-    """FP8 format of the trainer's GEMMs: e4m3 forward and backward, or e5m2 for the gradients of the outputs (hybrid)."""
+    """FP8 format of GEMMs in the trainer: e4m3 forward and backward, or e5m2 for gradients of outputs (hybrid)."""
 
     @property
     def fp8_engines(self) -> bool:

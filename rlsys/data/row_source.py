@@ -131,15 +131,18 @@ class RowSource:
         number = int(self._train[self._order(epoch)[position]])
         return self._prompt(index, self.rows, number, self.keys)
 
+    @property
+    def heldout_count(self) -> int:
+        """Number of different held-out prompts."""
+        return len(self._heldout_numbers)
+
     def heldout(self, n: int) -> list[Prompt]:
-        if n > len(self._heldout_numbers):
-            count, share = (
-                len(self._heldout_numbers),
-                " (about one in eight)" if self.held_rows is self.rows else "",
-            )
+        if n > (count := self.heldout_count):
+            share = " (about one in eight)" if self.held_rows is self.rows else ""
+            rows = f"{len(self.held_rows)} rows ({self.held_rows.location(0)} on)"
             raise UserError(
-                f"eval.prompts = {n}: of the rows from {self.held_rows.location(0)} on, {count} different prompts "
-                f"are held out{share}; expected at most {count}, or more rows"
+                f"eval.prompts = {n}: of {rows} {count} different prompts are held out{share}; "
+                f"expected at most {count}, more rows, or eval.prompts unset"
             )
         return [
             self._prompt(i, self.held_rows, number, self.heldout_keys)

@@ -28,6 +28,8 @@ HELDOUT_ONE_IN = 8
 """One problem in this many, by the hash of its text, belongs to the held-out side."""
 SPLIT_SHIFT = 33
 """The side follows from the upper 31 bits of `split_hash`."""
+HELDOUT_PROMPTS = 128
+"""Held-out prompts of an evaluation whose `prompts` is unset, if the source has as many."""
 ATTEMPTS = 1000
 """Draws for one prompt before a source is judged to have no (new) problem on the wanted side."""
 
@@ -44,6 +46,18 @@ class PromptSource(Protocol):
     def heldout(self, n: int) -> list[Prompt]:
         """The first `n` different held-out prompts; always the same, a longer list starts with a shorter."""
         ...
+
+
+def draw_heldout(source: PromptSource, count: int | None) -> list[Prompt]:
+    """Return `count` held-out prompts; None: HELDOUT_PROMPTS, or all of a source of rows that has fewer.
+
+    Raises:
+        UserError: The source has fewer than `count`.
+    """
+    if count is None:
+        limit = getattr(source, "heldout_count", None)  # a source of rows knows it; others generate prompts
+        count = HELDOUT_PROMPTS if limit is None else min(HELDOUT_PROMPTS, limit)
+    return source.heldout(count)
 
 
 def is_heldout(problem: str) -> bool:

@@ -16,6 +16,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.seeds import stable_hash
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import PromptSource, Tokenizer, build_source
+from rlsys.data.source import draw_heldout
 from rlsys.evaluation.pass_at_k import pass_at_k_metrics
 from rlsys.generators.censoring import prompt_name
 from rlsys.generators.generator import build_generator, respond
@@ -135,7 +136,7 @@ def heldout_prompts(config: Config, eval_set: EvalSet, tokenizer: Tokenizer) -> 
     """
     try:
         source: PromptSource = build_source(config, tokenizer)
-        return source.heldout(eval_set.prompts)
+        return draw_heldout(source, eval_set.prompts)
     except UserError as e:
         raise UserError(f"eval.sets {eval_set.name}: {e}") from None
 

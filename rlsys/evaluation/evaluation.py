@@ -29,7 +29,7 @@ from rlsys.core.owner import owner_of_process
 from rlsys.core.run_files import ANSWERS_FILE, PROGRESS_FILE
 from rlsys.core.types import Prompt, Sample, Status
 from rlsys.data import Tokenizer, build_source
-from rlsys.data.source import PromptSource
+from rlsys.data.source import PromptSource, draw_heldout
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import Limits, make_session
 from rlsys.evaluation.eval_sets import EvalSetRunner, one_version
@@ -54,9 +54,9 @@ log = logging.getLogger("rlsys.rollout")
 EvalItem = tuple[Sample, Prompt]
 
 
-def eval_items(source: PromptSource, count: int) -> list[EvalItem]:
-    """Return `count` held-out prompts, each with a sample outside the ledger."""
-    return [(Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0), p) for p in source.heldout(count)]
+def eval_items(source: PromptSource, count: int | None) -> list[EvalItem]:
+    """Return `count` held-out prompts (None: the usual number), each with a sample outside the ledger."""
+    return [(Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0), p) for p in draw_heldout(source, count)]
 
 
 async def generate_responses(generator: Generator, items: Sequence[EvalItem]) -> list[str | None]:

@@ -165,7 +165,7 @@ def _sections(model: Path, hf: HFConfig, size: ModelSize, c: Candidate, gpus: in
             "recompute": Value(["layer"], "activations of a layer are computed again in the backward pass"),
             "offload_optimizer": Value(
                 c.offload,
-                "optimizer state on the GPU"
+                "optimizer state beside the weights"
                 if not c.offload
                 else "optimizer state in host memory: it does not fit the GPU",
             ),
@@ -178,10 +178,10 @@ def _sections(model: Path, hf: HFConfig, size: ModelSize, c: Candidate, gpus: in
         "parallel": {
             "tp": Value(c.tp, "tensor parallelism, within a node"),
             "pp": Value(c.pp, "pipeline stages"),
-            "dp": Value(dp, "data parallelism: the remaining GPUs"),
+            "dp": Value(dp, "data parallelism: the remaining GPUs" if gpus else "data parallelism"),
         },
         "engine": {
-            "count": Value(engines, "as many as the GPUs hold"),
+            "count": Value(engines, "as many as the GPUs hold" if gpus else "beside the trainer"),
             "tp": Value(c.engine_tp, f"holds {2 * size.total / 1e9:.3g} GB of weights and a KV pool"),
             "deterministic": Value(
                 not gpus,
@@ -193,7 +193,9 @@ def _sections(model: Path, hf: HFConfig, size: ModelSize, c: Candidate, gpus: in
         "launch": {
             "nodes": Value(nodes, f"of {per_node} GPUs" if gpus else "this host"),
             "gpus_per_node": Value(per_node, ""),
-            "placement": Value("colocated", "trainer and engines take turns on the same GPUs"),
+            "placement": Value(
+                "colocated", f"trainer and engines take turns on {'the same GPUs' if gpus else 'this host'}"
+            ),
         },
     }
     if hf.experts:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from rlsys.core.types import Sample, SampleGroup
 from rlsys.data import PromptSource
+from rlsys.data.source import draw_heldout
 from rlsys.engine_requests import Limits
 from rlsys.generators.censoring import train_prompt
 
@@ -24,15 +25,15 @@ Wrong weights show on any token, and the comparison delays the next token after 
 class Canaries:
     """Owns the longest responses of the last step."""
 
-    def __init__(self, source: PromptSource, heldout: int, limits: Callable[[], Limits]) -> None:
+    def __init__(self, source: PromptSource, heldout: int | None, limits: Callable[[], Limits]) -> None:
         """Create canaries.
 
         Args:
-            heldout: number of held-out prompts that the run uses; 0 takes training prompts.
+            heldout: number of held-out prompts that the run uses (eval.prompts); 0 takes training prompts.
             limits: returns the limits of engines.
         """
         self._source, self._limits = source, limits
-        self._candidates = min(CANDIDATES, heldout)
+        self._heldout = heldout
         self._responses: list[list[int]] = []
 
     def update(
@@ -57,8 +58,12 @@ class Canaries:
     @cached_property
     def _prompts(self) -> list[list[int]]:
         """The prompts; a source always returns the same ones."""
-        source, count = self._source, self._candidates
-        candidates = source.heldout(count) if count else [train_prompt(source, i) for i in range(CANDIDATES)]
+        source = self._source
+        if self._heldout == 0:
+            candidates = [train_prompt(source, i) for i in range(CANDIDATES)]
+        else:
+            count = None if self._heldout is None else min(CANDIDATES, self._heldout)
+            candidates = draw_heldout(source, count)[:CANDIDATES]
         prompts = [p.ids for p in candidates if p.ids]
         short_first = sorted(prompts, key=lambda ids: len(ids) > CANARY_TOKENS)
         return [ids for ids in map(self._truncate, short_first) if self._limits().fits(ids)][:CANARIES]

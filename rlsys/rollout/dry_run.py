@@ -26,6 +26,7 @@ from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.mixture import check_teachers, row_sources
 from rlsys.data.row_check import row_counts
 from rlsys.data.row_source import RowSource
+from rlsys.data.source import draw_heldout
 from rlsys.engine_requests import Limits, RefusedPrompt
 from rlsys.evaluation.eval_sets import eval_set_config, heldout_prompts
 from rlsys.generators.agent import AgentGenerator
@@ -108,7 +109,7 @@ def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
     with one_line_errors(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
         check_teachers(config, source)
-        source.heldout(config.eval.prompts)  # too few of them would end the run
+        draw_heldout(source, config.eval.prompts)  # too few of them would end the run
     return tokenizer, source
 
 
@@ -167,7 +168,7 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
     limits = prompt_limits(config)
     with one_line_errors(f"data.source = {config.data.source!r}"):
         train = [train_prompt(source, i) for i in range(TRAINING_PROMPTS)]
-        heldout = source.heldout(config.eval.prompts)
+        heldout = draw_heldout(source, config.eval.prompts)
         tables = row_sources(source)
         longest = source.longest(LONGEST_PROMPTS) if isinstance(source, RowSource) else []
         counts = [row_counts(table, limits, max_rows=CHECKED_ROWS) for table in tables]

@@ -76,8 +76,8 @@ async def test_engine_and_trainer_say_the_same(engine: str, tiny_moe: Path, tmp_
             assert micro.teacher_ids is not None and micro.teacher_logp is not None
             starts = micro.cu_seqlens.tolist()
             for place, row in enumerate(micro.rows.tolist()):
-                own = slice(starts[place] + len(samples[row].prompt_ids), starts[place + 1])
-                ids, logp = (x[own].cpu().numpy() for x in (micro.teacher_ids, micro.teacher_logp))
+                response = slice(starts[place] + len(samples[row].prompt_ids), starts[place + 1])
+                ids, logp = (x[response].cpu().numpy() for x in (micro.teacher_ids, micro.teacher_logp))
                 worst = max(worst, float(np.abs(logp - said[row][1]).max()))
                 other = ids != said[row][0]
                 assert np.abs(logp - said[row][1])[other].max(initial=0.0) <= 1e-4

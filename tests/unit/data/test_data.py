@@ -25,10 +25,11 @@ from rlsys.data import PromptSource, Tokenizer, build_source
 from rlsys.data.quickstart_model import write_model
 from rlsys.data.row_check import row_counts
 from rlsys.data.row_source import RowSource, heldout_count
-from rlsys.data.source import is_heldout
+from rlsys.data.source import draw_heldout, is_heldout
 from rlsys.data.trace import Trace
 from rlsys.data.traces import terms, trace_batches, working
 from rlsys.engine_requests import ANY_ENGINE
+from rlsys.evaluation.evaluation import eval_items
 from rlsys.rewards import make_score
 from rlsys.rollout.dry_run import build_inputs
 from tests.helpers.responses import response_of
@@ -278,7 +279,8 @@ def test_jsonl_splits_shuffles_and_starts_over(model: Path, tokenizer: Tokenizer
     source = build_source(config_for(model, source="jsonl", params={"path": path}), tokenizer)
     held = source.heldout(3)
     with pytest.raises(
-        UserError, match=r"eval\.prompts = 81: .*sums\.jsonl:1 on, \d+ different prompts are held out"
+        UserError,
+        match=r"eval\.prompts = 81: of 80 rows \(.*sums\.jsonl:1 on\) \d+ different prompts are held out",
     ):
         source.heldout(81)
     size = 80 - sum(is_heldout(json.dumps(r["prompt"])) for r in rows)
@@ -432,6 +434,19 @@ def test_every_held_out_prompt_of_an_evaluation_is_checked_before_a_run(tmp_path
     many = load_config(QUICKSTART, [data, "eval.prompts=600"])
     count = heldout_count(many)
     assert count is not None and 256 < count < 600
-    with pytest.raises(UserError, match=rf"eval\.prompts = 600: .*expected at most {count}, or more rows"):
+    with pytest.raises(UserError, match=rf"eval\.prompts = 600: .*expected at most {count}, more rows, or"):
         build_inputs(many)
     assert build_inputs(load_config(QUICKSTART, [data, f"eval.prompts={count}"])) is not None
+
+
+def test_an_evaluation_without_a_number_of_prompts_takes_what_a_small_file_has(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "sums.jsonl", [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(3000)])
+    few = write_rows(tmp_path / "few.jsonl", [{"prompt": f"{i}+2=", "answer": i + 2} for i in range(58)])
+    for params, count in ((f"path: {rows}, heldout_path: {few}", 58), (f"path: {rows}", 128)):
+        config = load_config(
+            QUICKSTART, [f"data={{source: jsonl, params: {{{params}}}, reward: exact_answer}}"]
+        )
+        assert config.eval.prompts is None
+        inputs = build_inputs(config)
+        assert inputs is not None
+        assert len(draw_heldout(inputs[1], None)) == len(eval_items(inputs[1], config.eval.prompts)) == count

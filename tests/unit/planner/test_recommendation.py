@@ -17,6 +17,7 @@ from rlsys.data.row_source import heldout_count
 from rlsys.planner.layout import lay_out
 from rlsys.planner.memory import budget, memory_problems, model_size, samples_held
 from rlsys.planner.recommendation import recommend
+from rlsys.rollout.dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "configs/models"
@@ -69,6 +70,9 @@ def test_a_model_that_is_too_large_names_a_sufficient_number(model: str, gpus: i
     ("options", "message"),
     [
         (["--gpus", "8"], "--gpus: expected --model FOLDER beside it"),
+        (["--reward", "score.py:score"], "--reward: expected --data FILE beside it"),
+        (["--heldout", "test.parquet"], "--heldout: expected --data FILE beside it"),
+        (["--model", "M", "--heldout", "test.parquet"], "--heldout: expected --data FILE beside it"),
         (["--model", "M", "--gpus", "-1"], "--gpus -1: expected a number from 0 to 65536"),
         (["--model", "M", "--gpus", "8", "--gpu", "tpu"], "--gpu tpu: expected one of"),
         (
@@ -96,6 +100,38 @@ def test_data_and_reward_are_in_the_config(tmp_path: Path, monkeypatch: pytest.M
     assert main([*command, "--reward", "score.py:score"]) == 0
     data = load_config(Path("mine/config.yaml"), []).data
     assert (data.source, data.params, data.reward_name) == ("jsonl", {"path": "rows.jsonl"}, "score.py:score")
+
+
+def test_own_data_train_the_shipped_model_without_further_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of verl: prompts in Parquet and a function compute_score. The data check of a run accepts the config."""
+    monkeypatch.chdir(tmp_path)
+    for name, numbers in (("train", range(300)), ("test", range(300, 358))):
+        rows = [
+            {
+                "data_source": "my/sums",
+                "prompt": [{"role": "user", "content": f"{i % 9}+{i // 9}="}],
+                "reward_model": {"style": "rule", "ground_truth": str(i % 9 + i // 9)},
+                "extra_info": {"index": i},
+            }
+            for i in numbers
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), f"{name}.parquet")
+    Path("my_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(ground_truth in solution_str)\n"
+    )
+    command = ["new", "sums", "--data", "train.parquet", "--heldout", "test.parquet"]
+    assert main([*command, "--reward", "my_reward.py:compute_score"]) == 0
+    assert "next: rlsys try sums/config.yaml" in capsys.readouterr().out
+    config = load_config(Path("sums/config.yaml"), [])
+    assert config.data.params == {"path": "train.parquet", "heldout_path": "test.parquet"}
+    assert (config.trainer.lr, config.trainer.steps) == (1e-4, 10), "those of the quickstart"
+    result = dry_run(config)
+    assert result.rewards == ()
+    assert heldout_count(config) == 58
+    assert main([*command, "--reward", "my_reward.py:compute_score"]) == 2
 
 
 def test_an_evaluation_has_no_more_prompts_than_the_data_hold_out(
