@@ -46,30 +46,33 @@ def cell(source: Path, gpus: int, rehearse: bool) -> dict[str, Any]:
         folder.mkdir()
         shutil.copyfile(source, folder / "config.json")
         try:
-            hf = HFConfig.read(folder)
-            config = recommend(folder, gpus).config
+            return sized(folder, gpus, Path(name) / "config.yaml" if rehearse else None)
         except UserError as e:
             return {"refusal": str(e).replace(f"{name}/", "")}
-        stated = budget(config, model_size(hf))
-        p, in_stage = config.parallel, config.parallel.world_size // config.parallel.pp
-        figures: dict[str, Any] = {
-            "layout": {key: getattr(p, key) for key in ("tp", "cp", "pp", "ep", "dp") if getattr(p, key) > 1},
-            "stated_gb": round(stated.trainer / 1e9, 2),
-            "pool_tokens": stated.pool_tokens,
-        }
-        if rehearse:
-            path = Path(name) / "config.yaml"
-            path.write_text(dump_config(config), encoding="utf-8")
-            begin = time.monotonic()
-            micro_batches = None if p.pp > 1 else 1  # more of them change no peak
-            rank = run_rank(path, [], Request(stated.stage * in_stage, micro_batches=micro_batches))
-            real = round(rank.worst.total / 1e9, 2)
-            figures |= {
-                "rehearsed_gb": real,
-                "ratio": round(figures["stated_gb"] / real, 3),
-                "rehearsal_seconds": round(time.monotonic() - begin, 1),
-            }
+
+
+def sized(folder: Path, gpus: int, config_file: Path | None) -> dict[str, Any]:
+    """Return layout and bytes, and those of a rehearsal if there is a file for its config. Raises UserError."""
+    hf, config = HFConfig.read(folder), recommend(folder, gpus).config
+    stated = budget(config, model_size(hf))
+    p, in_stage = config.parallel, config.parallel.world_size // config.parallel.pp
+    figures: dict[str, Any] = {
+        "layout": {key: getattr(p, key) for key in ("tp", "cp", "pp", "ep", "dp") if getattr(p, key) > 1},
+        "stated_gb": round(stated.trainer / 1e9, 2),
+        "pool_tokens": stated.pool_tokens,
+    }
+    if config_file is None:
         return figures
+    config_file.write_text(dump_config(config), encoding="utf-8")
+    begin = time.monotonic()
+    micro_batches = None if p.pp > 1 else 1  # more of them change no peak
+    rank = run_rank(config_file, [], Request(stated.stage * in_stage, micro_batches=micro_batches))
+    real = round(rank.worst.total / 1e9, 2)
+    return figures | {
+        "rehearsed_gb": real,
+        "ratio": round(figures["stated_gb"] / real, 3),
+        "rehearsal_seconds": round(time.monotonic() - begin, 1),
+    }
 
 
 def text(figures: dict[str, Any]) -> str:

@@ -115,16 +115,21 @@ def check_fp8(config: Config, hf: HFConfig) -> None:
             )
 
 
-def check_requirements(config: Config, hf: HFConfig) -> None:
-    """Raise UserError for trainer and engine settings that the model does not support."""
-    check_fp8(config, hf)
-    check_lora(config, hf)
-    t, path = config.trainer, config.model.path
+def check_quantised(path: Path, hf: HFConfig) -> None:
+    """Raise UserError for weights that engines could not replace."""
     if hf.quantised:
         raise UserError(
             f"model.path = {path}: its weights are quantised ({hf.quantised}), and engines that serve it could not "
             f"take new ones; train what `rlsys convert hf-to-megatron --hf {path} --out FOLDER` makes of it"
         )
+
+
+def check_requirements(config: Config, hf: HFConfig) -> None:
+    """Raise UserError for trainer and engine settings that the model does not support."""
+    check_fp8(config, hf)
+    check_lora(config, hf)
+    t, path = config.trainer, config.model.path
+    check_quantised(path, hf)
     if hf.delta is not None and t.optimizer == "muon":
         raise UserError(
             f"trainer.optimizer = muon was never tried with a gated delta net, which {path} has; use adamw"

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from rlsys.config import Config
 from rlsys.config.mistakes import explain_error
 from rlsys.convert.config import HFConfig
+from rlsys.convert.fit import check_quantised
 from rlsys.core.errors import UserError
 from rlsys.core.machines import Machine, machines
 from rlsys.core.model_folder import read_fields
@@ -69,6 +70,7 @@ def recommend(
             suffices.
     """
     hf = HFConfig.read(model)
+    check_quantised(model, hf)
     if machine not in machines():
         raise UserError(f"--gpu {machine}: expected one of {', '.join(sorted(machines()))}")
     kind = machines()[machine]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +101,14 @@ def test_data_and_reward_are_in_the_config(tmp_path: Path, monkeypatch: pytest.M
     assert main([*command, "--reward", "score.py:score"]) == 0
     data = load_config(Path("mine/config.yaml"), []).data
     assert (data.source, data.params, data.reward_name) == ("jsonl", {"path": "rows.jsonl"}, "score.py:score")
+
+
+def test_a_quantised_model_is_converted_first(tmp_path: Path) -> None:
+    fields = json.loads((MODELS / "Qwen3-30B-A3B/config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"its weights are quantised \(mxfp4\).*rlsys convert hf-to-megatron"):
+        recommend(tmp_path, 8)
 
 
 def test_own_data_train_the_shipped_model_without_further_options(
