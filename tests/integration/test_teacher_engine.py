@@ -58,8 +58,8 @@ async def test_engine_and_trainer_say_the_same(engine: str, tiny_moe: Path, tmp_
         await client.update_weights_from_disk(str(tiny_moe), 1)
         await client.flush()
         said = [await client.most_probable(s.prompt_ids, list(s.response_ids), TOP_K) for s in samples]
-        own = [await client.most_probable(s.prompt_ids, list(s.response_ids), 0) for s in samples]
-    for sample, (ids, logp), (best_ids, best) in zip(samples, own, said, strict=True):
+        sampled = [await client.most_probable(s.prompt_ids, list(s.response_ids), 0) for s in samples]
+    for sample, (ids, logp), (best_ids, best) in zip(samples, sampled, said, strict=True):
         assert ids[:, 0].tolist() == list(sample.response_ids) and logp.shape == (len(ids), 1)
         is_best = ids == best_ids
         assert np.abs(np.broadcast_to(logp, best.shape)[is_best] - best[is_best]).max(initial=0.0) <= 1e-5
