@@ -145,16 +145,16 @@ def transport_class(config: Config) -> type[WeightTransport]:
     """
     field, method = "weights.method", config.weights.method
     built_in = WEIGHT_METHODS.get(method)
-    found = import_attribute(field, method if built_in is None else built_in.transport)
-    if not isinstance(found, type) or not issubclass(found, WeightTransport):
+    transport = import_attribute(field, method if built_in is None else built_in.transport)
+    if not isinstance(transport, type) or not issubclass(transport, WeightTransport):
         raise UserError(
             f"{field} = {method!r}: expected a subclass of rlsys.weights.weight_transport.WeightTransport, found "
-            f"{'nothing of this name' if found is None else repr(found)}"
+            f"{'nothing of this name' if transport is None else repr(transport)}"
         )
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise UserError(f"{field} = {method!r}: {found.__name__} lacks {missing}")
-    return found
+    if inspect.isabstract(transport):
+        missing = ", ".join(sorted(transport.__abstractmethods__))
+        raise UserError(f"{field} = {method!r}: {transport.__name__} lacks {missing}")
+    return transport
 
 
 def check_transport(config: Config) -> None:

@@ -80,8 +80,11 @@ class Rig:
         `left_out`: engines that get no tensors, and why."""
         self.version += not only_stale
         begin = partial(self.router.begin_push, self.version, only_stale=only_stale)
-        ready = begin_when_ready(begin, self.router, self.version, self._timeout_s)
-        for address in await (begin() if only_stale else ready):
+        if only_stale:
+            addresses = await begin()
+        else:
+            addresses = await begin_when_ready(begin, self.router, self.version, self._timeout_s)
+        for address in addresses:
             if address.url in left_out:
                 continue
             next(e for e in self.engines if e.url == address.url).load(
