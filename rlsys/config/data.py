@@ -151,7 +151,7 @@ class EvalConfig(Section):
         names = [s.name for s in self.sets]
         if twice := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"sets: the name {twice!r} is there {names.count(twice)} times")
-        if not self.prompts and (self.sets or self.background):
+        if self.prompts == 0 and (self.sets or self.background):
             raise ValueError(
                 "prompts = 0: no evaluations, so sets and background have no effect; leave them out"
             )

@@ -380,11 +380,13 @@ class EngineClient(Wire):
             ids = np.array([[entry[1] for entry in row] for row in rows], np.int32)
             if ids.shape != (shape := (len(response_ids), max(top_k, 1))):
                 raise ValueError(f"log-probs {list(ids.shape)}, expected {list(shape)}")
-            if not top_k:  # SGLang 0.5.23 names the last id of the vocabulary 0 here
-                own_ids = np.array(response_ids, np.int32)[:, None]
-                if ((ids != own_ids) & (ids != 0)).any():
+            if not top_k:
+                sampled_ids = np.array(response_ids, np.int32)[:, None]
+                different = ids != sampled_ids
+                # SGLang 0.5.23 reports the last id of the vocabulary as 0, beside its right log-prob.
+                if ids[different].any() or len(np.unique(sampled_ids[different])) > 1:
                     raise ValueError("log-probs of other tokens than the response's")
-                ids = own_ids
+                ids = sampled_ids
             check_log_probs(logp.ravel().tolist())
             return ids, np.minimum(logp, 0)
 
