@@ -40,7 +40,7 @@ PYTHON = VENV / "bin" / "python"
 VENV_RECORD = "rlsys-venv.json"
 STAMP = VENV / "rlsys-setup.json"
 LOG = VENV / "rlsys-setup.log"
-REPORT_SECONDS = 30
+REPORT_SECONDS = 30.0
 """Seconds between two lines about a pip install, where the output is no terminal."""
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 DEVICE = "RLSYS_DEVICE"
@@ -275,15 +275,15 @@ def pip(label: str, *args: str) -> None:
             [*command, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
         )
         try:
-            reported = start
+            next_report = REPORT_SECONDS
             while process.poll() is None:
                 time.sleep(0.2)
-                now = time.monotonic()
+                seconds = time.monotonic() - start
                 if live:
-                    print(f"\r  {label} ... {now - start:3.0f} s", end="", flush=True)
-                elif now - reported >= REPORT_SECONDS:
-                    print(f"  {label} ... {now - start:.0f} s", flush=True)
-                    reported = now
+                    print(f"\r  {label} ... {seconds:3.0f} s", end="", flush=True)
+                elif seconds >= next_report:
+                    print(f"  {label} ... {seconds:.0f} s", flush=True)
+                    next_report = seconds + REPORT_SECONDS
         finally:
             process.kill()  # no effect if it has ended
             process.wait()

@@ -572,10 +572,10 @@ def size_warnings(config: Config, hf: HFConfig) -> list[str]:
     pool_tokens = budget(config, model_size(hf)).pool_tokens
     responses, samples = samples_held(config, pool_tokens), engine_samples(config)
     limit = config.max_running_requests
-    if config.slots > config.engine.writers * limit and (held := _pool_samples(config, pool_tokens)) > limit:
+    if config.slots > config.engine.writers * limit and (room := _pool_samples(config, pool_tokens)) > limit:
         warnings.append(
             f"{config.slots} samples are in flight, but the engines decode {config.engine.writers * limit} at once; "
-            f"the KV pool of an engine would hold {held}"
+            f"the KV pool of an engine would hold {room}"
         )
     if responses < samples:
         warnings.append(

@@ -55,8 +55,8 @@ class UnsureTurns(Selector):
     """Train only the turns in which the policy was least sure: of each group's, those with the largest mean entropy.
 
     As the trainer had it at the start of the step, over the turn's trained tokens. A response without an answer is
-    one turn. Denominators count all. The abstract says that it trains on steps of high
-    entropy; it does not state the share.
+    one turn. Denominators count all. This is a reading of the abstract: it says that it trains on steps of high
+    entropy, and states no share.
     """
 
     paper: ClassVar[str] = "DART: decoupled agentic RL training for GUI agents (arXiv 2509.23866)"

@@ -32,8 +32,9 @@ class Mapo(TurnAdvantage):
 
     They are normalised within the group's turns of the same number, and over all turns of the step.
 
-    A = weight * N_turn(R) + (1 - weight) * N_batch(R), R_k = r_k + gamma R_{k+1}. It follows the abstract, which
-    states neither gamma nor weight. With one turn per sample it is weight * grpo + (1 - weight) * whitened rewards.
+    A = weight * N_turn(R) + (1 - weight) * N_batch(R), R_k = r_k + gamma R_{k+1}. This is a reading of the
+    abstract, which states neither gamma nor weight. With one turn per sample it is weight * grpo + (1 - weight) *
+    whitened rewards.
     """
 
     paper: ClassVar[str] = (

@@ -262,7 +262,7 @@ def set_field(name: str, value: Any) -> Callable[[SlimeSample], None]:
         (asking(regex="[0-9]"), r"sampling_params\['regex'\] = '\[0-9\]' changes the distribution"),
         (asking(beam_width=3), r"sampling_params\['beam_width'\]: not known"),
         (asking(stop_token_ids=[44]), r"sampling_params\['stop_token_ids'\] has 44; name its text in stop"),
-        (other_prompt, "do not begin with the prompt that the ledger has; words of its own"),
+        (other_prompt, "do not begin with the prompt that the ledger has; put its own words into the data"),
         (at_once, "two requests of one sample at the same time"),
         (again, "a request that adds nothing behind a turn that the model has ended"),
         (retokenised, "do not begin with the response that the ledger has"),

@@ -153,7 +153,10 @@ def test_the_arithmetic_is_spelled_out() -> None:
     text = dict(told)
     assert text["one step trains"] == "16 groups x 8 samples = 128 samples"
     assert text["in flight"].startswith("256 samples (over_provision 2)")
-    assert text["whole run"] == "60 steps = 7680 samples, 7 evaluations of 128 prompts"
+    assert (
+        text["whole run"]
+        == "60 steps = 7680 samples, 7 evaluations of 128 prompts, or all that a file holds out"
+    )
 
 
 @pytest.mark.parametrize(("steps", "every", "expected"), [(60, 10, 7), (61, 10, 8), (5, 10, 2), (0, 10, 1)])

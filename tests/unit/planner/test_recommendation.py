@@ -107,7 +107,7 @@ def test_a_quantised_model_is_converted_first(tmp_path: Path) -> None:
     fields = json.loads((MODELS / "Qwen3-30B-A3B/config.json").read_text())
     fields["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=r"its weights are quantised \(mxfp4\).*rlsys convert hf-to-megatron"):
+    with pytest.raises(UserError, match=r"its weights are quantised \(fp8\).*rlsys convert hf-to-megatron"):
         recommend(tmp_path, 8)
 
 
