@@ -105,7 +105,7 @@ def test_data_and_reward_are_in_the_config(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_quantised_model_is_converted_first(tmp_path: Path) -> None:
     fields = json.loads((MODELS / "Qwen3-30B-A3B/config.json").read_text())
-    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match=r"its weights are quantised \(fp8\).*rlsys convert hf-to-megatron"):
         recommend(tmp_path, 8)
