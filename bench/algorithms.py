@@ -171,10 +171,14 @@ def curves(names: list[str], engine: Lent, work: Path, results: Results, steps: 
 
 
 def cost(names: list[str], work: Path, results: Results, repeats: int) -> None:
-    """Measure in this process, on the recorded step of the tests, with the quickstart's model."""
+    """Measure in this process, on the recorded step of the tests, with the quickstart's model; no teacher is there."""
     from algorithms_cost import measure_cost
 
-    wanted = [n for n in names if f"cost/{n}" not in results.all]
+    wanted = [
+        n
+        for n in names
+        if f"cost/{n}" not in results.all and load_config(FOLDER / f"{n}.yaml").algo.teacher is None
+    ]
     for name, shares in measure_cost(wanted, work, repeats):
         found = {key: statistics.median(values) for key, values in shares.items()}
         if "seconds_scored" in found:
