@@ -171,7 +171,7 @@ def curves(names: list[str], engine: Lent, work: Path, results: Results, steps: 
 
 
 def cost(names: list[str], work: Path, results: Results, repeats: int) -> None:
-    """Measure in this process, on the recorded step of the tests, with the quickstart's model; no teacher is there."""
+    """Measure in this process, on the recorded step of the tests, with the quickstart's model and no teacher."""
     from algorithms_cost import measure_cost
 
     wanted = [
