@@ -25,6 +25,7 @@ from rlsys.segments.records import SegmentReader
 from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.weight_transport import GatheredTransport, transport_class
+from tests.helpers.ready_push import begin_push
 from tests.helpers.servers import TINY_MOE, tiny_moe_model
 
 EOS = TINY_MOE["eos_token_id"]
@@ -113,7 +114,7 @@ class Stack:
         `hurt`: what becomes of a tensor between the trainer and the engine.
         """
         version = next(self._versions)
-        addresses = await self.router.begin_push(version)
+        addresses = await begin_push(self.router, version)
         ticket = WeightUpdate(version, addresses, CANARIES)
         checksums = EngineChecksums(self._hf, self.client.tp)
         sent = checksums.watch(tensors(seed))

@@ -26,6 +26,7 @@ from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.gathered_push import GatheredPush
+from tests.helpers.ready_push import begin_push
 
 CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
 PARALLEL = {"tp": 2, "ep": 2, "etp": 1, "dp": 2}
@@ -83,7 +84,7 @@ def main(model: Path, folder: Path, urls: list[str]) -> None:
         router.append(
             Router(engines, vocab_size=128, context_length=512, stop_ids={2}, bounds=Bounds.of(config))
         )
-        return WeightUpdate(1, await router[0].begin_push(1), CANARIES)
+        return WeightUpdate(1, await begin_push(router[0], 1), CANARIES)
 
     ticket = trainer.on_main(lambda: loop.run_until_complete(begin()))
     checksums, before = EngineChecksums(trainer.hf, 2), sent.now()

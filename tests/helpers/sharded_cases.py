@@ -28,6 +28,7 @@ from rlsys.trainer.trainer import Trainer
 from rlsys.weights import sharded_push
 from rlsys.weights.weight_push import PushResult, WeightPush
 from tests.helpers.push_cases import CANARIES, Sent
+from tests.helpers.ready_push import begin_push
 
 PARALLEL = {"tp": 2, "pp": 2, "ep": 2}
 RANKS = 8
@@ -80,7 +81,7 @@ def main(model: Path, folder: Path, urls: list[str]) -> None:
             engines = [EngineClient(url, session, tp=2, index=i) for i, url in enumerate(urls)]
             bounds = Bounds.of(config)
             router.append(Router(engines, vocab_size=128, context_length=512, stop_ids={2}, bounds=bounds))
-        return WeightUpdate(version, await router[0].begin_push(version), CANARIES)
+        return WeightUpdate(version, await begin_push(router[0], version), CANARIES)
 
     def start(version: int) -> WeightUpdate:
         return loop.run_until_complete(begin(version))

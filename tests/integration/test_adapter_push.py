@@ -19,6 +19,7 @@ from rlsys.trainer.trainer import Trainer
 from rlsys.weights.weight_push import WeightPush
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
+from tests.helpers.ready_push import begin_push
 from tests.helpers.servers import running_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
@@ -52,7 +53,7 @@ def test_a_push_moves_the_adapter_and_the_engine_computes_with_it(trainer: Train
             )
             seen = []
             for version in (1, 2, 3):
-                engines = await router.begin_push(version)
+                engines = await begin_push(router, version)
                 if version == 3:
                     engines[0].holds = -1  # as if an earlier push had failed half-way
                 sent = await asyncio.to_thread(delivery.push, WeightUpdate(version, engines, SEQUENCES))

@@ -22,6 +22,7 @@ from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
+from rlsys.router.push import raise_if_hopeless
 from rlsys.segments.records import SegmentReader
 from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
@@ -43,6 +44,7 @@ from tests.helpers.engine_stack import (
     until,
     worst_gap,
 )
+from tests.helpers.ready_push import begin_push
 
 pytestmark = [pytest.mark.integration, pytest.mark.gate]
 
@@ -175,7 +177,7 @@ async def test_a_broadcast_goes_on_without_an_engine_that_dies_in_it(
     peer = [sys.executable, "-m", "tests.helpers.dying_peer"]
     async with stack(config, engine) as s:
         version = next(s._versions)
-        addresses = await s.router.begin_push(version)
+        addresses = await begin_push(s.router, version)
         with subprocess.Popen(peer, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             dying = EngineAddress(f"http://127.0.0.1:{int(other.stdout.readline())}", 1)
@@ -292,13 +294,14 @@ async def test_no_faulty_push_is_attested(engine_config: Config, engine: str) ->
         async with stack(engine_config, engine) as s:
             for expected, got in ((old, old), (new, sent)):
                 version = next(s._versions)
-                ticket = WeightUpdate(version, await s.router.begin_push(version), [])
+                ticket = WeightUpdate(version, await begin_push(s.router, version), [])
                 sums = EngineChecksums(HFConfig.read(engine_config.model.path), 1)
                 for _ in sums.watch(expected.items()):
                     pass
                 await asyncio.to_thread(s.sync.push, got.items(), ticket)
                 try:
                     await s.router.end_push(version, [], sums.digests())
+                    raise_if_hopeless(s.router, version)
                 except RunError as e:
                     assert got is sent and "holds other values" in str(e)
                     break

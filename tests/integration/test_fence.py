@@ -12,6 +12,7 @@ from rlsys.engine.wire import EngineError
 from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers.engine_stack import CANARIES, ENGINE_TENSORS, canaries, stack, tensors
+from tests.helpers.ready_push import begin_push
 
 pytestmark = pytest.mark.integration
 
@@ -30,8 +31,8 @@ async def test_a_second_trainer_with_an_old_ticket_is_refused(
     async with stack(config, engine) as s:
         await s.push(0)
         router, stale = s.router, GatheredPush(config)
-        first = WeightUpdate(901, await router.begin_push(901), CANARIES)
-        second = WeightUpdate(902, await router.begin_push(902), CANARIES)
+        first = WeightUpdate(901, await begin_push(router, 901), CANARIES)
+        second = WeightUpdate(902, await begin_push(router, 902), CANARIES)
         assert first.engines[0].epoch < second.engines[0].epoch  # type: ignore[operator]
         checksums = EngineChecksums(s._hf, 1)
         await asyncio.gather(

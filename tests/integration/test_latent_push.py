@@ -24,6 +24,7 @@ from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.gathered_push import GatheredPush
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
+from tests.helpers.ready_push import begin_push
 from tests.helpers.servers import running_engine
 
 pytestmark = pytest.mark.integration
@@ -60,7 +61,7 @@ def test_no_bucket_parts_what_the_engine_joins(trainer: Trainer, tmp_path: Path)
             router = Router(
                 [client], vocab_size=96, context_length=256, stop_ids=(), bounds=Bounds.of(config)
             )
-            ticket = WeightUpdate(1, await router.begin_push(1), SEQUENCES)
+            ticket = WeightUpdate(1, await begin_push(router, 1), SEQUENCES)
             checksums, sync = EngineChecksums(trainer.hf, 1), GatheredPush(config)
             await asyncio.to_thread(sync.push, checksums.watch(trainer.named_hf_tensors()), ticket)
             canaries = await asyncio.to_thread(trainer.canaries, SEQUENCES)

@@ -27,6 +27,7 @@ from tests.helpers.engine_stack import (
     transport_of,
     worst_gap,
 )
+from tests.helpers.ready_push import begin_push
 from tests.helpers.servers import running_engine, tiny_moe_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -80,7 +81,7 @@ async def test_engines_of_one_and_of_two_ranks_take_the_same_push(
                 while set(router.engine_states().values()) != {"without weights"}:
                     await asyncio.sleep(0.05)
             for version in (1, 2):
-                ticket = WeightUpdate(version, await router.begin_push(version), CANARIES)
+                ticket = WeightUpdate(version, await begin_push(router, version), CANARIES)
                 assert [e.tp for e in ticket.engines] == [1, 2], router.engine_states()
                 checksums = EngineChecksums(hf, *config.engine.tps)
                 await asyncio.to_thread(sync.push, checksums.watch(tensors(SEED + version)), ticket)

@@ -25,6 +25,7 @@ from rlsys.weights.checksums import EngineChecksums
 from rlsys.weights.gathered_push import GatheredPush
 from rlsys.weights.push_plan import PushPlan
 from tests.helpers.engine_stack import CANARIES, ENGINE_TENSORS, canaries, tensors
+from tests.helpers.ready_push import begin_push
 from tests.helpers.runs import checked_ledger, logs_of, train_locally
 from tests.helpers.servers import running_engine
 
@@ -65,7 +66,7 @@ async def test_two_engines_take_pushes_through_a_chain(
                     await asyncio.sleep(0.05)
             link = []
             for version, seed in ((1, 1), (2, 2), (3, 2)):
-                ticket = WeightUpdate(version, await router.begin_push(version), CANARIES)
+                ticket = WeightUpdate(version, await begin_push(router, version), CANARIES)
                 assert len(ticket.engines) == 2 and all(engine.key for engine in ticket.engines)
                 checksums = EngineChecksums(hf, 1)
                 sent = await asyncio.to_thread(sync.push, checksums.watch(tensors(seed)), ticket)
