@@ -143,7 +143,7 @@ def _limit_evaluation(recommendation: Recommendation) -> None:
         print(f"warning: {e}; eval.prompts = {evaluation['prompts'].value} is not checked")
         return
     if count is not None and count < evaluation["prompts"].value:
-        evaluation["prompts"] = Value(count, "all held-out prompts of the data: about one in eight")
+        evaluation["prompts"] = Value(count, "all prompts that the data hold out")
 
 
 def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Callable[[Config], None]) -> int:

@@ -125,7 +125,7 @@ DENSE = mlp("mlp", "mlp", "f", "dense")
 def fused(
     experts: str = "mlp.experts", names: str = "gate_proj up_proj down_proj"
 ) -> dict[str, tuple[str, ...]]:
-    """All experts of a layer in two tensors, as transformers 5 holds them."""
+    """Return the names of a layer's experts in two tensors, as transformers 5 holds them."""
     gate, up, down = (f"{H}{experts}.{{e}}.{x}.weight" for x in names.split())
     return {H + "mlp.experts.gate_up_proj": (gate, up), H + "mlp.experts.down_proj": (down,)}
 

@@ -37,6 +37,21 @@ class RowError(UserError):
     """A data row that is not a valid prompt; the message names file and line. In a run its samples are censored."""
 
 
+class TooFewPrompts(UserError):
+    """A prompt source holds out fewer different prompts than requested.
+
+    Attributes:
+        count: prompts that it has; of a mixture, an upper bound.
+    """
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message, count)
+        self.count = count
+
+    def __str__(self) -> str:
+        return str(UserError(self.args[0]))
+
+
 class GeneratorError(UserError):
     """A user's generator would train on tokens that no engine generated. In a run the sample is censored."""
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from rlsys.config import Config
 from rlsys.config.data import KeysConfig
 from rlsys.config.section import Section
-from rlsys.core.errors import UserError
+from rlsys.core.errors import TooFewPrompts, UserError
 from rlsys.core.seeds import stable_hash
 from rlsys.core.types import Prompt
 from rlsys.data.row_source import RowSource
@@ -101,9 +101,10 @@ class Mixture:
     def _heldout_of(self, part: int, count: int, n: int) -> list[Prompt]:
         try:
             return self.sources[part].heldout(count)
-        except UserError as e:
-            raise UserError(
-                f"eval.prompts = {n}: {count} of them are of data.params.sources[{part}]: {e}"
+        except TooFewPrompts as e:
+            raise TooFewPrompts(
+                f"eval.prompts = {n}: {count} of them are of data.params.sources[{part}]: {e}",
+                n * e.count // count,
             ) from None
 
     def _turn(self, index: int) -> tuple[int, int]:

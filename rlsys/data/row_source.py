@@ -16,7 +16,7 @@ from rlsys.config import Config
 from rlsys.config.data import KeysConfig
 from rlsys.config.plugins import parse_params
 from rlsys.config.section import FilePath, NonNegative, Positive, Section
-from rlsys.core.errors import RowError, UserError
+from rlsys.core.errors import RowError, TooFewPrompts, UserError
 from rlsys.core.parallel import map_ranges
 from rlsys.core.seeds import stable_hash
 from rlsys.core.texts import valid_text
@@ -131,18 +131,14 @@ class RowSource:
         number = int(self._train[self._order(epoch)[position]])
         return self._prompt(index, self.rows, number, self.keys)
 
-    @property
-    def heldout_count(self) -> int:
-        """Number of different held-out prompts."""
-        return len(self._heldout_numbers)
-
     def heldout(self, n: int) -> list[Prompt]:
-        if n > (count := self.heldout_count):
+        if n > (count := len(self._heldout_numbers)):
             share = " (about one in eight)" if self.held_rows is self.rows else ""
             rows = f"{len(self.held_rows)} rows ({self.held_rows.location(0)} on)"
-            raise UserError(
+            raise TooFewPrompts(
                 f"eval.prompts = {n}: of {rows} {count} different prompts are held out{share}; "
-                f"expected at most {count}, more rows, or eval.prompts unset"
+                f"expected at most {count}, more rows, or eval.prompts unset",
+                count,
             )
         return [
             self._prompt(i, self.held_rows, number, self.heldout_keys)

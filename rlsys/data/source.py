@@ -19,7 +19,7 @@ from pydantic import Field
 from rlsys.config import Config
 from rlsys.config.plugins import parse_params
 from rlsys.config.section import Positive, Section
-from rlsys.core.errors import UserError
+from rlsys.core.errors import TooFewPrompts, UserError
 from rlsys.core.seeds import stable_hash
 from rlsys.core.types import Prompt
 from rlsys.data.tokenizer import Tokenizer
@@ -49,15 +49,20 @@ class PromptSource(Protocol):
 
 
 def draw_heldout(source: PromptSource, count: int | None) -> list[Prompt]:
-    """Return `count` held-out prompts; None: HELDOUT_PROMPTS, or all of a source of rows that has fewer.
+    """Return `count` held-out prompts; None: HELDOUT_PROMPTS, or as many as the source has if these are fewer.
 
     Raises:
-        UserError: The source has fewer than `count`.
+        UserError: The source has fewer than `count`, or none.
     """
-    if count is None:
-        limit = getattr(source, "heldout_count", None)  # a source of rows knows it; others generate prompts
-        count = HELDOUT_PROMPTS if limit is None else min(HELDOUT_PROMPTS, limit)
-    return source.heldout(count)
+    if count is not None:
+        return source.heldout(count)
+    count = HELDOUT_PROMPTS
+    while True:
+        try:
+            return source.heldout(count)
+        except TooFewPrompts as e:
+            if (count := min(e.count, count - 1)) < 1:
+                raise
 
 
 def is_heldout(problem: str) -> bool:
@@ -122,8 +127,9 @@ class ReasoningGymSource:
                 prompts.append(self._prompt(len(prompts), entry))
                 idle = 0
             if idle > ATTEMPTS:
-                raise UserError(
-                    f"eval.prompts = {n}: {self._names()} has only {len(prompts)} different held-out problems"
+                raise TooFewPrompts(
+                    f"eval.prompts = {n}: {self._names()} has only {len(prompts)} different held-out problems",
+                    len(prompts),
                 )
         return prompts
 

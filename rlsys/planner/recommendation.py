@@ -114,7 +114,7 @@ def _first_fit(
 
 
 def _sections(model: Path, hf: HFConfig, size: ModelSize, c: Candidate, gpus: int, memory: float) -> Sections:
-    """All values of a candidate except for the KV pool."""
+    """Return all values of a candidate except for the KV pool."""
     longest = _context(model)
     response = min(RESPONSE_TOKENS, longest * 3 // 4)
     prompt = min(PROMPT_TOKENS, longest - response)

@@ -43,7 +43,7 @@ class SenderSchedule:
 
     @property
     def parts(self) -> Iterator[Part]:
-        """All parameters of the buckets."""
+        """Parameters of all buckets."""
         return chain.from_iterable(self.buckets)
 
 

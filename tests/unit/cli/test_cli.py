@@ -114,6 +114,19 @@ def test_a_ledger_with_losses_ends_with_1(tmp_path: Path, capsys: pytest.Capture
     assert "rlsys: error: ledger: 5 tokens" in capsys.readouterr().err
 
 
+def test_a_job_script_is_printed_for_a_model_without_weights_and_not_submitted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    experiment = str(Path(QUICKSTART).parent / "experiments" / "qwen2.5-7b_8gpu_colocated.yaml")
+    assert main.main(["submit", experiment, "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("#!/bin/bash\n#SBATCH ")
+    assert "rlsys: warning: model.path = " in captured.err and "contains no weights" in captured.err
+    assert main.main(["submit", experiment]) == 2
+    captured = capsys.readouterr()
+    assert "rlsys: error: model.path = " in captured.err and not captured.out
+
+
 def test_a_run_with_a_method_read_in_an_abstract_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(Path(QUICKSTART).parent / "algorithms" / "minpro.yaml")
     assert main.main(["submit", recipe, "--dry-run"]) == 0

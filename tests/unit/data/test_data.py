@@ -190,6 +190,8 @@ def test_the_tail_has_the_share_and_lengths_asked_for(model: Path, tokenizer: To
 def test_a_task_with_too_few_problems_says_so(model: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="different held-out problems"):
         chain(model, tokenizer, short=[2, 2], long_share=0).heldout(500)
+    few = chain(model, tokenizer, short=[2, 2], long_share=0)
+    assert 0 < len(draw_heldout(few, None)) < 128
 
 
 def test_stable_hash_is_the_same_in_every_process() -> None:
@@ -450,3 +452,19 @@ def test_an_evaluation_without_a_number_of_prompts_takes_what_a_small_file_has(t
         inputs = build_inputs(config)
         assert inputs is not None
         assert len(draw_heldout(inputs[1], None)) == len(eval_items(inputs[1], config.eval.prompts)) == count
+
+
+def test_an_evaluation_of_a_mixture_takes_what_a_small_part_allows(tmp_path: Path) -> None:
+    """An explicit number beyond that is refused; without one, the largest number that each part has its share of."""
+    few = write_rows(tmp_path / "few.jsonl", [{"prompt": f"{i}+2=", "answer": i + 2} for i in range(80)])
+    sources = f"[{{source: jsonl, params: {{path: {few}}}}}, {{source: chain_sum_tail}}]"
+    data = f"data={{source: mixture, params: {{sources: {sources}}}, reward: exact_answer}}"
+    config = load_config(QUICKSTART, [data])
+    inputs = build_inputs(config)
+    assert inputs is not None
+    prompts = draw_heldout(inputs[1], None)
+    assert 8 <= len(prompts) < 128 and prompts == inputs[1].heldout(len(prompts))
+    with pytest.raises(
+        UserError, match=r"eval\.prompts = 128: \d+ of them are of data\.params\.sources\[0\]"
+    ):
+        draw_heldout(inputs[1], 128)
