@@ -16,7 +16,7 @@ import logging
 import sqlite3
 import traceback
 from collections.abc import Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,7 +96,8 @@ def boundary(name: str) -> Iterator[Item]:
             raise asyncio.CancelledError from e  # whatever the item's code makes of it
         item.censored = _unexpected(name, e)
     finally:
-        _inside_boundary.reset(inside)
+        with suppress(ValueError):  # the garbage collector closes abandoned work, in another task's context
+            _inside_boundary.reset(inside)
 
 
 _inside_boundary: ContextVar[bool] = ContextVar("inside_boundary", default=False)

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from contextvars import copy_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,23 @@ async def test_an_evaluation_leaves_a_prompt_out_whose_generator_raises() -> Non
 
     asked = [(Sample(-1, -1, 0, [5], seed=0), Prompt(i, "", [5], {})) for i in range(3)]
     assert await outcome(answered_items(asked, answer)) == [asked[0], asked[2]]
+
+
+def test_abandoned_work_can_be_closed_in_another_context() -> None:
+    """As the garbage collector does: in the context of whichever task runs it."""
+
+    async def work() -> None:
+        with boundary("prompt 0"):
+            await asyncio.Future()
+
+    async def start() -> Any:
+        coroutine = work()
+        asyncio.get_running_loop().call_soon(coroutine.send, None, context=copy_context())
+        await asyncio.sleep(0)
+        return coroutine
+
+    coroutine = asyncio.run(start())
+    copy_context().run(coroutine.close)
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
