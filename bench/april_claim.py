@@ -19,7 +19,8 @@ other; which ratio begins rotates from seed to seed.
     step_seconds          mean
     to_ACCURACY           steps and seconds of steps to the first evaluation of at least ACCURACY, or null
     accuracy              of the last evaluation
-    against_synchronous   of the same algorithm and seed: ratios of throughput and of seconds, difference of accuracy;
+    against_synchronous   of the same algorithm and seed: ratios of throughput and of seconds, difference of accuracy,
+                          and of the accuracy that the synchronous run has by the time that this run ends;
                           mean, and 95 % interval by Student's t over the seeds
 """
 
@@ -118,6 +119,11 @@ def target_reached(record: Record, accuracy: float) -> list[float] | None:
     return None
 
 
+def accuracy_by(record: Record, seconds: float) -> float:
+    """Return the accuracy of the last evaluation within these seconds of steps."""
+    return float([value for _, value, at in record["curve"] if at <= seconds][-1])
+
+
 def interval(values: Sequence[float]) -> list[float] | None:
     """95 % of the mean, by Student's t; None for a single one, and for more than the table has."""
     n = len(values)
@@ -158,6 +164,9 @@ def table(records: Mapping[Key, Record], targets: Sequence[float] = TARGETS) -> 
                     [b["tokens"] / b["seconds"] / (a["tokens"] / a["seconds"]) for a, b in pairs]
                 ),
                 "accuracy": estimate([b["curve"][-1][1] - a["curve"][-1][1] for a, b in pairs]),
+                "accuracy_in_equal_seconds": estimate(
+                    [b["curve"][-1][1] - accuracy_by(a, b["curve"][-1][2]) for a, b in pairs]
+                ),
             },
         }
         for accuracy in targets:
@@ -189,7 +198,7 @@ def table_lines(figures: Mapping[str, Any], targets: Sequence[float] = TARGETS) 
     head = ["algorithm", "N'/N", "seeds", "trained tokens/s", "ratio", "s a step"]
     for accuracy in targets:
         head += [f"steps to {accuracy:g}", f"seconds to {accuracy:g}", "ratio"]
-    head += ["final accuracy", "difference"]
+    head += ["final accuracy", "difference", "in equal seconds"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for algorithm, rows in figures.items():
         for ratio, row in rows.items():
@@ -205,7 +214,9 @@ def table_lines(figures: Mapping[str, Any], targets: Sequence[float] = TARGETS) 
                     steps, text(row[name]["seconds"], ".0f"),
                     "" if synchronous else text(paired[f"seconds_{name}"]),
                 ]  # fmt: skip
-            cells += [text(row["accuracy"], ".3f"), "" if synchronous else text(paired["accuracy"], "+.3f")]
+            cells.append(text(row["accuracy"], ".3f"))
+            for name in ("accuracy", "accuracy_in_equal_seconds"):
+                cells.append("" if synchronous else text(paired[name], "+.3f"))
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 

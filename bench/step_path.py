@@ -28,15 +28,15 @@ if "rlsys.train" in sys.orig_argv:
     walk, seen, on, main = [], set(), False, threading.get_ident()
     ROOT = os.environ["STEP_PATH_ROOT"]
 
-    def room(frame):
+    def source_file(frame):
         name = frame.f_code.co_filename
         return name[len(ROOT) + 1 :] if name.startswith(ROOT + "/rlsys/") else None
 
     def watch(frame, event, arg):
         global on
         if event == "return" and frame.f_code.co_name == "take" and arg is not None:
-            on = on or room(frame) == "rlsys/rollout/client.py"
-        if not on or event != "call" or threading.get_ident() != main or (to := room(frame)) is None:
+            on = on or source_file(frame) == "rlsys/rollout/client.py"
+        if not on or event != "call" or threading.get_ident() != main or (path := source_file(frame)) is None:
             return
         if frame.f_code.co_name == "push":
             sys.setprofile(None)
@@ -44,7 +44,7 @@ if "rlsys.train" in sys.orig_argv:
                 json.dump(walk, out)
         elif frame.f_code not in seen and not frame.f_code.co_name.startswith("<"):
             seen.add(frame.f_code)
-            walk.append((to, frame.f_code.co_qualname))
+            walk.append((path, frame.f_code.co_qualname))
 
     sys.setprofile(watch)
 """
@@ -53,9 +53,14 @@ if "rlsys.train" in sys.orig_argv:
 
 def counted(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
     """Count the functions and files of the walk, and how often the file changes and comes back."""
-    stays = [room for room, _ in groupby(room for room, _ in walk)]
-    files = len(set(stays))
-    return {"functions": len(walk), "files": files, "changes": len(stays) - 1, "returns": len(stays) - files}
+    visits = [file for file, _ in groupby(file for file, _ in walk)]
+    files = len(set(visits))
+    return {
+        "functions": len(walk),
+        "files": files,
+        "changes": len(visits) - 1,
+        "returns": len(visits) - files,
+    }
 
 
 def walk(tree: Path) -> list[tuple[str, str]]:
@@ -63,11 +68,11 @@ def walk(tree: Path) -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "sitecustomize.py").write_text(WATCH)
-        found = work / "walk.json"
+        output = work / "walk.json"
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(work), str(tree), os.environ.get("PYTHONPATH")))),
             "STEP_PATH_ROOT": str(tree),
-            "STEP_PATH_OUT": str(found),
+            "STEP_PATH_OUT": str(output),
         }
         done = subprocess.run(
             [
@@ -76,23 +81,23 @@ def walk(tree: Path) -> list[tuple[str, str]]:
             ],
             cwd=tree, env=env, capture_output=True, text=True,
         )  # fmt: skip
-        if done.returncode or not found.is_file():
-            sys.exit(f"the run in {tree} did not end well:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        return [(str(room), name) for room, name in json.loads(found.read_text())]
+        if done.returncode or not output.is_file():
+            sys.exit(f"the run in {tree} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        return [(str(file), name) for file, name in json.loads(output.read_text())]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the tree to look at (default: this one)")
-    parser.add_argument("--verbose", action="store_true", help="print the walk, a line a stay")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the tree to measure (default: this one)")
+    parser.add_argument("--verbose", action="store_true", help="print the walk, one line per visit of a file")
     args = parser.parse_args()
-    found = walk(args.tree.resolve())
+    entered = walk(args.tree.resolve())
     if args.verbose:
-        for room, entries in groupby(found, key=lambda entry: entry[0]):
-            print(f"{room}: {', '.join(name for _, name in entries)}")
-    print(json.dumps(counted(found)))
+        for file, entries in groupby(entered, key=lambda entry: entry[0]):
+            print(f"{file}: {', '.join(name for _, name in entries)}")
+    print(json.dumps(counted(entered)))
 
 
 if __name__ == "__main__":

@@ -220,12 +220,16 @@ def test_the_claim_pairs_runs_by_seed(april_claim: ModuleType) -> None:
     )
     # Differences 0.01, -0.01, 0.02: standard deviation 0.01528, t with 2 degrees of freedom 4.303.
     assert paired["accuracy"] == {"mean": 0.0067, "interval": [-0.0313, 0.0446], "n": 3}
+    # By the end of each run, the synchronous one has 0.6, 0.6 and 0.2.
+    assert paired["accuracy_in_equal_seconds"]["mean"] == pytest.approx((0.31 + 0.31 + 0.22) / 3)
     assert paired["throughput"] == {"mean": 2.0, "interval": [2.0, 2.0], "n": 3}
     assert april_claim.interval([0.1]) is None
     head, _, first, second = april_claim.table_lines(table, (0.5, 0.9))
     assert head.count("|") == first.count("|") == second.count("|")
     assert first.startswith("| grpo | 1 | 3 | 14 (") and "| 4 4 - | 35 (-29 to 99) |  |" in first
-    assert second.startswith("| grpo | 2 | 3 | 28 (") and second.endswith("| +0.007 (-0.031 to +0.045) |")
+    assert second.startswith("| grpo | 2 | 3 | 28 (") and second.endswith(
+        "| +0.007 (-0.031 to +0.045) | +0.280 (+0.151 to +0.409) |"
+    )
 
 
 @pytest.mark.gate
