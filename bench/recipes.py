@@ -323,11 +323,14 @@ def run(place: Place) -> dict[str, Any]:
 
 
 def prediction(values: Sequence[float], prompts: int) -> list[float]:
-    """Range of one more score like these: 95 % by Student's t, at least as wide as Wilson's interval."""
+    """Return the range of one more score like these: 95 % by Student's t, at least as wide as Wilson's interval.
+
+    Scores are between 0 and 1.
+    """
     n, middle = len(values), mean(values)
     half = T_975[n - 2] * stdev(values) * (1 + 1 / n) ** 0.5
-    low, high = wilson(min(1.0, max(0.0, middle)), prompts)
-    return [round(min(low, middle - half), DIGITS), round(max(high, middle + half), DIGITS)]
+    low, high = wilson(middle, prompts)
+    return [round(max(0.0, min(low, middle - half)), DIGITS), round(min(1.0, max(high, middle + half)), DIGITS)]
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
