@@ -330,7 +330,10 @@ def prediction(values: Sequence[float], prompts: int) -> list[float]:
     n, middle = len(values), mean(values)
     half = T_975[n - 2] * stdev(values) * (1 + 1 / n) ** 0.5
     low, high = wilson(middle, prompts)
-    return [round(max(0.0, min(low, middle - half)), DIGITS), round(min(1.0, max(high, middle + half)), DIGITS)]
+    return [
+        round(max(0.0, min(low, middle - half)), DIGITS),
+        round(min(1.0, max(high, middle + half)), DIGITS),
+    ]
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from rlsys.segments.records import (
 from rlsys.segments.route_records import RouteFile
 from rlsys.trainer.bins import plan_bins
 from rlsys.trainer.pack import LazySample, pack
+from rlsys.trainer.prefixes import Prefixes
 
 LAYERS, TOPK, EXPERTS, GROUP = 58, 8, 256, 16
 """DeepSeek-V3's layers with experts, and a group's samples."""
@@ -117,7 +118,7 @@ def write_step(folder: Path, sizes: Sizes) -> None:
     """The answer of `take`, and the files that rank 0 reads."""
     (folder / FOLDER).mkdir()
     lengths = sizes.lengths()
-    bins = plan_bins([PROMPT + n for n in lengths], sizes.budget, 0, sizes.dp)
+    bins = plan_bins(Prefixes.none([PROMPT + n for n in lengths]), sizes.budget, 0, sizes.dp)
     own = {i for members in bins for i in members}
     rng = np.random.default_rng(1)
     tokens, routes = SegmentFile(folder, "000000-000001"), HoledRoutes(folder, sizes.layers)
@@ -159,7 +160,7 @@ def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
         batches = pack(unread, sizes.budget, 0, sizes.dp)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         planned = time.process_time()
-        plan_bins([len(s) for s in unread], sizes.budget, 0, sizes.dp)
+        plan_bins(Prefixes.none([len(s) for s in unread]), sizes.budget, 0, sizes.dp)
         planned = time.process_time() - planned
         return {
             "plan_seconds": planned,

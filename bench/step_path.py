@@ -1,11 +1,12 @@
-"""Changes of file along one train step, counted on a real one, from `take` to the push.
+"""Changes of file along one train step and one finished group, counted on real ones.
 
     python bench/step_path.py                 # this tree
     python bench/step_path.py --tree ../old   # another tree of rlsys, with its own .venv
 
-The quickstart runs for one small step on the real stack. Rank 0 writes down each function of rlsys when it is called
-for the first time: loops count once, as a reader reads them. `changes` is how often the file changes along this walk,
-`returns` how often it comes back to a file that it had left.
+The quickstart runs for one small step on the real stack. The trainer records each function of rlsys that it enters
+for the first time between `take` and the push; the rollout service does so from the end of the first group's last
+sample to the decision on the group. Loops count once, as a reader reads them. `changes` is how often the file changes
+along this walk, `returns` how often it comes back to a file that it had left.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+WALKS = ("step", "group")
 WATCH = """
 import sys
-if "rlsys.train" in sys.orig_argv:
+PROCESSES = {"rlsys.train": "step", "rlsys.rollout.service": "group"}
+name = next((walk for module, walk in PROCESSES.items() if module in sys.orig_argv), None)
+if name:
     import json, os, threading
     walk, seen, on, main = [], set(), False, threading.get_ident()
     ROOT = os.environ["STEP_PATH_ROOT"]
@@ -32,23 +36,36 @@ if "rlsys.train" in sys.orig_argv:
         name = frame.f_code.co_filename
         return name[len(ROOT) + 1 :] if name.startswith(ROOT + "/rlsys/") else None
 
+    def starts(frame, event, arg):
+        function = frame.f_code.co_name
+        if name == "step":
+            taken = event == "return" and function == "take" and arg is not None
+            return taken and source_file(frame) == "rlsys/rollout/client.py"
+        return event == "call" and function == "_conclude" and source_file(frame) == "rlsys/rollout/runner.py"
+
+    def ends(frame, event):
+        end = ("call", "push") if name == "step" else ("return", "_settle")
+        return (event, frame.f_code.co_name) == end and source_file(frame)
+
     def watch(frame, event, arg):
         global on
-        if event == "return" and frame.f_code.co_name == "take" and arg is not None:
-            on = on or source_file(frame) == "rlsys/rollout/client.py"
-        if not on or event != "call" or threading.get_ident() != main or (path := source_file(frame)) is None:
+        if threading.get_ident() != main:
             return
-        if frame.f_code.co_name == "push":
+        on = on or starts(frame, event, arg)
+        if not on:
+            return
+        if ends(frame, event):
             sys.setprofile(None)
-            with open(os.environ["STEP_PATH_OUT"], "w") as out:
+            with open(os.path.join(os.environ["STEP_PATH_OUT"], name + ".json"), "w") as out:
                 json.dump(walk, out)
-        elif frame.f_code not in seen and not frame.f_code.co_name.startswith("<"):
-            seen.add(frame.f_code)
-            walk.append((path, frame.f_code.co_qualname))
+        elif event == "call" and frame.f_code not in seen and not frame.f_code.co_name.startswith("<"):
+            if path := source_file(frame):
+                seen.add(frame.f_code)
+                walk.append((path, frame.f_code.co_qualname))
 
     sys.setprofile(watch)
 """
-"""Becomes the trainer's sitecustomize.py: it is there before the first import of rlsys, in whatever tree."""
+"""Becomes the processes' sitecustomize.py: it is there before the first import of rlsys, in whatever tree."""
 
 
 def counted(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
@@ -63,27 +80,30 @@ def counted(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
     }
 
 
-def walk(tree: Path) -> list[tuple[str, str]]:
-    """(file, function) of one step, in the order in which they are entered for the first time."""
+def walks(tree: Path) -> dict[str, list[tuple[str, str]]]:
+    """Return the (file, function) of each walk, in the order in which they are entered for the first time."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "sitecustomize.py").write_text(WATCH)
-        output = work / "walk.json"
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(work), str(tree), os.environ.get("PYTHONPATH")))),
             "STEP_PATH_ROOT": str(tree),
-            "STEP_PATH_OUT": str(output),
+            "STEP_PATH_OUT": str(work),
         }
-        done = subprocess.run(
+        result = subprocess.run(
             [
                 str(tree / ".venv" / "bin" / "rlsys"), "train", "configs/quickstart.yaml", f"run.dir={work / 'run'}",
                 "trainer.steps=1", "rollout.groups_per_step=4", "eval.prompts=8",
             ],
             cwd=tree, env=env, capture_output=True, text=True,
         )  # fmt: skip
-        if done.returncode or not output.is_file():
-            sys.exit(f"the run in {tree} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        return [(str(file), name) for file, name in json.loads(output.read_text())]
+        outputs = {name: work / f"{name}.json" for name in WALKS}
+        if result.returncode or not all(output.is_file() for output in outputs.values()):
+            sys.exit(f"the run in {tree} failed:\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
+        return {
+            name: [(str(file), function) for file, function in json.loads(output.read_text())]
+            for name, output in outputs.items()
+        }
 
 
 def main() -> None:
@@ -93,11 +113,13 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=ROOT, help="the tree to measure (default: this one)")
     parser.add_argument("--verbose", action="store_true", help="print the walk, one line per visit of a file")
     args = parser.parse_args()
-    entered = walk(args.tree.resolve())
+    entered = walks(args.tree.resolve())
     if args.verbose:
-        for file, entries in groupby(entered, key=lambda entry: entry[0]):
-            print(f"{file}: {', '.join(name for _, name in entries)}")
-    print(json.dumps(counted(entered)))
+        for name, walk in entered.items():
+            print(f"-- {name}")
+            for file, entries in groupby(walk, key=lambda entry: entry[0]):
+                print(f"{file}: {', '.join(function for _, function in entries)}")
+    print(json.dumps({name: counted(walk) for name, walk in entered.items()}))
 
 
 if __name__ == "__main__":

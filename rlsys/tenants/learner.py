@@ -25,6 +25,7 @@ from rlsys.tenants.requests import AdamParams
 from rlsys.trainer.bins import plan_bins
 from rlsys.trainer.logprobs import Scores
 from rlsys.trainer.pack import MicroBatch
+from rlsys.trainer.prefixes import Prefixes
 from rlsys.trainer.resident import AdapterState, Resident
 from rlsys.trainer.sft.sft import at_temperature_one
 from rlsys.trainer.trainer import Trainer
@@ -119,7 +120,7 @@ class Learner:
     ) -> PassResult:
         """Run one pass over `data`; with `backward`, accumulate its gradient."""
         lengths = [len(d.ids) + 1 for d in data]
-        bins = filter(None, plan_bins(lengths, self.trainer.config.trainer.token_budget))
+        bins = filter(None, plan_bins(Prefixes.none(lengths), self.trainer.config.trainer.token_budget))
         batch = [_packed([data[i] for i in members], members) for members in bins]
         rows: dict[int, NDArray[np.float32]] = {}
         total = torch.zeros((), dtype=torch.float64)

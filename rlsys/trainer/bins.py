@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import TypeVar
 
-from rlsys.convert.prefixes import computed, cost
 from rlsys.trainer.prefixes import Prefixes
 
 T = TypeVar("T")
 
 
 def plan_bins(
-    lengths: Sequence[int],
+    prefixes: Prefixes,
     token_budget: int,
     dp_rank: int = 0,
     dp_size: int = 1,
     multiple: int = 1,
     crossover: float = math.inf,
-    prefixes: Prefixes | None = None,
 ) -> list[list[int]]:
     """Return the indices of the sequences of each of this rank's micro-batches. See `pack`.
 
@@ -28,37 +26,27 @@ def plan_bins(
     several plans, the one with the least sum of each round's most expensive bin is taken.
     """
     round_size = dp_size * multiple
-
-    def members_of(indices: Sequence[int]) -> list[tuple[int, int]]:
-        return [(lengths[i], 0) for i in indices] if prefixes is None else prefixes.of_bin(indices)
-
-    def cost_of(indices: Sequence[int]) -> float:
-        return cost(members_of(indices), crossover)
-
-    def bins_of(units: list[list[int]]) -> list[list[int]]:
-        sizes = [int(computed(members_of(unit))) for unit in units]
-        costs = [cost_of(unit) for unit in units]
-
-        def fill_rounds(rounds: int) -> list[list[int]] | None:
-            return fill(sizes, costs, rounds * round_size, token_budget)
-
-        packed = _smallest(fill_rounds, max(1, -(-sum(sizes) // (token_budget * round_size))))
-        return sorted(([i for u in b for i in units[u]] for b in packed), key=lambda b: -cost_of(b))
-
-    single_units = [[i] for i in range(len(lengths))]
-    has_prefixes = prefixes is not None and prefixes.any
-    ways = (
-        prefixes.candidates(token_budget, round_size)
-        if prefixes is not None and has_prefixes
-        else [single_units]
-    )
-    plans = [bins_of(units) for units in ways]
-    bins = min(plans, key=lambda p: (sum(map(cost_of, p[::dp_size])), len(p)))
-    rounds_of_bins = [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
-    return [
-        rank_bins[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank]
-        for k, rank_bins in enumerate(rounds_of_bins)
+    plans = [
+        _fill_rounds(prefixes, units, round_size, token_budget, crossover)
+        for units in prefixes.candidates(token_budget, round_size)
     ]
+    bins = min(plans, key=lambda p: (sum(prefixes.cost(b, crossover) for b in p[::dp_size]), len(p)))
+    rounds = [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
+    return [rank_bins[dp_rank if k % 2 == 0 else dp_size - 1 - dp_rank] for k, rank_bins in enumerate(rounds)]
+
+
+def _fill_rounds(
+    prefixes: Prefixes, units: Sequence[Sequence[int]], round_size: int, token_budget: int, crossover: float
+) -> list[list[int]]:
+    """Return the bins of the fewest rounds that hold all units, the most expensive bin first."""
+    sizes = [prefixes.computed(unit) for unit in units]
+    costs = [prefixes.cost(unit, crossover) for unit in units]
+    packed = _smallest(
+        lambda rounds: fill(sizes, costs, rounds * round_size, token_budget),
+        max(1, -(-sum(sizes) // (token_budget * round_size))),
+    )
+    bins = [[i for unit in members for i in units[unit]] for members in packed]
+    return sorted(bins, key=lambda b: -prefixes.cost(b, crossover))
 
 
 def _smallest(find: Callable[[int], T | None], least: int) -> T:

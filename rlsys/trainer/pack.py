@@ -254,8 +254,8 @@ def pack(
     if not samples:
         raise ValueError("pack needs at least one sample")
     lengths = [len(s) for s in samples]
-    prefixes = None if shared == "no" else Prefixes.of(samples, shared == "by route")
-    bins = plan_bins(lengths, token_budget, dp_rank, dp_size, multiple, crossover, prefixes)
+    prefixes = Prefixes.none(lengths) if shared == "no" else Prefixes.of(samples, shared == "by route")
+    bins = plan_bins(prefixes, token_budget, dp_rank, dp_size, multiple, crossover)
     shortest = samples[max(range(len(samples)), key=lambda i: (-lengths[i], i))]
     batches = [build([samples[i].read() for i in b] or [shortest.read()], shared) for b in bins]
     for members, batch in zip(bins, batches, strict=True):

@@ -94,6 +94,7 @@ class Passes:
         self._scores_of, self._zero_grad = scores_of, zero_grad
         self._device, self._prediction = device, prediction
         self._multiple, self._cp = token_multiple(config), config.parallel.cp
+        self._equal_lengths = config.equal_lengths
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
         self._dp_size = parallel_state.get_data_parallel_world_size()
         dp_rank, budget = parallel_state.get_data_parallel_rank(), config.trainer.token_budget
@@ -241,7 +242,7 @@ class Passes:
 
     def _common_length(self, batch: list[MicroBatch]) -> int:
         """Return the longest padded length over all ranks' micro-batches if they are padded to it; else 0."""
-        if not self._config.equal_lengths:
+        if not self._equal_lengths:
             return 0
         local_length = max(sum(padded_lengths(m.computed_lengths, self._multiple, self._cp)) for m in batch)
         longest = torch.tensor(local_length, device=self._device)

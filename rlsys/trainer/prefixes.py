@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlsys.convert.prefixes import computed, cost
+
 
 class Prompted(Protocol):
     """A sequence, known by its prompt."""
@@ -107,9 +109,19 @@ class Prefixes:
             position[i] = at
         return cls(lengths, order, shared, family, position)
 
-    @property
-    def any(self) -> bool:
-        return max(self.shared, default=0) > 0
+    @classmethod
+    def none(cls, lengths: Sequence[int]) -> Prefixes:
+        """Return the prefixes of sequences that share nothing."""
+        indices = list(range(len(lengths)))
+        return cls(lengths, indices, [0] * len(indices), indices, indices)
+
+    def computed(self, members: Sequence[int]) -> int:
+        """Return the number of computed tokens of one micro-batch."""
+        return int(computed(self.of_bin(members)))
+
+    def cost(self, members: Sequence[int], crossover: float) -> float:
+        """Return the cost of one micro-batch (rlsys.convert.prefixes)."""
+        return cost(self.of_bin(members), crossover)
 
     def of_bin(self, members: Sequence[int]) -> list[tuple[int, int]]:
         """(length, shared tokens) of the sequences of one micro-batch."""
@@ -139,9 +151,11 @@ class Prefixes:
 
         Large parts share most; small ones are spread over `round_size` ranks most evenly.
         """
-        computed = sum(self.lengths) - sum(self.shared)
-        rounds = max(1, -(-computed // (token_budget * round_size)))
-        even = -(-computed // (rounds * round_size))
+        if not any(self.shared):
+            return [[[i] for i in range(len(self.lengths))]]
+        computed_tokens = sum(self.lengths) - sum(self.shared)
+        rounds = max(1, -(-computed_tokens // (token_budget * round_size)))
+        even = -(-computed_tokens // (rounds * round_size))
         limits = sorted(
             {min(token_budget, n) for n in (token_budget, even, even // 2, even // 4)}, reverse=True
         )

@@ -96,11 +96,11 @@ def test_rehearse() -> None:
 
 
 def test_step_path() -> None:
-    found = printed("step_path")
-    assert found.keys() == {"functions", "files", "changes", "returns"}
-    assert found["functions"] > found["files"] > 5, (
-        "a step goes through packing, scoring, losses and an update"
-    )
+    walks = printed("step_path")
+    assert walks.keys() == {"step", "group"}
+    for walk in walks.values():
+        assert walk.keys() == {"functions", "files", "changes", "returns"}
+        assert walk["functions"] > walk["files"] > 5
 
 
 @pytest.mark.slow

@@ -17,6 +17,12 @@ TREE = {
     "rlsys/__init__.py": "",
     "rlsys/rollout/__init__.py": "",
     "rlsys/rollout/client.py": "def take(step):\n    return step\n",
+    "rlsys/rollout/service.py": "from rlsys.rollout import runner\n\nrunner.run()\n",
+    "rlsys/rollout/runner.py": (
+        "from rlsys import loss\n\n\ndef run():\n    _conclude()\n    _fill()\n\n\n"
+        "def _conclude():\n    loss.ratio()\n    _settle()\n\n\n"
+        "def _settle():\n    pass\n\n\ndef _fill():\n    pass\n"
+    ),
     "rlsys/step.py": (
         "from rlsys import loss\n\n\ndef run():\n    pack()\n    for _ in range(3):\n        loss.clip()\n"
         "    update()\n\n\ndef pack():\n    pass\n\n\ndef update():\n    pass\n"
@@ -31,13 +37,16 @@ TREE = {
 
 
 def tree(folder: Path, code: int = 0) -> Path:
-    """A tree whose `rlsys train` is one step of plain functions, and ends with `code`."""
+    """A tree whose `rlsys train` is one group and one step of plain functions, and ends with `code`."""
     for name, text in TREE.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text.replace("CODE", str(code)))
     command = folder / ".venv" / "bin" / "rlsys"
     command.parent.mkdir(parents=True)
-    command.write_text(f"#!/bin/sh\nexec {sys.executable} -m rlsys.train --config nowhere\n")
+    modules = ("rlsys.rollout.service", "rlsys.train")
+    command.write_text(
+        "#!/bin/sh\n" + "".join(f"{sys.executable} -m {m} --config nowhere\n" for m in modules)
+    )
     command.chmod(0o755)
     return folder
 
@@ -47,22 +56,30 @@ def step_path(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_walk_of_a_step_begins_after_the_take_and_ends_at_the_push(tmp_path: Path) -> None:
+def test_a_walk_of_a_step_and_one_of_a_group(tmp_path: Path) -> None:
     """Each function counts when it is entered for the first time; what is imported then does not."""
     ended = step_path("--tree", str(tree(tmp_path)), "--verbose")
-    *stays, counts = ended.stdout.splitlines()
-    assert stays == [
+    *visits, counts = ended.stdout.splitlines()
+    assert visits == [
+        "-- step",  # begins after the take, and ends at the push
         "rlsys/step.py: run, pack",
         "rlsys/loss.py: clip, ratio",
         "rlsys/step.py: update",
+        "-- group",  # ends with the decision
+        "rlsys/rollout/runner.py: _conclude",
+        "rlsys/loss.py: ratio",
+        "rlsys/rollout/runner.py: _settle",
     ]
-    assert json.loads(counts) == {"functions": 5, "files": 2, "changes": 2, "returns": 1}
+    assert json.loads(counts) == {
+        "step": {"functions": 5, "files": 2, "changes": 2, "returns": 1},
+        "group": {"functions": 3, "files": 2, "changes": 2, "returns": 1},
+    }
 
 
 def test_a_run_that_does_not_end_well_has_no_walk(tmp_path: Path) -> None:
     ended = step_path("--tree", str(tree(tmp_path, code=3)))
     assert ended.returncode == 1
-    assert "did not end well" in ended.stderr
+    assert " failed:" in ended.stderr
     assert ended.stdout == ""
 
 

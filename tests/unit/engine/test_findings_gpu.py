@@ -89,7 +89,7 @@ def of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_the_step_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    script("step_path", monkeypatch).walk(ROOT)
+    script("step_path", monkeypatch).walks(ROOT)
 
 
 def of_relay_hosts(_: pytest.MonkeyPatch) -> None:
