@@ -78,7 +78,7 @@ def add_project_commands(add: Add, supervise: Supervise, check_plugins: Callable
     )
     sub.add_argument(
         "--reward",
-        metavar="FILE:FUNCTION",
+        metavar="FILE[:FUNCTION]",
         help="reward function, or the name of a built-in reward (default: math)",
     )
     sub = add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from typing import Any
 
 from rlsys.core.errors import UserError, disk_errors
 from rlsys.planner.recommendation import Sections, as_yaml
+from rlsys.rewards import find_reward
 
 LINES = 200
 _CONFIG = """\
@@ -90,8 +92,9 @@ def data_section(data: Path | None, reward: str | None, heldout: Path | None = N
     """Make the config section `data` from the options of `rlsys new`.
 
     Raises:
-        UserError: The file does not exist, or no prompt source reads its kind.
+        UserError: A file does not exist, no prompt source reads its kind, or there is no such reward.
     """
+    reward = reward and _reward_name(reward)
     if data is None:
         section: dict[str, Any] = {"source": "reasoning_gym", "params": {"task": "gsm_symbolic"}}
         if heldout is not None:
@@ -103,6 +106,29 @@ def data_section(data: Path | None, reward: str | None, heldout: Path | None = N
         _check_table("--heldout", heldout)
         params["heldout_path"] = str(heldout)
     return {"source": source, "params": params, "reward": reward or "math"}
+
+
+def _reward_name(name: str) -> str:
+    """Return the name of a reward for `data.reward`: of a file without a function, its only public one.
+
+    Raises:
+        UserError: There is no such reward, or the file has several functions or none.
+    """
+    if name.endswith(".py"):
+        try:
+            nodes = ast.parse(Path(name).read_bytes(), name).body
+        except (OSError, SyntaxError, ValueError) as e:  # ValueError: null bytes
+            raise UserError(f"--reward {name}: {' '.join(str(e).split())}") from None
+        functions = [n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        public = [function for function in functions if not function.startswith("_")]
+        if len(public) != 1:
+            raise UserError(
+                f"--reward {name}: the file defines {', '.join(public) or 'no function'}; expected "
+                f"{name}:FUNCTION"
+            )
+        name = f"{name}:{public[0]}"
+    find_reward(name)
+    return name
 
 
 def _check_table(option: str, file: Path) -> str:

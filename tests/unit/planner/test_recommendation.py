@@ -82,6 +82,19 @@ def test_a_model_that_is_too_large_names_a_sufficient_number(model: str, gpus: i
         ),
         (["--model", "M", "--gpus", "8", "--data", "rows.jsonl"], "--data rows.jsonl: no such file"),
         (["--model", "nowhere", "--gpus", "8"], "nowhere"),
+        (["--data", "rows.parquet", "--reward", "none.py"], "--reward none.py: "),
+        (["--data", "rows.parquet", "--reward", "none.py:score"], "cannot import none.py: no such file"),
+        (
+            ["--data", "rows.parquet", "--reward", "maths"],
+            "data.reward = 'maths': unknown name; did you mean math?",
+        ),
+        (["--model", "M", "--gpus", "8", "--reward", "maths"], "unknown name; did you mean math?"),
+        (
+            ["--data", "rows.parquet", "--reward", "two.py"],
+            "two.py: the file defines a, b; expected two.py:FUNCTION",
+        ),
+        (["--data", "rows.parquet", "--reward", "two.py:c"], "'two.py:c': two.py has no function 'c'"),
+        (["--data", "rows.parquet", "--reward", "broken.py"], "--reward broken.py: '(' was never closed"),
     ],
 )
 def test_bad_options_are_named(
@@ -89,16 +102,23 @@ def test_bad_options_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    Path("two.py").write_text("def a(config): pass\ndef b(config): pass\ndef _c(config): pass\n")
+    Path("broken.py").write_text("def a(config:\n")
     words = [str(MODELS / "Qwen3-30B-A3B") if word == "M" else word for word in options]
     assert main(["new", "mine", *words]) == 2
     assert message in capsys.readouterr().err and not Path("mine").exists()
 
 
-def test_data_and_reward_are_in_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reward", ["score.py:score", "score.py"])
+def test_data_and_reward_are_in_the_config(
+    reward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of one public function needs no name of it."""
     monkeypatch.chdir(tmp_path)
+    Path("score.py").write_text("def _parse(text): ...\ndef score(prompt, text): return 1.0\n")
     Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     command = ["new", "mine", "--model", str(MODELS / "Qwen3-30B-A3B"), "--gpus", "8", "--data", "rows.jsonl"]
-    assert main([*command, "--reward", "score.py:score"]) == 0
+    assert main([*command, "--reward", reward]) == 0
     data = load_config(Path("mine/config.yaml"), []).data
     assert (data.source, data.params, data.reward_name) == ("jsonl", {"path": "rows.jsonl"}, "score.py:score")
 
