@@ -53,9 +53,9 @@ def ask(body):
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     connection.request("POST", f"{url.path}/chat/completions", body, headers)
     answer = connection.getresponse()
-    said = json.loads(answer.read())
+    response = json.loads(answer.read())
     connection.close()
-    return answer.status, said
+    return answer.status, response
 
 
 def solve(task):
@@ -70,12 +70,12 @@ def solve(task):
         "agent says half an emoji": {"messages": [{"role": "user", "content": HALF}]},
     }.get(bad)  # fmt: skip
     if odd is not None:
-        status, said = ask(json.dumps({**chat, **odd}))
-        assert status == 400, (status, said)
+        status, response = ask(json.dumps({**chat, **odd}))
+        assert status == 400, (status, response)
         if bad != "agent stops at a number":  # which this one survives
-            raise RuntimeError(said["error"]["message"])
-    status, said = ask(json.dumps(chat))
-    assert status == 200, said
+            raise RuntimeError(response["error"]["message"])
+    status, response = ask(json.dumps(chat))
+    assert status == 200, response
 
 
 class Tries:

@@ -101,10 +101,12 @@ def slow_and_new(
         limit = LIMITS.get(tiers[nodeid])
         if limit is None or took <= max(limit, GROWN * known.get(nodeid, 0.0)):
             continue
-        other = {"check": "mark it `gate`", "test": "take its mark `gate` off, mark it `full`"}[tiers[nodeid]]
+        remedy = {"check": "mark it `gate`", "test": "take its mark `gate` off, mark it `full`"}[
+            tiers[nodeid]
+        ]
         lines.append(
             f"{nodeid} takes {took:.0f} s and is in tier {tiers[nodeid]} (new ones: up to {limit:.0f} s): "
-            f"{other}, or speed it up"
+            f"{remedy}, or speed it up"
         )
     return lines
 
@@ -132,8 +134,8 @@ class Recorder:
         if not self._config.option.store_baseline:
             return
         cached = {nodeid: Result(*row) for nodeid, row in self._cache.get(KEY, {}).items()}
-        known = {**read(), **cached}
-        write({item.nodeid: known.get(item.nodeid, Result(NOT_RUN, 0.0, "")) for item in session.items})
+        results = {**read(), **cached}
+        write({item.nodeid: results.get(item.nodeid, Result(NOT_RUN, 0.0, "")) for item in session.items})
 
     def pytest_sessionfinish(self) -> None:
         commit = head()

@@ -43,8 +43,8 @@ def unexpected_passes(lines: list[str]) -> str:
     files: Counter[str] = Counter()
     for line in lines:
         files.update(json.loads(line).get(XPASSED_FILES, {}))
-    shown = ", ".join(f"{name} {count}" for name, count in sorted(files.items()))
-    return shown and f"passed without a recorded pass: {shown}"
+    file_counts = ", ".join(f"{name} {count}" for name, count in sorted(files.items()))
+    return file_counts and f"passed without a recorded pass: {file_counts}"
 
 
 def total(lines: list[str]) -> str:

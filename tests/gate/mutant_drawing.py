@@ -57,8 +57,8 @@ class DropStatement(Operator):
             return
         statement = node.children[0]
         assigned = statement.type == "expr_stmt" and statement.children[0].type in ("atom_expr", "power")
-        called = statement.type in ("atom_expr", "power") and statement.get_code().rstrip().endswith(")")
-        if assigned or called:
+        is_call = statement.type in ("atom_expr", "power") and statement.get_code().rstrip().endswith(")")
+        if assigned or is_call:
             yield statement.start_pos, statement.end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
@@ -93,13 +93,13 @@ class CatchNothing(Operator):
 
 def operators() -> dict[str, list[Operator]]:
     """Family -> its operators. A line's family is drawn before the operator in it."""
-    known = OperatorProvider()
-    found = {
-        family: [known[f"{family}_{pair}"]() for pair in pairs.split()] for family, pairs in PAIRS.items()
+    provider = OperatorProvider()
+    families = {
+        family: [provider[f"{family}_{pair}"]() for pair in pairs.split()] for family, pairs in PAIRS.items()
     }
     return {
-        **found,
-        **{name: [known[name]()] for name in OTHERS},
+        **families,
+        **{name: [provider[name]()] for name in OTHERS},
         "CatchNothing": [CatchNothing()],
         "DropStatement": [DropStatement()],
     }
@@ -167,7 +167,7 @@ def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[range, str]]:
 
 def statement_lines(source: str, line: int) -> range:
     """Lines of the statement around a line: of an `if`, a loop or a function, its head alone."""
-    found = range(line, line + 1)
+    statement_range = range(line, line + 1)
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.stmt):
             continue
@@ -175,8 +175,8 @@ def statement_lines(source: str, line: int) -> range:
         last = body[0].lineno - 1 if body else (node.end_lineno or node.lineno)
         lines = range(node.lineno, max(last, node.lineno) + 1)
         if line in lines:
-            found = lines  # ast.walk goes inwards: the innermost is the last
-    return found
+            statement_range = lines  # ast.walk goes inwards: the innermost is the last
+    return statement_range
 
 
 def around(source: str, line: int) -> list[range]:
@@ -203,8 +203,10 @@ class Source:
         nodes = list(ast_nodes(get_ast(self.text)))
         for family, members in operators().items():
             for operator in members:
-                found = [(node, start[0]) for node in nodes for start, _ in operator.mutation_positions(node)]
-                for occurrence, (node, line) in enumerate(found):
+                positions = [
+                    (node, start[0]) for node in nodes for start, _ in operator.mutation_positions(node)
+                ]
+                for occurrence, (node, line) in enumerate(positions):
                     if family != "ReplaceBinaryOperator" or node.parent.type in ARITHMETIC:
                         self._places.setdefault(line, {}).setdefault(family, []).append(
                             (operator, occurrence)
@@ -212,13 +214,13 @@ class Source:
 
     def lines(self, seed: int) -> list[tuple[str, int]]:
         """Chance and number of each line that can be changed."""
-        seen: dict[tuple[str, str], int] = {}
-        found = []
+        occurrences: dict[tuple[str, str], int] = {}
+        chances = []
         for line in sorted(self._places):
             words = self.function(line), self._lines[line - 1].strip()
-            seen[words] = seen.get(words, 0) + 1
-            found.append((chance(seed, self.file, *words, seen[words]), line))
-        return found
+            occurrences[words] = occurrences.get(words, 0) + 1
+            chances.append((chance(seed, self.file, *words, occurrences[words]), line))
+        return chances
 
     def function(self, line: int) -> str:
         return next((name for lines, name in reversed(self._functions) if line in lines), "")
@@ -232,8 +234,8 @@ class Source:
                 mutated = mutate_code(self.text, operator, occurrence)
                 if mutated is None or (changed := meaning(mutated)) is None or changed == self._meaning:
                     continue
-                before, after = changed_lines(self.text, mutated)
-                return Mutant(self.file, line, self.function(line), before, after, mutated)
+                text_before, text_after = changed_lines(self.text, mutated)
+                return Mutant(self.file, line, self.function(line), text_before, text_after, mutated)
         return None
 
 
@@ -241,9 +243,9 @@ def changed_lines(original: str, mutated: str) -> tuple[str, str]:
     """What stood there and what stands there now, each in one line."""
     old, new = original.splitlines(), mutated.splitlines()
     blocks = [b for b in difflib.SequenceMatcher(None, old, new, False).get_opcodes() if b[0] != "equal"]
-    before = [line.strip() for _, i, j, _, _ in blocks for line in old[i:j]]
-    after = [line.strip() for _, _, _, i, j in blocks for line in new[i:j]]
-    return " ".join(before), " ".join(after)
+    lines_before = [line.strip() for _, i, j, _, _ in blocks for line in old[i:j]]
+    lines_after = [line.strip() for _, _, _, i, j in blocks for line in new[i:j]]
+    return " ".join(lines_before), " ".join(lines_after)
 
 
 @dataclass
@@ -262,28 +264,30 @@ class Equivalents:
         return cls(entries, {e["text"]: e["reason"] for e in listed["anywhere"]})
 
     def __contains__(self, mutant: Mutant) -> bool:
-        gone = (text for text in self.anywhere if mutant.before.count(text) > mutant.after.count(text))
-        return mutant.key in self.entries or any(gone)
+        removed_texts = (
+            text for text in self.anywhere if mutant.before.count(text) > mutant.after.count(text)
+        )
+        return mutant.key in self.entries or any(removed_texts)
 
     def stale(self, root: Path) -> list[str]:
         """A line for each entry whose line is no longer in its file."""
-        told = []
-        for file, function, before, _ in self.entries:
+        stale_entries = []
+        for file, function, old_line, _ in self.entries:
             path = root / file
             text = " ".join(path.read_text(encoding="utf-8").split()) if path.exists() else ""
-            if " ".join(before.split()) not in text:
-                told.append(f"{file}: {function}: no longer there: {before}")
-        return told
+            if " ".join(old_line.split()) not in text:
+                stale_entries.append(f"{file}: {function}: no longer there: {old_line}")
+        return stale_entries
 
 
 def files(root: Path, places: Iterable[str]) -> list[str]:
     """Python files of folders and the files themselves, relative to the root."""
-    found = [
+    paths = [
         path
-        for place in places
-        for path in ((root / place).rglob("*.py") if (root / place).is_dir() else [root / place])
+        for entry in places
+        for path in ((root / entry).rglob("*.py") if (root / entry).is_dir() else [root / entry])
     ]
-    return sorted(str(path.relative_to(root)) for path in found)
+    return sorted(str(path.relative_to(root)) for path in paths)
 
 
 def draw(root: Path, places: Iterable[str], count: int, seed: int, known: Equivalents) -> list[Mutant]:

@@ -88,10 +88,10 @@ def try_tests(tests: Collection[str], failed: Path, output: Path, begun: int) ->
 
 def end_all() -> None:
     """Whatever a trial started, also what is in a session of its own: it was adopted by this process."""
-    while left := psutil.Process().children(recursive=True):
-        for process in left:
+    while children := psutil.Process().children(recursive=True):
+        for process in children:
             process.kill()
-        psutil.wait_procs(left)
+        psutil.wait_procs(children)
 
 
 def trial(limits: Mapping[str, float], start: float, folder: Path) -> dict[str, str]:
@@ -99,20 +99,20 @@ def trial(limits: Mapping[str, float], start: float, folder: Path) -> dict[str, 
     be imported)."""
     failed, output = folder / "failed", folder / "output"
     failed.unlink(missing_ok=True)
-    told, begun = os.pipe()
+    read_fd, write_fd = os.pipe()
     child = os.fork()
     if not child:
         code = int(pytest.ExitCode.INTERNAL_ERROR)
         try:
-            code = try_tests(limits, failed, output, begun)
+            code = try_tests(limits, failed, output, write_fd)
         finally:
             sys.stdout.flush()
             os._exit(code)
-    os.close(begun)
+    os.close(write_fd)
     handle = os.pidfd_open(child)
-    late = _waited(handle, told, limits, start)
+    late = _waited(handle, read_fd, limits, start)
     os.close(handle)
-    os.close(told)
+    os.close(read_fd)
     if late is not None:
         end_all()
         return {"outcome": "timed out", "by": late}
@@ -135,9 +135,9 @@ def _waited(ended: int, told: int, limits: Mapping[str, float], start: float) ->
             return None
         if not ready:
             return f"{test}: {limit:.0f} s"
-        if not (heard := os.read(told, 2**16).decode(errors="replace")):
+        if not (nodeids := os.read(told, 2**16).decode(errors="replace")):
             continue  # it is about to end
-        test = heard.splitlines()[-1]
+        test = nodeids.splitlines()[-1]
         limit = limits.get(test, start)  # half a name, where many were told at once
         deadline = time.monotonic() + limit
 

@@ -117,8 +117,8 @@ class CleanRun:
 
     def running(self, file: str, lines: range) -> set[str]:
         """Ids of the tests that ran one of the lines; none for what runs at import or in a process of its own."""
-        found = self._lines.get(file, {})
-        contexts = {context.rsplit("|", 1)[0] for line in lines for context in found.get(line, ())}
+        line_contexts = self._lines.get(file, {})
+        contexts = {context.rsplit("|", 1)[0] for line in lines for context in line_contexts.get(line, ())}
         return contexts & self.seconds.keys()
 
     def order(self, mutant: Mutant, original: str, reach: Reach) -> list[str]:
@@ -134,13 +134,19 @@ class CleanRun:
             running = running or self.running(mutant.file, lines)
         files = {test: test.split("::")[0] for test in self.seconds}
         step = {test: steps.get(file, len(steps)) for test, file in files.items()}
-        others = {test for test in step if step[test] == min(step.values())} - running
+        neighbor_tests = {test for test in step if step[test] == min(step.values())} - running
         of_all, of_running = Counter(files.values()), Counter(files[test] for test in running)
-        place = {
-            test: (test in others, step[test], -of_running[file] / of_all[file], file, self.seconds[test])
+        sort_keys = {
+            test: (
+                test in neighbor_tests,
+                step[test],
+                -of_running[file] / of_all[file],
+                file,
+                self.seconds[test],
+            )
             for test, file in files.items()
         }
-        return sorted(running | others, key=place.__getitem__)
+        return sorted(running | neighbor_tests, key=sort_keys.__getitem__)
 
 
 @dataclass
@@ -189,8 +195,8 @@ class Bench:
         print(json.dumps(order), file=self.server.stdin, flush=True)
         if not (answer := self.server.stdout.readline()):
             raise SystemExit("the server of trials ended")
-        told = json.loads(answer)
-        return told["outcome"], told["by"]
+        result = json.loads(answer)
+        return result["outcome"], result["by"]
 
     def close(self) -> None:
         assert self.server.stdin is not None
@@ -232,8 +238,8 @@ def record(file: Path, verdict: Verdict) -> None:
 def report(verdicts: list[Verdict]) -> str:
     counts = Counter(verdict.outcome for verdict in verdicts)
     noticed = 1 - counts["survived"] / max(1, len(verdicts))
-    told = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("killed", "timed out", "survived"))
-    return f"{len(verdicts)} mutants: {told}; {noticed:.1%} noticed, at least {PASS:.0%} expected"
+    summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("killed", "timed out", "survived"))
+    return f"{len(verdicts)} mutants: {summary}; {noticed:.1%} noticed, at least {PASS:.0%} expected"
 
 
 def arguments() -> argparse.Namespace:
@@ -271,24 +277,28 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    given = arguments()
-    known = Equivalents.read()
-    print("\n".join(known.stale(ROOT)), end="")
-    first, last = (int(word) if word else None for word in given.part.split(":"))
-    mutants = draw(ROOT, given.places, given.count, given.seed, known)[first:last]
-    earlier = earlier_verdicts(given.verdicts, mutants) if given.verdicts else {}
+    options = arguments()
+    equivalents = Equivalents.read()
+    print("\n".join(equivalents.stale(ROOT)), end="")
+    first, last = (int(word) if word else None for word in options.part.split(":"))
+    mutants = draw(ROOT, options.places, options.count, options.seed, equivalents)[first:last]
+    earlier = earlier_verdicts(options.verdicts, mutants) if options.verdicts else {}
     verdicts = list(earlier.values())
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        copies = [copied(Path(name) / str(n)) for n in range(given.workers)]
-        kept = given.clean or Path(name) / "clean"
-        made = (kept / "coverage").exists()
-        clean = CleanRun.read(kept) if made else CleanRun.made(copies[0], kept, given.workers, given.tests)
+        copies = [copied(Path(name) / str(n)) for n in range(options.workers)]
+        clean_folder = options.clean or Path(name) / "clean"
+        has_coverage = (clean_folder / "coverage").exists()
+        clean = (
+            CleanRun.read(clean_folder)
+            if has_coverage
+            else CleanRun.made(copies[0], clean_folder, options.workers, options.tests)
+        )
         reach = Reach(ROOT)
-        benches = [Bench(copy, clean, reach, given.patience) for copy in copies]
+        benches = [Bench(copy, clean, reach, options.patience) for copy in copies]
         for verdict in judged([mutant for mutant in mutants if mutant not in earlier], benches):
             verdicts.append(verdict)
-            if given.verdicts:
-                record(given.verdicts, verdict)
+            if options.verdicts:
+                record(options.verdicts, verdict)
             mutant = verdict.mutant
             number = mutants.index(mutant) + (first or 0)
             print(

@@ -31,9 +31,9 @@ _KEPT = 15
 
 def order(commit: str, running: tuple[int, int]) -> list[tuple[int, int]]:
     """The other Pythons, the one whose turn it is first. `commit`: its hash."""
-    others = [version for version in bootstrap.PYTHONS if version != running]
-    turn = int(commit, 16) % len(others)
-    return others[turn:] + others[:turn]
+    versions = [version for version in bootstrap.PYTHONS if version != running]
+    turn = int(commit, 16) % len(versions)
+    return versions[turn:] + versions[:turn]
 
 
 def find(version: tuple[int, int]) -> str | None:
@@ -85,8 +85,8 @@ def set_up(folder: Path) -> int:
         except subprocess.TimeoutExpired:
             print(f"{name}: NOT TRIED: its packages were not here after {SETUP_SECONDS} s", flush=True)
             return 0
-        told = f"set-up FAILED: {wrong}" if wrong else "set-up passed"
-        print(f"{name} ({python}): {told} in {time.monotonic() - start:.0f} s", flush=True)
+        verdict = f"set-up FAILED: {wrong}" if wrong else "set-up passed"
+        print(f"{name} ({python}): {verdict} in {time.monotonic() - start:.0f} s", flush=True)
         return 1 if wrong else 0
     print("NO FURTHER PYTHON was tried: none is installed", flush=True)
     return 0
@@ -102,8 +102,8 @@ def train(folder: Path) -> int:
         wrong = within(TRAIN_SECONDS, TRAIN, clone)
     except subprocess.TimeoutExpired:
         wrong = f"not done after {TRAIN_SECONDS} s"
-    told = f"FAILED: {wrong}" if wrong else "passed"
-    print(f"two steps of the quickstart {told} in {time.monotonic() - start:.0f} s", flush=True)
+    verdict = f"FAILED: {wrong}" if wrong else "passed"
+    print(f"two steps of the quickstart {verdict} in {time.monotonic() - start:.0f} s", flush=True)
     return 1 if wrong else 0
 
 

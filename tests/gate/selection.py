@@ -32,28 +32,30 @@ def sources(root: Path) -> list[str]:
 
 def modules(files: Iterable[str]) -> dict[str, str]:
     """Module name -> file."""
-    found: dict[str, str] = {}
+    module_files: dict[str, str] = {}
     for file in files:
         path = Path(file).with_suffix("")
         parts = path.parts[:-1] if path.name == "__init__" else path.parts
-        found[".".join(parts)] = file
-    return found
+        module_files[".".join(parts)] = file
+    return module_files
 
 
 def named(tree: ast.AST) -> tuple[set[str], set[str]]:
     """Module names, also of imports inside functions, of `from a import b` both `a` and `a.b`; and the strings of the
     source, without its docstrings."""
-    found, words, prose = set[str](), list[ast.Constant](), set[int]()
+    module_names, words, prose = set[str](), list[ast.Constant](), set[int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant):
             words.append(node)
         elif isinstance(node, ast.Expr):
             prose.add(id(node.value))
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            module_names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found, {word.value for word in words if isinstance(word.value, str) and id(word) not in prose}
+            module_names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return module_names, {
+        word.value for word in words if isinstance(word.value, str) and id(word) not in prose
+    }
 
 
 def with_parents(module: str) -> list[str]:
@@ -69,14 +71,14 @@ class Reach:
         self._files = sources(root)
         self._users: dict[str, set[str]] = {}
         self._words: dict[str, set[str]] = {}
-        places = modules(self._files)
+        module_files = modules(self._files)
         for file in self._files:
-            found, words = named(ast.parse((root / file).read_text(encoding="utf-8"), file))
+            module_names, words = named(ast.parse((root / file).read_text(encoding="utf-8"), file))
             self._words[file] = words
-            for module in found.union(*(MODULE.findall(word) for word in words)):
+            for module in module_names.union(*(MODULE.findall(word) for word in words)):
                 for name in with_parents(module):
-                    if name in places:
-                        self._users.setdefault(places[name], set()).add(file)
+                    if name in module_files:
+                        self._users.setdefault(module_files[name], set()).add(file)
 
     def tests(self, changed: Iterable[str] | None) -> list[str]:
         """Test files, the nearest to the change first. `changed` None: nobody knows what did."""
@@ -98,37 +100,37 @@ class Reach:
 
     def steps(self, changed: Iterable[str]) -> dict[str, int] | None:
         """File -> the fewest steps from it to something changed. None: the change may reach everything."""
-        found: dict[str, int] = {}
+        distances: dict[str, int] = {}
         for path in changed:
             if path.startswith(EVERY_RUN):
                 return None
             if path.endswith(".py"):
-                found[path] = 0
+                distances[path] = 0
             elif users := self.naming(path):
-                found |= dict.fromkeys(users, 1)
+                distances |= dict.fromkeys(users, 1)
             elif not path.endswith(".md"):
                 return None
-        waiting = deque(sorted(found, key=lambda file: found[file]))
+        waiting = deque(sorted(distances, key=lambda file: distances[file]))
         while waiting:
             file = waiting.popleft()
             for user in self._users.get(file, ()):
-                if user not in found:
-                    found[user] = found[file] + 1
+                if user not in distances:
+                    distances[user] = distances[file] + 1
                     waiting.append(user)
-        return found
+        return distances
 
 
 def git(*words: str) -> str | None:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
+    process = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def base() -> str | None:
     """The commit that the change began at: where it left main; on main itself, the newest tag before it."""
     head = git("rev-parse", "HEAD")
     for main in ("origin/main", "main"):
-        if (left := git("merge-base", "HEAD", main)) not in (None, head):
-            return left
+        if (merge_base := git("merge-base", "HEAD", main)) not in (None, head):
+            return merge_base
     return git("describe", "--tags", "--abbrev=0", "HEAD~1")
 
 

@@ -108,17 +108,17 @@ class World:
     def _sequence(self, n: int, randn: Callable[[int], Tensor], g: torch.Generator) -> dict[str, Tensor]:
         mu = -randn(n + 2).abs() - 0.1
         old = mu + self.scale * randn(n + 2)
-        now = old + self.scale * randn(n + 2)
+        current = old + self.scale * randn(n + 2)
         versions = torch.sort(torch.randint(4, 8, (n + 2,), generator=g)).values
         behaviour = torch.where(versions < 5, torch.full_like(mu, torch.nan), old + 0.1 * randn(n + 2))
         return {
             "mask": torch.cat([torch.zeros(2, dtype=DOUBLE), torch.ones(n, dtype=DOUBLE)]),
             "turns": torch.tensor([-1, -1, *(min(i, 2) for i in range(n))]),
-            "mu": mu, "old": old, "current": now, "ewma": now - 0.1, "ref": old + 0.2 * randn(n + 2),
+            "mu": mu, "old": old, "current": current, "ewma": current - 0.1, "ref": old + 0.2 * randn(n + 2),
             "behaviour": behaviour, "versions": versions,
             "entropy": randn(n + 2).abs(), "values": randn(n + 2),
-            "sum_pi_squared": old.exp().clamp(max=1) ** 2 + 0.1, "logp": now + 0.02 * randn(n + 2),
-            "divergence": (now - old).abs() + 0.1,
+            "sum_pi_squared": old.exp().clamp(max=1) ** 2 + 0.1, "logp": current + 0.02 * randn(n + 2),
+            "divergence": (current - old).abs() + 0.1,
         }  # fmt: skip
 
     def records(self) -> list[SampleGroup]:
@@ -223,8 +223,8 @@ class _Step:
                 self.objective.prepare(batch, self.reduce)
             sums: Sums = {}
             for part in batch:
-                more = self.backward(part, plan.denominator / len(updates), known)
-                sums = {k: v + sums.get(k, 0) for k, v in more.items()}
+                part_sums = self.backward(part, plan.denominator / len(updates), known)
+                sums = {k: v + sums.get(k, 0) for k, v in part_sums.items()}
             summed = {name: self.reduce(sums[name].double()) for name in sorted(sums)}
             self.outcome.loss += float(summed.pop("loss"))
             self.objective.after_step(list, loss_metrics(summed, self.objective.requirements.needs))

@@ -34,19 +34,21 @@ class Page:
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": params})
         while True:
-            told = await self._socket.receive_json(timeout=PATIENCE + 10)  # a condition says "never" itself
-            if told.get("id") == number:
-                if "error" in told:
-                    raise AssertionError(f"{method}: {told['error']}")
-                return dict(told["result"])
-            self._events.append(told)
+            message = await self._socket.receive_json(
+                timeout=PATIENCE + 10
+            )  # a condition says "never" itself
+            if message.get("id") == number:
+                if "error" in message:
+                    raise AssertionError(f"{method}: {message['error']}")
+                return dict(message["result"])
+            self._events.append(message)
 
     async def evaluate(self, code: str) -> Any:
         """The value of an expression, awaited."""
-        told = await self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in told:
-            raise AssertionError(f"{code}: {told['exceptionDetails']}")
-        return told["result"].get("value")
+        response = await self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in response:
+            raise AssertionError(f"{code}: {response['exceptionDetails']}")
+        return response["result"].get("value")
 
     async def size(self, width: int, height: int, *, dark: bool = False) -> None:
         mobile = width < 640
@@ -62,13 +64,15 @@ class Page:
 
     async def open(self, url: str) -> None:
         """And wait until the page has drawn what the address names."""
-        before = await self.evaluate("document.body ? Number(document.body.dataset.drawn ?? 0) : 0")
-        same = await self.evaluate("location.href.split('#')[0]") == url.split("#")[0]
+        drawn_before = await self.evaluate("document.body ? Number(document.body.dataset.drawn ?? 0) : 0")
+        same_document = await self.evaluate("location.href.split('#')[0]") == url.split("#")[0]
         if await self.evaluate("location.href") == url:  # a page that is there already does not draw again
             await self.evaluate("dispatchEvent(new HashChangeEvent('hashchange')) && null")
         else:
             await self.call("Page.navigate", url=url)
-        await self.until(f"Number(document.body?.dataset.drawn ?? 0) > {before if same else 0}")
+        await self.until(
+            f"Number(document.body?.dataset.drawn ?? 0) > {drawn_before if same_document else 0}"
+        )
 
     async def until(self, condition: str) -> None:
         code = (
@@ -88,20 +92,20 @@ class Page:
         return str(await self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     async def picture(self, path: Path, *, whole: bool = False) -> None:
-        told = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(told["data"]))
+        screenshot = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(screenshot["data"]))
 
     @property
     def complaints(self) -> list[str]:
         """What the console said of errors, and what was refused."""
-        found = []
+        errors = []
         for event in self._events:
             params = event.get("params", {})
             if event.get("method") == "Runtime.exceptionThrown":
-                found.append(json.dumps(params["exceptionDetails"])[:300])
+                errors.append(json.dumps(params["exceptionDetails"])[:300])
             if event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-                found.append(params["entry"]["text"])
-        return found
+                errors.append(params["entry"]["text"])
+        return errors
 
     def forget_complaints(self) -> None:
         self._events.clear()
@@ -126,9 +130,9 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
             while not (port.exists() and len(port.read_text().split()) == 2):
                 assert process.poll() is None, "Chromium ended"
                 await asyncio.sleep(0.05)
-        at = f"http://127.0.0.1:{port.read_text().split()[0]}"
+        base_url = f"http://127.0.0.1:{port.read_text().split()[0]}"
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"{at}/json/list") as answer:
+            async with session.get(f"{base_url}/json/list") as answer:
                 (tab,) = [t for t in await answer.json() if t["type"] == "page"]
             async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 page = Page(socket)

@@ -37,11 +37,11 @@ def main(model: Path, workplace: Path, layout: str) -> None:
     cases.steps(trainer, 1)
     cases.save(trainer, 1)
     assert trainer.load_checkpoint() == 1
-    same = (cases.weight_sums(trainer), cases.steps(trainer, 1)) == expected
+    is_equal = (cases.weight_sums(trainer), cases.steps(trainer, 1)) == expected
     rank = dist.get_rank()
     folder = workplace / "run" / "checkpoints" / "step-000001"
     wrote = sum(p.stat().st_size for p in folder.glob(f"__{rank}_*.distcp"))
-    (workplace / f"rank{rank}.json").write_text(json.dumps({"wrote": wrote, "read": read, "same": same}))
+    (workplace / f"rank{rank}.json").write_text(json.dumps({"wrote": wrote, "read": read, "same": is_equal}))
     trainer.close()
 
 

@@ -31,12 +31,12 @@ MOST_JOINED = 2
 
 @dataclass(frozen=True)
 class Deed:
-    """To be done as soon as the run has made `step` steps and something can be done. `what` and `whom`, both from 0
+    """To be done as soon as the run has made `step` steps and something can be done. `kind` and `target`, both from 0
     to 1, choose among what is possible then."""
 
     step: int
-    parse_label: float
-    whom: float
+    kind: float
+    target: float
 
 
 def deeds(seed: int, steps: int, every: int) -> Iterator[Deed]:
@@ -75,41 +75,41 @@ class Churn:
         if steps_done(self.run) < deed.step:
             return False
         figures = self.figures()
-        serving = sorted(url for url, told in figures.items() if told["serving"])
+        serving = sorted(url for url, engine_figures in figures.items() if engine_figures["serving"])
         joined = [url for url in serving if url not in self._own]
         victims: dict[What, list[str]] = {}
         if len(self.joiners()) < MOST_JOINED:
             victims["join"] = [""]
         if len(serving) > 1:  # somebody must be left to serve
             victims |= {"drain": serving, "kill": serving, "terminate": joined, "vanish": joined}
-        possible = [what for what, urls in victims.items() if urls]
+        possible = [action for action, urls in victims.items() if urls]
         if not possible:
             return False
-        fewest = min(self.happened[what] for what in possible)  # so that all of them come about
-        rare = [what for what in possible if self.happened[what] == fewest]
-        what = rare[int(deed.parse_label * len(rare))]
-        if what == "join":
+        fewest = min(self.happened[action] for action in possible)  # so that all of them come about
+        rare = [action for action in possible if self.happened[action] == fewest]
+        action = rare[int(deed.kind * len(rare))]
+        if action == "join":
             return self._take_back(min(away)) if (away := self._drained - figures.keys()) else self._join()
-        return self._harm(what, victims[what][int(deed.whom * len(victims[what]))])
+        return self._harm(action, victims[action][int(deed.target * len(victims[action]))])
 
     def _join(self) -> bool:
-        before = {p.pid for p in self.joiners()}
+        pids_before = {p.pid for p in self.joiners()}
         self._note("join", "")
         self.start()
-        return self._until(lambda: any(p.pid not in before for p in self.joiners()))
+        return self._until(lambda: any(p.pid not in pids_before for p in self.joiners()))
 
     def _take_back(self, url: str) -> bool:
-        done = main(["engines", "drain", str(self.run), url, "--undo"]) == 0
+        success = main(["engines", "drain", str(self.run), url, "--undo"]) == 0
         self._drained.discard(url)
-        self._note("taken back" if done else "taken back too late", url)
-        return done
+        self._note("taken back" if success else "taken back too late", url)
+        return success
 
     def _harm(self, what: What, url: str) -> bool:
         if what == "drain":
-            done = main(["engines", "drain", str(self.run), url]) == 0
-            self._drained |= {url} & self._own if done else set()
-            self._note("drain" if done else "drain refused", url)
-            return done
+            success = main(["engines", "drain", str(self.run), url]) == 0
+            self._drained |= {url} & self._own if success else set()
+            self._note("drain" if success else "drain refused", url)
+            return success
         server = engine_process(url)
         if server is None:  # died since
             return False

@@ -107,13 +107,13 @@ class Stage:
 
     def arm(self, name: str, times: int) -> None:
         """Die there."""
-        at, left = BOUNDARIES[name], times
-        original = getattr(at.owner, at.method)
+        boundary, left = BOUNDARIES[name], times
+        original = getattr(boundary.owner, boundary.method)
 
         def reached(side: str, args: tuple[Any, ...]) -> None:
             nonlocal left
-            armed = at.at_once or (self.takes > 1 and (not at.kills or self.killed))
-            if side == at.side and armed and (at.call is None or args[0] == at.call):
+            armed = boundary.at_once or (self.takes > 1 and (not boundary.kills or self.killed))
+            if side == boundary.side and armed and (boundary.call is None or args[0] == boundary.call):
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -121,19 +121,19 @@ class Stage:
         @functools.wraps(original)
         async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:
             reached("before", args)
-            found = await original(self, *args, **kwargs)
+            result = await original(self, *args, **kwargs)
             reached("after", args)
-            return found
+            return result
 
         @functools.wraps(original)
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
             reached("before", args)
-            found = original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
             reached("after", args)
-            return found
+            return result
 
-        setattr(at.owner, at.method, awaited if inspect.iscoroutinefunction(original) else called)
-        self.kills = at.kills
+        setattr(boundary.owner, boundary.method, awaited if inspect.iscoroutinefunction(original) else called)
+        self.kills = boundary.kills
 
     async def run(self) -> None:
         config, folder = self.config, self.config.run.dir
@@ -148,28 +148,28 @@ class Stage:
         scorer: Any = Scorer(lambda: None, lambda ids: "", 5)  # type: ignore[arg-type, return-value]
         self.manager = RolloutManager(config, buffer, self.workers, Numbers(), scorer, planning)
         async with aiohttp.ClientSession() as self.session:
-            begun = saved_step(folder)
-            await self.manager.restore(begun)
+            resume_step = saved_step(folder)
+            await self.manager.restore(resume_step)
             await self.push()
-            for step in range(begun + 1, self.steps + 1):
+            for step in range(resume_step + 1, self.steps + 1):
                 await self.step(step)
             await self.manager.close()
         await self.workers.close()
         buffer.close()
 
     async def step(self, step: int) -> None:
-        while (taken := await self.manager.take(step)) is None:
+        while (batch := await self.manager.take(step)) is None:
             await self.push()
         self.takes += 1
-        groups = loaded(self.config.run.dir, taken.groups)
+        groups = loaded(self.config.run.dir, batch.groups)
         for group in groups:
             for sample in group.samples:
                 expected(sample)
                 assert sample.reward == float(sample.tokens % 2)
-        assert taken.metrics["lost"] == 0
-        given = [[g.group_id, *(list(s.response_ids) for s in g.samples)] for g in groups]
-        with (self.config.run.dir / TOLD).open("a") as told:
-            told.write(json.dumps([step, given]) + "\n")
+        assert batch.metrics["lost"] == 0
+        group_rows = [[g.group_id, *(list(s.response_ids) for s in g.samples)] for g in groups]
+        with (self.config.run.dir / TOLD).open("a") as log_file:
+            log_file.write(json.dumps([step, group_rows]) + "\n")
         if self.kills and self.takes > 1 and not self.killed:
             self.killed = True
             self.processes[step % len(self.processes)].kill()
@@ -181,15 +181,15 @@ class Stage:
             await self.manager.commit(step)
 
     async def push(self) -> None:
-        left = True
-        while left:
+        pending = True
+        while pending:
             ticket = await self.manager.begin_push()
             for address in ticket.engines:
-                sent = self.session.post(f"{address.url}/load", json={"weights": ticket.weight_version})
-                async with sent as answer:
+                request = self.session.post(f"{address.url}/load", json={"weights": ticket.weight_version})
+                async with request as answer:
                     assert answer.status == 200, await answer.text()
             canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
-            left = bool((await self.manager.end_push(ticket, canaries))["push_left"])
+            pending = bool((await self.manager.end_push(ticket, canaries))["push_left"])
 
 
 def main() -> None:

@@ -35,8 +35,8 @@ def start(run: Path, *overrides: str) -> tuple[Trainer, Critic, Objective]:
 
 def step(trainer: Trainer, objective: Objective, number: int) -> dict[str, Any]:
     """Metrics of one train step on the recorded batch."""
-    taken = signal_cases.single_rewards(signal_cases.stale(signal_cases.recorded()))
-    metrics = train_step(trainer, objective, replace(taken, train_step=number))
+    batch = signal_cases.single_rewards(signal_cases.stale(signal_cases.recorded()))
+    metrics = train_step(trainer, objective, replace(batch, train_step=number))
     return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k not in OF_LAYOUT}
 
 
@@ -47,16 +47,16 @@ def save(trainer: Trainer, objective: Objective, number: int) -> None:
 
 def main(workplace: Path, layouts: list[str]) -> None:
     """Three steps of each layout, and a fourth that goes on from the checkpoint of one process, for `seen.json`."""
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout in layouts:
         trainer, _, objective = start(
             workplace / "alone", *(f"parallel.{pair}" for pair in layout.split(","))
         )
         steps = [step(trainer, objective, n) for n in (1, 2, 3)]
         assert trainer.load_checkpoint(objective) == 3
-        seen[layout] = [*steps, step(trainer, objective, 4)]
+        results[layout] = [*steps, step(trainer, objective, 4)]
         if trainer.is_main:
-            (workplace / "seen.json").write_text(json.dumps(seen))
+            (workplace / "seen.json").write_text(json.dumps(results))
         trainer.close()
 
 

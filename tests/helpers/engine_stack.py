@@ -64,8 +64,8 @@ def tensors(seed: int) -> Iterable[tuple[str, Tensor]]:
     """Under the names that a checkpoint has on disk: one tensor for each expert."""
     for name, tensor in model(seed).state_dict().items():
         if name.endswith("experts.gate_up_proj"):
-            for e, both in enumerate(tensor):
-                gate, up = both.chunk(2)
+            for e, gate_up in enumerate(tensor):
+                gate, up = gate_up.chunk(2)
                 stem = name.removesuffix("gate_up_proj")
                 yield f"{stem}{e}.gate_proj.weight", gate
                 yield f"{stem}{e}.up_proj.weight", up
@@ -117,10 +117,10 @@ class Stack:
         addresses = await begin_push(self.router, version)
         ticket = WeightUpdate(version, addresses, CANARIES)
         checksums = EngineChecksums(self._hf, self.client.tp)
-        sent = checksums.watch(tensors(seed))
+        named_tensors = checksums.watch(tensors(seed))
         if hurt is not None:
-            sent = ((name, hurt(name, tensor)) for name, tensor in sent)
-        self.bytes_sent = await asyncio.to_thread(self.sync.push, sent, ticket)
+            named_tensors = ((name, hurt(name, tensor)) for name, tensor in named_tensors)
+        self.bytes_sent = await asyncio.to_thread(self.sync.push, named_tensors, ticket)
         claimed = canaries(seed if claimed_seed is None else claimed_seed)
         metrics = await self.router.end_push(version, claimed, checksums.digests())
         raise_if_hopeless(self.router, version)
@@ -135,11 +135,11 @@ class Stack:
 async def stack(config: Config, url: str) -> AsyncIterator[Stack]:
     async with make_session() as session:
         client = EngineClient(url, session, tp=config.engine.tp)
-        made = Stack(config, client)
+        engine_stack = Stack(config, client)
         try:
-            yield made
+            yield engine_stack
         finally:
-            await asyncio.to_thread(made.sync.close)
+            await asyncio.to_thread(engine_stack.sync.close)
             await client.abort(None)
             await client.slow_down(None)
 

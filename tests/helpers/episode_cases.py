@@ -17,11 +17,11 @@ from rlsys.generators.turns import GenerateTurn
 
 def split(sample: Sample, cuts: Sequence[int]) -> Sample:
     """The sample as an episode: each sequence has all that came before it as its prompt. Without routes."""
-    known = [*sample.prompt_ids, *sample.response_ids]
+    token_ids = [*sample.prompt_ids, *sample.response_ids]
     bounds = list(pairwise([0, *cuts, sample.tokens]))
     first = _part(replace(sample, extra_sequences=[]), *bounds[0], sample)
     for start, end in bounds[1:]:
-        first.begin(known[: len(sample.prompt_ids) + start], parent=0)
+        first.begin(token_ids[: len(sample.prompt_ids) + start], parent=0)
         first.extra_sequences[-1] = _part(first.extra_sequences[-1], start, end, sample)
     return first
 
@@ -32,14 +32,14 @@ def _part(into: Sample, start: int, end: int, sample: Sample) -> Sample:
     return replace(
         into, response_ids=sample.response_ids[start:end], mu=mu, mu_sum=sum(mu), status=sample.status, routes=[],
         behaviour=sample.behaviour[start:end],
-        spans=[VersionSpan(x.version, *at) for x in sample.spans if (at := _within(x.start, x.end, start, end))],
-        observed=[TokenSpan(*at) for x in sample.observed if (at := _within(x.start, x.end, start, end))],
+        spans=[VersionSpan(x.version, *bounds) for x in sample.spans if (bounds := _within(x.start, x.end, start, end))],
+        observed=[TokenSpan(*bounds) for x in sample.observed if (bounds := _within(x.start, x.end, start, end))],
     )  # fmt: skip
 
 
 def _within(start: int, end: int, a: int, b: int) -> tuple[int, int] | None:
-    found = max(start, a) - a, min(end, b) - a
-    return found if found[0] < found[1] else None
+    overlap = max(start, a) - a, min(end, b) - a
+    return overlap if overlap[0] < overlap[1] else None
 
 
 def split_groups(groups: Iterable[SampleGroup], every: int = 2) -> list[SampleGroup]:
@@ -59,19 +59,19 @@ def three_at_once(config: Config, tokenizer: object, speak: GenerateTurn) -> Gen
 
     async def turn(q: Sample) -> Status:
         await speak(q)
-        ended, q.status = q.status, Status.PARKED  # at once: the sample has ended when all have
-        return ended
+        status, q.status = q.status, Status.PARKED  # at once: the sample has ended when all have
+        return status
 
     async def generate(sample: Sample, prompt: Prompt) -> None:
         while len(sample.extra_sequences) < 2:
             sample.begin([7, 8, 9 + len(sample.extra_sequences)])
         ends = [asyncio.ensure_future(turn(q)) for q in sample.sequences]
         try:
-            found = await asyncio.gather(*ends)
+            statuses = await asyncio.gather(*ends)
         except asyncio.CancelledError:
             await asyncio.gather(*ends, return_exceptions=True)
             raise
-        for q, end in zip(sample.sequences, found, strict=True):
+        for q, end in zip(sample.sequences, statuses, strict=True):
             q.status = end
 
     return generate

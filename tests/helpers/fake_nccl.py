@@ -53,10 +53,10 @@ class _Renamed(distributed_c10d.BackendConfig):
     """Who asks for NCCL gets ours, who asks for gloo gets torch's fake one; each keeps the name that it asked for."""
 
     def get_device_backend_map(self) -> dict[str, dist.Backend]:
-        asked: dict[str, str] = dict(super().get_device_backend_map())
-        if set(asked.values()) == {"nccl"}:
-            asked = {"cpu": "nccl", "cuda": "nccl"}  # the tensors of these tests are in host memory
-        return {device: dist.Backend(_NAMES.get(backend, backend)) for device, backend in asked.items()}
+        backends: dict[str, str] = dict(super().get_device_backend_map())
+        if set(backends.values()) == {"nccl"}:
+            backends = {"cpu": "nccl", "cuda": "nccl"}  # the tensors of these tests are in host memory
+        return {device: dist.Backend(_NAMES.get(backend, backend)) for device, backend in backends.items()}
 
 
 @dataclass
@@ -107,11 +107,11 @@ class Machines:
             members = self._with_engines(made.group_id, made.group_size)
         else:
             members = [self.trainer[rank] for rank in made.global_ranks_in_group or range(made.group_size)]
-        seen: dict[Gpu, int] = {}
+        gpu_ranks: dict[Gpu, int] = {}
         for rank, (node, device) in enumerate(members):
-            if (other := seen.setdefault((node, device), rank)) != rank:
+            if (first_rank := gpu_ranks.setdefault((node, device), rank)) != rank:
                 raise dist.DistBackendError(
-                    f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {device}, node {node}"
+                    f"Duplicate GPU detected : rank {rank} and rank {first_rank} both on CUDA device {device}, node {node}"
                 )
         watched = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"  # 3 is torch's default
         self.groups.append(Group(members, watched, with_engines))
@@ -147,19 +147,25 @@ def machines(config: Config, patch: pytest.MonkeyPatch) -> Machines:
     addresses = [
         EngineAddress(f"http://127.0.0.1:{5000 + i}", len(g), index=i) for i, g in enumerate(engines)
     ]
-    made = Machines(config, trainer, addresses, {a.url: g for a, g in zip(addresses, engines, strict=True)})
-    _on_cuda(made, patch)
+    fake_machines = Machines(
+        config, trainer, addresses, {a.url: g for a, g in zip(addresses, engines, strict=True)}
+    )
+    _on_cuda(fake_machines, patch)
     if BACKEND.upper() in dist.Backend._plugins:
         patch.setitem(
-            dist.Backend._plugins, BACKEND.upper(), dist.Backend._BackendPlugin(made.communicator, True)
+            dist.Backend._plugins,
+            BACKEND.upper(),
+            dist.Backend._BackendPlugin(fake_machines.communicator, True),
         )
     else:
-        dist.Backend.register_backend(BACKEND, made.communicator, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            BACKEND, fake_machines.communicator, extended_api=True, devices=["cpu", "cuda"]
+        )
     patch.setattr(distributed_c10d, "BackendConfig", _Renamed)
-    patch.setattr(receivers.opener, "open", made.answer)
-    _watch_ends(made, patch)
-    patch.setattr(dist, "broadcast", _broadcast(made))
-    return made
+    patch.setattr(receivers.opener, "open", fake_machines.answer)
+    _watch_ends(fake_machines, patch)
+    patch.setattr(dist, "broadcast", _broadcast(fake_machines))
+    return fake_machines
 
 
 @dataclass

@@ -32,8 +32,8 @@ class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        known = name.split(".")[0] in KERNELS
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
+        is_kernel = name.split(".")[0] in KERNELS
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_kernel else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         module = MagicMock(name=spec.name)

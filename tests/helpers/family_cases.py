@@ -21,10 +21,10 @@ from tests.helpers import trainer_cases as cases
 def look(folder: Path, run: Path, layout: str) -> dict[str, Any]:
     """Log-probs, weights under Hugging Face names, and two optimizer steps."""
     trainer = Trainer(cases.config_of(folder, run, **cases.sections(layout)))
-    seen = {"logps": cases.canary_logps(trainer), "weights": digests(trainer)}
-    seen["steps"] = cases.steps(trainer, 2, cases.LR)
+    results = {"logps": cases.canary_logps(trainer), "weights": digests(trainer)}
+    results["steps"] = cases.steps(trainer, 2, cases.LR)
     trainer.close()
-    return seen
+    return results
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
@@ -39,10 +39,10 @@ def digests(trainer: Trainer) -> dict[str, str]:
 def main(workplace: Path, todo: list[str]) -> None:
     for case in todo:
         family, folder, layout = case.split(":")
-        seen = look(workplace / family / folder, workplace / "run", layout)
+        results = look(workplace / family / folder, workplace / "run", layout)
         if torch.distributed.get_rank() == 0:
             with (workplace / "seen.jsonl").open("a") as file:
-                file.write(json.dumps([case, seen]) + "\n")
+                file.write(json.dumps([case, results]) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ class Sites:
 
     def next(self, sort: str) -> str | None:
         """Count a call; the kind of fault that it meets."""
-        at = len(self.seen)
+        index = len(self.seen)
         self.seen.append(sort)
-        return self.fail[1] if self.fail is not None and self.fail[0] == at else None
+        return self.fail[1] if self.fail is not None and self.fail[0] == index else None
 
     def faults(self) -> list[tuple[int, str]]:
         """Every call, with every way in which it can fail."""
@@ -150,8 +150,8 @@ def sqlite_library() -> ctypes.CDLL | None:
     import _sqlite3
 
     with open("/proc/self/maps") as maps:
-        found = next((line.split()[-1] for line in maps if "libsqlite3" in line), None)
-    return ctypes.CDLL(found) if found and _sqlite3 else None
+        library_path = next((line.split()[-1] for line in maps if "libsqlite3" in line), None)
+    return ctypes.CDLL(library_path) if library_path and _sqlite3 else None
 
 
 def _code(kind: str) -> int:
@@ -165,9 +165,9 @@ def sqlite_calls(sites: Sites, library: ctypes.CDLL) -> Iterator[None]:
     library.sqlite3_vfs_find.argtypes = [c_char_p]
     library.sqlite3_vfs_register.argtypes = library.sqlite3_vfs_unregister.argtypes = [c_void_p]
     system = library.sqlite3_vfs_find(None)
-    ours = _VFS.from_buffer_copy(ctypes.string_at(system, ctypes.sizeof(_VFS)))
+    faulty_vfs = _VFS.from_buffer_copy(ctypes.string_at(system, ctypes.sizeof(_VFS)))
     tables: dict[int, _Methods] = {}
-    kept: list[Any] = []  # callbacks live as long as SQLite may call them
+    references: list[Any] = []  # callbacks live as long as SQLite may call them
 
     def patched(address: int) -> int:
         """A copy of a file's methods that meets the faults."""
@@ -189,12 +189,12 @@ def sqlite_calls(sites: Sites, library: ctypes.CDLL) -> Iterator[None]:
                 return _code(kind) if (kind := sites.next("fsync")) else int(sync(file, flags))
 
             callbacks = _WRITE(on_write), _TRUNCATE(on_truncate), _SYNC(on_sync)
-            kept.extend((*callbacks, write, truncate, sync))
+            references.extend((*callbacks, write, truncate, sync))
             table.xWrite, table.xTruncate, table.xSync = (ctypes.cast(c, c_void_p).value for c in callbacks)
             tables[address] = table
         return ctypes.addressof(tables[address])
 
-    plain_open, plain_delete = _OPEN(ours.xOpen), _DELETE(ours.xDelete)
+    plain_open, plain_delete = _OPEN(faulty_vfs.xOpen), _DELETE(faulty_vfs.xDelete)
 
     def on_open(_: int, name: int, file: int, flags: int, out: Any) -> int:
         if kind := sites.next("open"):
@@ -210,12 +210,12 @@ def sqlite_calls(sites: Sites, library: ctypes.CDLL) -> Iterator[None]:
         return _code(kind) if (kind := sites.next("unlink")) else int(plain_delete(system, name, sync))
 
     callbacks = _OPEN(on_open), _DELETE(on_delete)
-    kept.extend(callbacks)
-    ours.xOpen, ours.xDelete = (ctypes.cast(c, c_void_p).value for c in callbacks)
-    ours.zName, ours.pNext = _NAME, None
-    library.sqlite3_vfs_register(ctypes.byref(ours), 1)
+    references.extend(callbacks)
+    faulty_vfs.xOpen, faulty_vfs.xDelete = (ctypes.cast(c, c_void_p).value for c in callbacks)
+    faulty_vfs.zName, faulty_vfs.pNext = _NAME, None
+    library.sqlite3_vfs_register(ctypes.byref(faulty_vfs), 1)
     try:
         yield
     finally:
-        library.sqlite3_vfs_unregister(ctypes.byref(ours))
+        library.sqlite3_vfs_unregister(ctypes.byref(faulty_vfs))
         library.sqlite3_vfs_register(c_void_p(system), 1)

@@ -28,19 +28,19 @@ class Float64Model:
     """Of a folder of Hugging Face's layout. `weights`: leaves with gradients, under the folder's names."""
 
     def __init__(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        made = weights if weights is not None else load_file(folder / "model.safetensors")
-        self.weights = {name: w.double().clone().requires_grad_() for name, w in made.items()}
+        tensors = weights if weights is not None else load_file(folder / "model.safetensors")
+        self.weights = {name: w.double().clone().requires_grad_() for name, w in tensors.items()}
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
 
     def logprobs(self, ids: Sequence[int], routes: Tensor | None = None) -> Tensor:
         """`[t, V]`: after each token, of the next one. routes `[t - 1, layers, k]`: experts to be taken."""
         hidden = self.weights["model.embed_tokens.weight"][torch.tensor(list(ids))]
         for layer in range(self.config["num_hidden_layers"]):
-            at = f"model.layers.{layer}."
-            hidden = hidden + self._attention(at, self._norm(hidden, f"{at}input_layernorm.weight"))
+            prefix = f"model.layers.{layer}."
+            hidden = hidden + self._attention(prefix, self._norm(hidden, f"{prefix}input_layernorm.weight"))
             chosen = None if routes is None else routes[:, layer]
-            normed = self._norm(hidden, f"{at}post_attention_layernorm.weight")
-            hidden = hidden + self._experts(at, normed, chosen)
+            normed = self._norm(hidden, f"{prefix}post_attention_layernorm.weight")
+            hidden = hidden + self._experts(prefix, normed, chosen)
         logits = self._norm(hidden, "model.norm.weight") @ self.weights["lm_head.weight"].T
         return logits - torch.logsumexp(logits, -1, keepdim=True)
 

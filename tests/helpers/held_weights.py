@@ -26,9 +26,9 @@ class HeldWeights:
         """Digests by the tensors that they are of, which live as long as they are known; of all copies together."""
 
     def copy(self) -> HeldWeights:
-        made = HeldWeights(self._tensors, self._tp)
-        made._known = self._known
-        return made
+        duplicate = HeldWeights(self._tensors, self._tp)
+        duplicate._known = self._known
+        return duplicate
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         assert tensors.keys() <= self._tensors.keys()
@@ -36,8 +36,8 @@ class HeldWeights:
 
     def report(self) -> list[dict[str, str]]:
         """Of each rank, as `/weights_checker` answers."""
-        digests = {held: self._of(held, names) for held, names in self._parts.items()}
-        return [{held: ranks[rank] for held, ranks in digests.items()} for rank in range(self._tp)]
+        digests = {parameter: self._of(parameter, names) for parameter, names in self._parts.items()}
+        return [{parameter: ranks[rank] for parameter, ranks in digests.items()} for rank in range(self._tp)]
 
     def _of(self, held: str, names: list[str]) -> list[str]:
         """Digests of one of the engine's tensors, of each rank."""

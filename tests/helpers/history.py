@@ -56,14 +56,14 @@ class Emission:
     @property
     def session(self) -> str:
         """The process that asked."""
-        found = RID.fullmatch(self.rid)
-        return found[1] if found else ""
+        match = RID.fullmatch(self.rid)
+        return match[1] if match else ""
 
     @property
     def sample(self) -> int:
         """-1: of an evaluation, or nobody's."""
-        found = RID.fullmatch(self.rid)
-        return int(found[2]) if found else -1
+        match = RID.fullmatch(self.rid)
+        return int(match[2]) if match else -1
 
 
 @dataclass
@@ -138,9 +138,9 @@ class Verdict:
         return not any(self.faults.values())
 
     def __str__(self) -> str:
-        told = [f"{kind}: {text}" for kind, texts in self.faults.items() for text in texts[:FEW]]
+        lines = [f"{kind}: {text}" for kind, texts in self.faults.items() for text in texts[:FEW]]
         return (
-            "\n".join(told) or f"nothing lost, twice or wrong in {self.steps} steps and {self.tokens} tokens"
+            "\n".join(lines) or f"nothing lost, twice or wrong in {self.steps} steps and {self.tokens} tokens"
         )
 
 
@@ -209,12 +209,12 @@ def _read(path: Path) -> _File:
         for sample, name, start, length in db.execute(f"{pieces} ORDER BY piece"):
             with (path.parent / "segments" / name).open("rb") as file:
                 file.seek(start)
-                found = _record(file.read(length))
-            if found is None or found[0] != sample:
+                record = _record(file.read(length))
+            if record is None or record[0] != sample:
                 damage.append(f"sample {sample}: no whole record at {start} of {name}")
             else:
-                samples[sample].ids += found[1]
-                samples[sample].mu += found[2]
+                samples[sample].ids += record[1]
+                samples[sample].mu += record[2]
         takes = {s: json.loads(ids) for s, ids in db.execute("SELECT train_step, group_ids FROM takes")}
         pushes = dict(db.execute("SELECT weight_version, train_step FROM pushes"))
     return _File(meta, {row[0]: (row[1], row[2], row[3]) for row in rows}, samples, takes, pushes, damage)
@@ -263,13 +263,13 @@ def _judge_steps(file: _File, history: History, steps: int, verdict: Verdict) ->
         if step not in file.takes:
             faults["lost"].append(f"step {step} is not in the journal")
     for t in history.trainings:
-        who = f"step {t.step} of launch {t.launch}, start {t.start}"
+        step_label = f"step {t.step} of launch {t.launch}, start {t.start}"
         if sorted(t.groups) != sorted(file.takes.get(t.step, [])):
-            faults["twice"].append(f"{who} trained groups {sorted(t.groups)}, the journal has others")
-        told = {s: ids for samples in t.groups.values() for s, ids in samples.items()}
+            faults["twice"].append(f"{step_label} trained groups {sorted(t.groups)}, the journal has others")
+        trained_ids = {s: ids for samples in t.groups.values() for s, ids in samples.items()}
         first = next((x for x in line if x.step == t.step), t)
-        if told != {s: ids for samples in first.groups.values() for s, ids in samples.items()}:
-            faults["twice"].append(f"{who} trained other tokens than the step that counts")
+        if trained_ids != {s: ids for samples in first.groups.values() for s, ids in samples.items()}:
+            faults["twice"].append(f"{step_label} trained other tokens than the step that counts")
     for s in history.saved:
         if states.get(s.step) != s.weights:
             faults["twice"].append(
@@ -306,25 +306,25 @@ def _judge_rows(file: _File, verdict: Verdict) -> None:
 def _judge_tokens(file: _File, history: History, states: dict[int, int], verdict: Verdict) -> None:
     """Each token of a sample, at its place, was made there by an engine that held the weights of its version."""
     log = _by_sample(history)
-    told: dict[int, list[int]] = {}
+    trained_ids: dict[int, list[int]] = {}
     for training in history.trainings:
         for samples in training.groups.values():
-            told |= samples
+            trained_ids |= samples
     for number, sample in file.samples.items():
-        ids = sample.ids or told.get(number, [])
-        for place, token in enumerate(ids):
-            if sample.from_tool(place):
+        ids = sample.ids or trained_ids.get(number, [])
+        for position, token in enumerate(ids):
+            if sample.from_tool(position):
                 continue
-            step = file.pushes.get(version) if (version := sample.version(place)) is not None else None
+            step = file.pushes.get(version) if (version := sample.version(position)) is not None else None
             state = None if step is None else states.get(step)
-            mu = sample.mu[place] if place < len(sample.mu) else None
-            makers = [e for e, at in _makers(log[number], sample.prompt, ids, place, token, mu)]
+            mu = sample.mu[position] if position < len(sample.mu) else None
+            makers = [e for e, offset in _makers(log[number], sample.prompt, ids, position, token, mu)]
             if not makers:
-                verdict.faults["wrong"].append(f"sample {number}, token {place}: no engine made it there")
+                verdict.faults["wrong"].append(f"sample {number}, token {position}: no engine made it there")
                 break
-            if state not in {e.weights[place - len(e.ids) + len(sample.prompt)] for e in makers}:
+            if state not in {e.weights[position - len(e.ids) + len(sample.prompt)] for e in makers}:
                 verdict.faults["wrong"].append(
-                    f"sample {number}, token {place}: version {version}, of step {step}, and other weights made it"
+                    f"sample {number}, token {position}: version {version}, of step {step}, and other weights made it"
                 )
                 break
             verdict.tokens += 1
@@ -343,10 +343,10 @@ def _makers(
     """Requests that went on from what precedes, and made this token with this log-prob at this place."""
     for e in log:
         start = len(e.ids) - len(prompt)
-        at = place - start
-        made_it = 0 <= at < len(e.made) and e.made[at] == token and (mu is None or e.mu[at] == mu)
+        offset = place - start
+        made_it = 0 <= offset < len(e.made) and e.made[offset] == token and (mu is None or e.mu[offset] == mu)
         if made_it and e.ids == prompt + ids[:start]:
-            yield e, at
+            yield e, offset
 
 
 def _judge_delivered(file: _File, history: History, states: dict[int, int], verdict: Verdict) -> None:

@@ -117,22 +117,22 @@ class HttpEngine:
         params = body.get("sampling_params") or {}
         budget = (params[0] if isinstance(params, list) else params).get("max_new_tokens")
         budget = min(budget or body.get("max_tokens") or 8, CONTEXT - len(prompt))
-        aborts, made = self.aborts, list[int]()
+        aborts, output_ids = self.aborts, list[int]()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if body.get("stream"):
             await response.prepare(request)
         reason: str | None = None
         while reason is None:
-            if self.hold_at is not None and len(made) >= self.hold_at:
+            if self.hold_at is not None and len(output_ids) >= self.hold_at:
                 await self.free.wait()
-            made.append(token_at(len(prompt) + len(made) - 1))
+            output_ids.append(token_at(len(prompt) + len(output_ids) - 1))
             aborted = self.aborts != aborts
-            reason = "abort" if aborted else "length" if len(made) == budget else None
+            reason = "abort" if aborted else "length" if len(output_ids) == budget else None
             if body.get("stream"):
-                chunk = self._answer(request.path, prompt, made, reason, only_last=True)
+                chunk = self._answer(request.path, prompt, output_ids, reason, only_last=True)
                 await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         if not body.get("stream"):
-            return web.json_response(self._answer(request.path, prompt, made, reason))
+            return web.json_response(self._answer(request.path, prompt, output_ids, reason))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -142,10 +142,10 @@ class HttpEngine:
     ) -> dict[str, Any]:
         ids = made[-1:] if only_last else made
         if path != "/generate":
-            place = (
+            content = (
                 {"text": letters(ids)} if path == "/v1/completions" else {"delta": {"content": letters(ids)}}
             )
-            return {"id": "x", "choices": [{"index": 0, **place, "finish_reason": reason}]}
+            return {"id": "x", "choices": [{"index": 0, **content, "finish_reason": reason}]}
         meta = {
             "id": f"id{len(self.requests)}",
             "finish_reason": {"type": reason} if reason else None,

@@ -129,14 +129,14 @@ def outcome(call: Callable[[], Any]) -> str:
 
 def attack(name: str, expected: Iterable[str], call: Callable[..., Any], subjects: Iterable[Any]) -> Attack:
     """Call it with each subject, or with the values of each tuple; an outcome that is not expected is a fault."""
-    allowed, seen, hits = set(expected), dict[str, int](), []
+    allowed, outcome_counts, hits = set(expected), dict[str, int](), []
     for subject in subjects:
         arguments = subject if type(subject) is tuple else (subject,)
         result = outcome(partial(call, *arguments))
-        seen[result] = seen.get(result, 0) + 1
+        outcome_counts[result] = outcome_counts.get(result, 0) + 1
         if result not in allowed:
             hits.append(f"{subject}: {result}")
-    return Attack(name, " or ".join(sorted(allowed)), seen, hits)
+    return Attack(name, " or ".join(sorted(allowed)), outcome_counts, hits)
 
 
 # Files
@@ -164,20 +164,20 @@ def attack_folders(target: Target) -> Iterator[Attack]:
 
 def attack_files(target: Target) -> Iterator[Attack]:
     """What processes hold open, and what lies in folders that all users share."""
-    gone = ["EACCES", "EPERM", "ENOENT", "ENXIO"]
-    tops = [found for top in target.temporary for found in os.walk(top)]
-    left = [str(Path(folder) / name) for folder, _, names in tops for name in names]
-    yield attack("read an open file", gone, read, target.files)
-    yield attack("read a temporary file", gone, read, left)
-    yield attack("write to one", gone, write, [*target.files, *left])
+    refusal_errnos = ["EACCES", "EPERM", "ENOENT", "ENXIO"]
+    tops = [entry for top in target.temporary for entry in os.walk(top)]
+    temporary_files = [str(Path(folder) / name) for folder, _, names in tops for name in names]
+    yield attack("read an open file", refusal_errnos, read, target.files)
+    yield attack("read a temporary file", refusal_errnos, read, temporary_files)
+    yield attack("write to one", refusal_errnos, write, [*target.files, *temporary_files])
 
 
 # Processes
 
 
 def attack_processes(target: Target) -> Iterator[Attack]:
-    pids, gone = target.processes, ["ESRCH", "ENOENT"]
-    denied = ["EACCES", "EPERM", *gone]
+    pids, missing_errnos = target.processes, ["ESRCH", "ENOENT"]
+    denied = ["EACCES", "EPERM", *missing_errnos]
     libc = ctypes.CDLL(None, use_errno=True)
 
     def system(call: Any, *arguments: Any) -> int:
@@ -194,10 +194,12 @@ def attack_processes(target: Target) -> Iterator[Attack]:
             os.close(descriptor)
 
     for number in (0, signal.SIGCONT, signal.SIGHUP, signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
-        yield attack(f"signal {int(number)}", ["EPERM", *gone], os.kill, [(pid, number) for pid in pids])
+        yield attack(
+            f"signal {int(number)}", ["EPERM", *missing_errnos], os.kill, [(pid, number) for pid in pids]
+        )
     for name, request in (("PTRACE_ATTACH", PTRACE_ATTACH), ("PTRACE_SEIZE", PTRACE_SEIZE)):
         calls = [(libc.ptrace, request, pid, None, None) for pid in pids]
-        yield attack(name, ["EPERM", *gone], system, calls)
+        yield attack(name, ["EPERM", *missing_errnos], system, calls)
     for file in ("environ", "mem", "maps", "io", "stack", "syscall", "auxv"):
         yield attack(f"read /proc/PID/{file}", denied, read, [f"/proc/{pid}/{file}" for pid in pids])
     for folder in ("fd", "map_files", "cwd/", "root/"):
@@ -206,9 +208,9 @@ def attack_processes(target: Target) -> Iterator[Attack]:
         )
     descriptors = [f"/proc/{pid}/fd/{n}" for pid in pids for n in (0, 3, 5, 9, 20)]
     yield attack("open /proc/PID/fd/N", denied, read, descriptors)
-    yield attack("pidfd_getfd", ["EPERM", *gone], take_descriptor, pids)
+    yield attack("pidfd_getfd", ["EPERM", *missing_errnos], take_descriptor, pids)
     limits = [(pid, resource.RLIMIT_NOFILE, (0, 0)) for pid in pids]
-    yield attack("prlimit", ["EPERM", *gone], resource.prlimit, limits)
+    yield attack("prlimit", ["EPERM", *missing_errnos], resource.prlimit, limits)
     yield attack("renice", denied, os.setpriority, [(os.PRIO_PROCESS, pid, 19) for pid in pids])
     yield attack("move to other cores", denied, os.sched_setaffinity, [(pid, {0}) for pid in pids])
     yield attack("oom_score_adj", denied, write, [f"/proc/{pid}/oom_score_adj" for pid in pids])
@@ -234,9 +236,9 @@ def attack_unix_sockets(target: Target) -> Iterator[Attack]:
         with socket.socket(socket.AF_UNIX) as s:
             s.bind(path)
 
-    gone = ["EACCES", "ENOENT"]
-    yield attack("connect to a Unix socket", gone, connect, target.sockets)
-    yield attack("listen in its place", gone, replace, target.sockets)
+    refusal_errnos = ["EACCES", "ENOENT"]
+    yield attack("connect to a Unix socket", refusal_errnos, connect, target.sockets)
+    yield attack("listen in its place", refusal_errnos, replace, target.sockets)
 
 
 def listen_beside(server: Server) -> None:
@@ -358,7 +360,7 @@ def request(
 
 def attack_http(server: Server, secrets: Iterable[str]) -> Iterator[Attack]:
     """Requests without a key, and with wrong ones: refused, except paths that anybody may read."""
-    seen, hits = dict[str, int](), []
+    status_counts, hits = dict[str, int](), []
     body = json.dumps(
         {"token": FORGED, "line": [], "seconds": 9, "files": 0, "prompt": "x", "text": "x"}
     ).encode()
@@ -369,15 +371,15 @@ def attack_http(server: Server, secrets: Iterable[str]) -> Iterator[Attack]:
     ]
     for headers in HEADERS:
         for method, path, data in requests:
-            sent = {**headers, **({"Content-Type": "application/json"} if data else {})}
-            status, answer = request(server, method, path, sent, data)
-            seen[status] = seen.get(status, 0) + 1
+            request_headers = {**headers, **({"Content-Type": "application/json"} if data else {})}
+            status, answer = request(server, method, path, request_headers, data)
+            status_counts[status] = status_counts.get(status, 0) + 1
             allowed = method in ("GET", "OPTIONS") and path in server.open_paths
             if not (status.startswith("4") or (allowed and status == "200")):
                 hits.append(f"{method} {path} {sorted(headers)}: {status} {answer[:80]!r}")
             if any(secret.encode() in answer for secret in secrets):
                 hits.append(f"{method} {path}: the answer has a key")
-    yield Attack(f"{server.name}: requests", "4xx, but 200 for what is open", seen, hits)
+    yield Attack(f"{server.name}: requests", "4xx, but 200 for what is open", status_counts, hits)
 
 
 def odd_bytes(rng: random.Random) -> Iterator[bytes]:
@@ -395,7 +397,7 @@ def odd_bytes(rng: random.Random) -> Iterator[bytes]:
 
 def attack_bytes(server: Server) -> Iterator[Attack]:
     """Messages that are no requests. Nobody has to answer them."""
-    seen = dict[str, int]()
+    result_counts = dict[str, int]()
     for message in odd_bytes(random.Random(server.port)):
         result = "closed"
         try:
@@ -408,18 +410,18 @@ def attack_bytes(server: Server) -> Iterator[Attack]:
             result = "silent"
         except OSError as e:
             result = errno.errorcode.get(e.errno or 0, "OSError")
-        seen[result] = seen.get(result, 0) + 1
-    yield Attack(f"{server.name}: bytes of other protocols", "the server lives", seen, [])
+        result_counts[result] = result_counts.get(result, 0) + 1
+    yield Attack(f"{server.name}: bytes of other protocols", "the server lives", result_counts, [])
 
 
 def flood(servers: Iterable[Server], each: int, seconds: float) -> Iterator[Attack]:
     """Connections that are idle, or send a head or a body slowly, to all servers at once, and are opened again."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     starts = (b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
-    held: dict[Server, list[socket.socket]] = {server: [] for server in servers}
+    open_connections: dict[Server, list[socket.socket]] = {server: [] for server in servers}
     opened, deadline = 0, time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for server, connections in held.items():
+        for server, connections in open_connections.items():
             alive = []
             for s in connections:
                 with contextlib.suppress(OSError):
@@ -427,7 +429,7 @@ def flood(servers: Iterable[Server], each: int, seconds: float) -> Iterator[Atta
                     alive.append(s)
                     continue
                 s.close()
-            held[server] = alive
+            open_connections[server] = alive
             for i in range(min(each - len(alive), 100)):
                 s = socket.socket()
                 s.setblocking(False)
@@ -438,8 +440,8 @@ def flood(servers: Iterable[Server], each: int, seconds: float) -> Iterator[Atta
                 alive.append(s)
                 opened += 1
         time.sleep(0.2)
-    most = {server.name: len(connections) for server, connections in held.items()}
-    for s in (s for connections in held.values() for s in connections):
+    most = {server.name: len(connections) for server, connections in open_connections.items()}
+    for s in (s for connections in open_connections.values() for s in connections):
         s.close()
     yield Attack(f"{each} idle and slow connections to each server", "served", {"opened": opened, **most}, [])
 
@@ -457,8 +459,8 @@ def attacks(target: Target) -> Iterator[Attack]:
         return [*requests, *attack_bytes(server)]
 
     with ThreadPoolExecutor(len(target.servers)) as threads:
-        for found in threads.map(attack_server, target.servers):
-            yield from found
+        for server_attacks in threads.map(attack_server, target.servers):
+            yield from server_attacks
     yield from flood(http_servers, 400, 12.0)
 
 
@@ -471,8 +473,8 @@ def give_up_root(uid: int) -> None:
 def main() -> None:
     target = Target.decode(sys.stdin.read())
     give_up_root(target.uid)
-    for one in attacks(target):
-        print(json.dumps(asdict(one)), flush=True)
+    for attack_result in attacks(target):
+        print(json.dumps(asdict(attack_result)), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Listener:
 
 def listeners(root: int) -> set[Listener]:
     """Of process `root` and its descendants."""
-    found: set[Listener] = set()
+    endpoints: set[Listener] = set()
     for process in _tree(root):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError):
             command = " ".join(process.cmdline())
@@ -45,10 +45,10 @@ def listeners(root: int) -> set[Listener]:
                 bound = c.status == psutil.CONN_LISTEN or (c.type.name == "SOCK_DGRAM" and not c.raddr)
                 if bound and c.laddr:
                     kind = "tcp" if c.status == psutil.CONN_LISTEN else "udp"
-                    found.add(Listener(kind, command, f"{c.laddr.ip}:{c.laddr.port}"))
+                    endpoints.add(Listener(kind, command, f"{c.laddr.ip}:{c.laddr.port}"))
             for path in _unix(process.pid):
-                found.add(Listener("unix", command, path, _reached_by(path)))
-    return found
+                endpoints.add(Listener("unix", command, path, _reached_by(path)))
+    return endpoints
 
 
 def _tree(root: int) -> list[psutil.Process]:

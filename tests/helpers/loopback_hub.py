@@ -22,7 +22,7 @@ def hub(
 ) -> Iterator[tuple[str, list[str]]]:
     """Its URL, and the paths that it was asked for, as they come. All `revisions`, commits by their names, have the
     same files; `revisions` may change meanwhile."""
-    asked: list[str] = []
+    requested_paths: list[str] = []
     commits = {"main": COMMIT} if revisions is None else revisions
     prefix = "datasets/" if kind == "datasets" else ""
 
@@ -35,7 +35,7 @@ def hub(
 
         def _answer(self, *, with_body: bool) -> None:
             path = self.path.partition("?")[0]
-            asked.append(path)
+            requested_paths.append(path)
             body, headers = find(path)
             self.send_response(200 if body is not None else 404)
             for key, value in {**headers, "Content-Length": str(len(body or b""))}.items():
@@ -48,7 +48,7 @@ def hub(
             pass
 
     def find(path: str) -> tuple[bytes | None, dict[str, str]]:
-        api, at = f"/api/{kind}/{name}", f"/{prefix}{name}/resolve/"
+        api, resolve_prefix = f"/api/{kind}/{name}", f"/{prefix}{name}/resolve/"
         if path.startswith(f"{api}/tree/"):
             tree = [{"type": "file", "path": f, "size": len(b), "oid": digest(b)} for f, b in files.items()]
             return json.dumps(tree).encode(), {}
@@ -57,8 +57,8 @@ def hub(
             if (commit := commits.get(revision)) is None:
                 return (None, {}) if revision not in commits.values() else about(revision)
             return about(commit)
-        if path.startswith(at):
-            commit, _, file = path.removeprefix(at).partition("/")
+        if path.startswith(resolve_prefix):
+            commit, _, file = path.removeprefix(resolve_prefix).partition("/")
             if commit in commits.values() and (body := files.get(file)) is not None:
                 return body, {"ETag": f'"{digest(body)}"', "X-Repo-Commit": commit}
         return None, {}
@@ -71,7 +71,7 @@ def hub(
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requested_paths
     finally:
         server.shutdown()
         server.server_close()

@@ -60,8 +60,8 @@ def main(folder: Path) -> None:
     sync = GatheredPush(config, rank, PushPlan({0: (0, 1)}, group=False))
     ticket = WeightUpdate(1, [EngineAddress(f"http://127.0.0.1:{port[0]}", 2, index=0)], [])
     tensors = [(f"t{i}", torch.full((3,), float(rank))) for i in range(4)]  # a bucket each
-    sent = sync.push(iter(tensors), ticket)
-    (folder / f"rank-{rank}.json").write_text(json.dumps({"sent": sent, "seen": SEEN}))
+    bytes_sent = sync.push(iter(tensors), ticket)
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"sent": bytes_sent, "seen": SEEN}))
     dist.barrier()
 
 

@@ -23,9 +23,9 @@ _HUNYUAN = {"mlp.shared_mlp.": "mlp.shared_experts.", "mlp.router.gate.": "mlp.g
 
 def as_in_folders(name: str, folder_names: Iterable[str]) -> str:
     """A tensor's name in the folder, from transformers'."""
-    for theirs, ours in _HUNYUAN.items():
-        if (found := name.replace(ours, theirs)) in folder_names:
-            return found
+    for folder_part, hf_part in _HUNYUAN.items():
+        if (candidate := name.replace(hf_part, folder_part)) in folder_names:
+            return candidate
     return name.replace("e_score_correction_bias", "expert_bias") if name not in folder_names else name
 
 
@@ -40,12 +40,12 @@ class Reference:
         ).eval()
         layers, self._names = self.model.model.layers, tensors.keys()
         self._prefix = f"model.layers.{len(layers)}."
-        own = {
+        mtp_tensors = {
             n.removeprefix(self._prefix): t.double() for n, t in tensors.items() if n.startswith(self._prefix)
         }
         self._layer = copy.deepcopy(layers[-1])
         state = self._layer.state_dict()
-        self._layer.load_state_dict({name: _held(name, own) for name in state})
+        self._layer.load_state_dict({name: _held(name, mtp_tensors) for name in state})
         names = (
             "enorm.weight",
             "hnorm.weight",
@@ -53,7 +53,9 @@ class Reference:
             "shared_head.norm.weight",
             "final_layernorm.weight",
         )
-        self._around = {name: own[name].clone().requires_grad_() for name in names if name in own}
+        self._around = {
+            name: mtp_tensors[name].clone().requires_grad_() for name in names if name in mtp_tensors
+        }
         self._eps = self.model.config.rms_norm_eps
 
     def logits(self, ids: Sequence[int], *, trunk: bool) -> Tensor:
@@ -65,36 +67,38 @@ class Reference:
         if not trunk:
             hidden, following, head = hidden.detach(), following.detach(), head.detach()
         around = self._around
-        both = torch.cat(
+        eh_input = torch.cat(
             [self._norm(following, around["enorm.weight"]), self._norm(hidden, around["hnorm.weight"])], -1
         )
-        joined = linear(both, around["eh_proj.weight"])
+        joined = linear(eh_input, around["eh_proj.weight"])
         n = joined.shape[1]
-        places = torch.arange(n)[None]
+        position_ids = torch.arange(n)[None]
         causal = torch.full((n, n), float("-inf"), dtype=torch.float64).triu(1)[None, None]
         out = self._layer(
-            joined, attention_mask=causal, position_ids=places,
-            position_embeddings=base.rotary_emb(joined, position_ids=places),
+            joined, attention_mask=causal, position_ids=position_ids,
+            position_embeddings=base.rotary_emb(joined, position_ids=position_ids),
         )  # fmt: skip
         out = out[0] if isinstance(out, tuple) else out
         last = next(
             around[name] for name in ("shared_head.norm.weight", "final_layernorm.weight") if name in around
         )
-        found: Tensor = linear(self._norm(out, last), head)[0]
-        return found[:-1]
+        logits: Tensor = linear(self._norm(out, last), head)[0]
+        return logits[:-1]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
 
     def gradients(self) -> Tensors:
         """What went backward, under the folder's names."""
-        found = {self._prefix + name: t.grad for name, t in self._around.items()}
+        gradients = {self._prefix + name: t.grad for name, t in self._around.items()}
         for name, parameter in self._layer.named_parameters():
-            found |= {self._prefix + n: g for n, g in _apart(name, parameter.grad).items()}
+            gradients |= {self._prefix + n: g for n, g in _apart(name, parameter.grad).items()}
         for name, parameter in self.model.named_parameters():
-            found |= _apart(name, parameter.grad)
+            gradients |= _apart(name, parameter.grad)
         return {
-            as_in_folders(n, self._names): gradient for n, gradient in found.items() if gradient is not None
+            as_in_folders(n, self._names): gradient
+            for n, gradient in gradients.items()
+            if gradient is not None
         }
 
 
@@ -124,8 +128,8 @@ def _apart(name: str, gradient: Tensor | None) -> dict[str, Tensor | None]:
         halves = [g.chunk(2) for g in gradient]
         return {
             f"{start}{e}.{kind}_proj.weight": g
-            for e, both in enumerate(halves)
-            for kind, g in zip(("gate", "up"), both, strict=True)
+            for e, gate_up in enumerate(halves)
+            for kind, g in zip(("gate", "up"), gate_up, strict=True)
         }
     if gradient is not None and name.endswith("experts.down_proj"):
         return {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": g for e, g in enumerate(gradient)}

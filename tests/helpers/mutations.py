@@ -61,12 +61,12 @@ class Case:
 
 def settings(fields: dict[str, Any], path: str = "") -> dict[str, Any]:
     """Every dotted name of a config that a user can set, with those of sections, and its value."""
-    found = {}
+    entries = {}
     for name, value in fields.items():
-        found[path + name] = value
+        entries[path + name] = value
         if isinstance(value, dict) and value:
-            found |= settings(value, f"{path}{name}.")
-    return found
+            entries |= settings(value, f"{path}{name}.")
+    return entries
 
 
 MODEL_FIELDS = (
@@ -96,8 +96,8 @@ def near(random: Random, value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        found = [value * 2, value + 1, value - 1, value * 1000, value // 2, -value, 10**6 + 1]
-        return random.choice([*found, value / 2] if abs(value) < 2**63 else found)
+        candidates = [value * 2, value + 1, value - 1, value * 1000, value // 2, -value, 10**6 + 1]
+        return random.choice([*candidates, value / 2] if abs(value) < 2**63 else candidates)
     if isinstance(value, str):
         return random.choice([value[:-1], value.upper(), value + " ", value * 2])
     return random.choice(VALUES)
@@ -117,10 +117,10 @@ def draw(random: Random) -> Case:
     if random.random() < 0.15:
         changed = _torn(random, raw)
     else:
-        found = json.loads(raw)
+        model_config = json.loads(raw)
         for _ in range(random.choice([1, 1, 2])):
-            _change(random, found)
-        changed = json.dumps(found).encode("utf-8", "surrogatepass")
+            _change(random, model_config)
+        changed = json.dumps(model_config).encode("utf-8", "surrogatepass")
     overrides = ["model.path={folder}", *random.choice([[], [], [_override(random)]])]
     return Case(random.choice([QUICKSTART, config]), tuple(overrides), {"config.json": changed})
 
@@ -158,12 +158,12 @@ def _torn(random: Random, text: bytes) -> bytes:
     """Bytes taken out, put in or changed; lines twice."""
     out = bytearray(text)
     for _ in range(random.choice([1, 2, 8])):
-        at = random.randrange(len(out))
+        offset = random.randrange(len(out))
         how = random.randrange(5)
         if how == 0:
-            del out[at : at + random.choice([1, 5, 50])]
+            del out[offset : offset + random.choice([1, 5, 50])]
         elif how == 1:
-            out[at:at] = random.choice(
+            out[offset:offset] = random.choice(
                 [
                     b":",
                     b"- ",
@@ -182,11 +182,11 @@ def _torn(random: Random, text: bytes) -> bytes:
                 ]
             )
         elif how == 2:
-            out[at] = random.randrange(256)
+            out[offset] = random.randrange(256)
         elif how == 3:
-            out[at:at] = out[at : at + 40]
+            out[offset:offset] = out[offset : offset + 40]
         else:
-            out[at:at] = random.choice(
+            out[offset:offset] = random.choice(
                 [b"[" * 2000, b"{a: " * 500, b"9" * 5000, b"1e999", b"!!python/object:os.x "]
             )
         if not out:
@@ -237,11 +237,12 @@ def outcome(case: Case) -> str:
         except TimeoutError:
             return "hangs"
         except Exception as e:  # noqa: BLE001  (that is what is looked for)
-            at = traceback.extract_tb(e.__traceback__)
-            ours = next(
-                (f for f in reversed(at) if "/rlsys/" in f.filename or "/launch/" in f.filename), at[-1]
+            frames = traceback.extract_tb(e.__traceback__)
+            project_frame = next(
+                (f for f in reversed(frames) if "/rlsys/" in f.filename or "/launch/" in f.filename),
+                frames[-1],
             )
-            return f"{type(e).__name__} at {Path(ours.filename).name}:{ours.lineno}: {e!s:.200}"
+            return f"{type(e).__name__} at {Path(project_frame.filename).name}:{project_frame.lineno}: {e!s:.200}"
     return "passes"
 
 
@@ -252,13 +253,13 @@ def at_most(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGPROF, stop)
+    previous_handler = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, previous_handler)
 
 
 def cases(seed: int, count: int) -> Iterator[tuple[Case, str]]:
@@ -270,19 +271,19 @@ def cases(seed: int, count: int) -> Iterator[tuple[Case, str]]:
 
 
 def main(count: int, seed: int) -> None:
-    told: Counter[str] = Counter()
-    for case, found in cases(seed, count):
-        told[found.split(" ")[0] if found in ("passes", "refused") else "bad"] += 1
-        if found not in ("passes", "refused"):
+    counts: Counter[str] = Counter()
+    for case, result in cases(seed, count):
+        counts[result.split(" ")[0] if result in ("passes", "refused") else "bad"] += 1
+        if result not in ("passes", "refused"):
             print(
-                found,
+                result,
                 "|",
                 case.config.name,
                 case.overrides,
                 {k: len(v) for k, v in case.files.items()},
                 flush=True,
             )
-    print(dict(told))
+    print(dict(counts))
 
 
 if __name__ == "__main__":

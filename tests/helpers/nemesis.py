@@ -204,10 +204,10 @@ class World:
     async def _rollout_left_behind(self, launch: Launch, seconds: float) -> None:
         """It comes back in the middle of its samples, with its engines, and nobody else of its launch."""
         await self._until_busy(launch)
-        left = [p for p in launch.processes() if p.name in ("rollout", "engine")]
+        survivors = [p for p in launch.processes() if p.name in ("rollout", "engine")]
         launch.process.end("killed")
         launch.trainer.process.end("killed")
-        await self._stop(left, LEASE + seconds)
+        await self._stop(survivors, LEASE + seconds)
 
     async def _until_busy(self, launch: Launch) -> None:
         """That is when there is most to lose; or for as long as a lease."""

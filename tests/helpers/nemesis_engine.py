@@ -79,8 +79,8 @@ class NemesisEngine(ScriptedEngine):
             return 400, json.dumps({"success": False, "message": "no weight-update session is open"})
         if not self.deaf:
             self._buckets[body["bucket"]] = body["weights"]
-        same = len(set(self._buckets)) == 1
-        self.weights = self._buckets[0] if same else mixed(*self._buckets)
+        is_uniform = len(set(self._buckets)) == 1
+        self.weights = self._buckets[0] if is_uniform else mixed(*self._buckets)
         return 200, json.dumps({"success": True, "message": ""})
 
     async def serve(
@@ -106,9 +106,9 @@ class NemesisEngine(ScriptedEngine):
                 request = (
                     self.history[-1] if self.history[-1].rid == body["rid"] else self._asked(body["rid"])
                 )
-                said = self._garbled_line(line)
-                clean = clean and said == line
-                connection.send((said, request, request.sent if clean else 0))
+                delivered_line = self._garbled_line(line)
+                clean = clean and delivered_line == line
+                connection.send((delivered_line, request, request.sent if clean else 0))
             connection.send(None)
         finally:
             await stream.aclose()
@@ -255,9 +255,9 @@ class EngineNetwork:
 async def _read_stream(connection: Connection) -> AsyncIterator[bytes]:
     """In pieces that do not follow the lines. Counts what was delivered."""
     try:
-        async for line, request, sent in lines(connection):
+        async for line, request, sent_count in lines(connection):
             yield line[:7]
-            request.delivered = max(request.delivered, sent)
+            request.delivered = max(request.delivered, sent_count)
             yield line[7:] + b"\n"
     except Reset as e:
         raise aiohttp.ClientPayloadError(str(e)) from None

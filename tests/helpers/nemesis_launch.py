@@ -147,20 +147,30 @@ class TrainerRole:
         await self._push()
         while step < ground.steps:
             step += 1
-            while (taken := await self._take(step)) is None:
+            while (batch := await self._take(step)) is None:
                 await self._push()
             await asyncio.sleep(TRAIN_SECONDS)
-            self._learn(taken)
+            self._learn(batch)
             await self._push()
             if step % ground.config.trainer.checkpoint_every == 0 or step == ground.steps:
                 await self._save(step)
 
     def _learn(self, taken: TrainBatch) -> None:
-        told = loaded(self._ground.config.run.dir, taken.groups)
-        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in told}
-        before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
+        batch_groups = loaded(self._ground.config.run.dir, taken.groups)
+        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in batch_groups}
+        previous_weights, self._weights = (
+            self._weights,
+            mixed(self._weights, taken.train_step, sorted(groups.items())),
+        )
         self._ground.history.trainings.append(
-            Training(self._launch.owner.epoch, self._start, taken.train_step, before, self._weights, groups)
+            Training(
+                self._launch.owner.epoch,
+                self._start,
+                taken.train_step,
+                previous_weights,
+                self._weights,
+                groups,
+            )
         )
 
     async def _save(self, step: int) -> None:
@@ -181,15 +191,15 @@ class TrainerRole:
         )
 
     async def _push(self) -> None:
-        weights, left = self._weights, True
-        while left:
+        weights, pending = self._weights, True
+        while pending:
             ticket = await self._command("begin_push", BeginPushRequest(), WeightUpdate)
-            sent = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
-            left_out = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
+            send_errors = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
+            left_out = {e.url: why for e, why in zip(ticket.engines, send_errors, strict=True) if why}
             canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
             request = EndPushRequest(ticket, canaries, [checksums(weights)], left_out)
-            found = await self._command("end_push", request, dict[str, float])
-            left = bool(found["push_left"])
+            metrics = await self._command("end_push", request, dict[str, float])
+            pending = bool(metrics["push_left"])
 
     async def _send(self, engine: EngineAddress, weights: int) -> str:
         """Why the engine is left out; empty when it has all. As rlsys.weights.receivers."""
@@ -226,12 +236,12 @@ class TrainerRole:
         self._commands += 1
         headers = {REQUEST_HEADER: f"{self._start}-{self._commands}"}
         while True:
-            begun = loop.time()
+            start_time = loop.time()
             try:
                 code, body = await self._ask("POST", f"/{name}", encode(request), headers)
                 break
             except ConnectionBroken as e:
-                if give_up is None or loop.time() - begun > RECONNECT_SECONDS:
+                if give_up is None or loop.time() - start_time > RECONNECT_SECONDS:
                     give_up = loop.time() + RECONNECT_SECONDS
                 if loop.time() >= give_up:
                     raise RunError(f"rollout process is gone ({e})") from None

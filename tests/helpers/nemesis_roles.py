@@ -106,8 +106,8 @@ class LoggedEngine(ScriptedEngine):
         if not self.update_open:
             return 400, json.dumps({"success": False, "message": "no weight-update session is open"})
         self._buckets[body["bucket"]] = body["weights"]
-        same = len(set(self._buckets)) == 1
-        self.weights = self._buckets[0] if same else mixed(*self._buckets)
+        is_uniform = len(set(self._buckets)) == 1
+        self.weights = self._buckets[0] if is_uniform else mixed(*self._buckets)
         return 200, json.dumps({"success": True, "message": ""})
 
     def write(self, r: Request) -> None:
@@ -117,8 +117,8 @@ class LoggedEngine(ScriptedEngine):
         self._log.flush()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        asked = {k: v for k, v in request.headers.items() if k == "Authorization"}
-        if request.path != "/health" and asked != self._identity.headers(request.path):
+        auth_headers = {k: v for k, v in request.headers.items() if k == "Authorization"}
+        if request.path != "/health" and auth_headers != self._identity.headers(request.path):
             raise web.HTTPUnauthorized
         body = await request.json() if request.can_read_body else {}
         if not body.get("stream"):
@@ -160,11 +160,11 @@ class Trainer:
         self._log = (config.run.dir.parent / FOLDER / name).open("a", encoding="utf-8")
 
     def run(self) -> None:
-        found = max(
+        newest_checkpoint = max(
             (int(p.stem.split("-")[1]), p) for p in [Path("step-0"), *self._checkpoints.glob("step-*.json")]
         )
-        step = found[0]
-        self._weights: int = json.loads(found[1].read_text())["weights"] if step else INITIAL
+        step = newest_checkpoint[0]
+        self._weights: int = json.loads(newest_checkpoint[1].read_text())["weights"] if step else INITIAL
         self._rollout.wait_ready(self._config.start_seconds)
         self._rollout.restore(step)
         metrics = MetricsWriter(self._config.run.dir, resume_step=step)
@@ -172,36 +172,39 @@ class Trainer:
         self._push()
         while step < self._config.trainer.steps:
             step += 1
-            while (taken := self._rollout.take(step)) is None:
+            while (batch := self._rollout.take(step)) is None:
                 self._push()
-            self._learn(taken)
+            self._learn(batch)
             self._push()
-            metrics.write("step", step, **taken.metrics)
+            metrics.write("step", step, **batch.metrics)
             if step % self._config.trainer.checkpoint_every == 0 or step == self._config.trainer.steps:
                 self._save(step)
         metrics.write("run", step, event="end")
 
     def _learn(self, taken: TrainBatch) -> None:
-        told = loaded(self._config.run.dir, taken.groups)
-        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in told}
+        batch_groups = loaded(self._config.run.dir, taken.groups)
+        groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in batch_groups}
         time.sleep(1.0)
-        before, self._weights = self._weights, mixed(self._weights, taken.train_step, sorted(groups.items()))
+        previous_weights, self._weights = (
+            self._weights,
+            mixed(self._weights, taken.train_step, sorted(groups.items())),
+        )
         epoch = self._owner.epoch
-        self._write(Training(epoch, self._start, taken.train_step, before, self._weights, groups))
+        self._write(Training(epoch, self._start, taken.train_step, previous_weights, self._weights, groups))
 
     def _write(self, record: Training | Saved) -> None:
         self._log.write(to_line(record) + "\n")
         self._log.flush()
 
     def _push(self) -> None:
-        left = True
-        while left:
+        pending = True
+        while pending:
             ticket = self._rollout.begin_push()
-            sent = {address.url: self._send(address) for address in ticket.engines}
-            left_out = {url: why for url, why in sent.items() if why}
+            send_errors = {address.url: self._send(address) for address in ticket.engines}
+            left_out = {url: why for url, why in send_errors.items() if why}
             canaries = [Canary(ids, canary_logprobs(ids, self._weights)) for ids in ticket.canaries]
             sums = [checksums(self._weights)]
-            left = bool(self._rollout.end_push(ticket, canaries, sums, left_out)["push_left"])
+            pending = bool(self._rollout.end_push(ticket, canaries, sums, left_out)["push_left"])
 
     def _send(self, address: EngineAddress) -> str:
         """Why the engine is left out, as by rlsys.weights.receivers; empty when it has all."""

@@ -21,9 +21,9 @@ def train_recorded(run: Path, *overrides: str) -> None:
     config = cases.config_of(None, run, *overrides, f"rollout.keep_groups={KEPT}")
     objective = Objective(config.algo)
     trainer = Trainer(config, objective.requirements.passes)
-    taken, notes = cases.single_rewards(cases.recorded()), list[MicroBatchRecord]()
-    train_step(trainer, objective, taken, records=notes)
-    write_token_log(trainer, taken, notes)
+    batch, notes = cases.single_rewards(cases.recorded()), list[MicroBatchRecord]()
+    train_step(trainer, objective, batch, records=notes)
+    write_token_log(trainer, batch, notes)
     trainer.close()
 
 

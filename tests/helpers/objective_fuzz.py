@@ -88,15 +88,15 @@ class Case:
     @property
     def methods(self) -> set[str]:
         """Names of all plug-ins, with what of their parameters an exemption may go by."""
-        found = set()
-        for given in self.algo.values():
-            for spec in given if isinstance(given, list) else [given]:
+        names = set()
+        for entry in self.algo.values():
+            for spec in entry if isinstance(entry, list) else [entry]:
                 if isinstance(spec, str):
-                    found.add(spec)
+                    names.add(spec)
                 elif isinstance(spec, dict):
-                    found.add(spec["name"])
-                    found |= {f"{spec['name']} {k} {v}" for k, v in spec.items() if k != "name"}
-        return found
+                    names.add(spec["name"])
+                    names |= {f"{spec['name']} {k} {v}" for k, v in spec.items() if k != "name"}
+        return names
 
     def __str__(self) -> str:
         return f"case {self.number}, {self.batch}: {self.algo}"
@@ -199,9 +199,9 @@ def with_holes(world: World, r: random.Random) -> World:
     out = _copy(world)
     for sequence in out.sequences:
         trained = (sequence["mask"] > 0).nonzero().flatten().tolist()
-        for place in trained:
+        for position in trained:
             if len(trained) > 1 and r.random() < 0.2 and sequence["mask"].sum() > 1:
-                sequence["mask"][place] = 0
+                sequence["mask"][position] = 0
     lengths = torch.tensor([int(s["mask"].sum()) for s in out.sequences])
     out.samples = replace(out.samples, lengths=lengths)
     return out
@@ -210,10 +210,10 @@ def with_holes(world: World, r: random.Random) -> World:
 def split(world: World, pieces: Sequence[int]) -> World:
     """Each sample cut into up to so many sequences, whose prompts are of two tokens, as its own is."""
     out = _copy(world)
-    for row, wanted in enumerate(pieces):
-        sequence, whole = out.sequences[row], len(out.sequences[row]["mask"])
-        count = min(wanted, whole - 2)
-        cuts = [2 + (whole - 2) * k // count for k in range(count + 1)]
+    for row, piece_count in enumerate(pieces):
+        sequence, length = out.sequences[row], len(out.sequences[row]["mask"])
+        count = min(piece_count, length - 2)
+        cuts = [2 + (length - 2) * k // count for k in range(count + 1)]
         prompt = {k: v[:2] for k, v in sequence.items()}
         parts = [{k: torch.cat([prompt[k], v[a:b]]) for k, v in sequence.items()} for a, b in pairwise(cuts)]
         out.sequences[row] = {k: torch.cat([p[k] for p in parts]) for k in sequence}
@@ -262,7 +262,7 @@ def differences(
     of_other = {row: g[:, g.abs().sum(0) != 0] for row, g in other.gradients.items()}
     moved = {rows(row): g[:, g.abs().sum(0) != 0] for row, g in one.gradients.items()}
     for row in sorted({*moved, *of_other}):
-        a, b = (found.get(row, torch.zeros(4, 0, dtype=DOUBLE)) for found in (moved, of_other))
+        a, b = (gradients.get(row, torch.zeros(4, 0, dtype=DOUBLE)) for gradients in (moved, of_other))
         if a.shape != b.shape:
             return f"row {row}: {a.shape[1]} tokens have a gradient, {b.shape[1]}"
         if a.numel() and float((a - b).abs().max()) > bound * scale:
@@ -290,13 +290,13 @@ def uneven_ranks(case: Case, one: Outcome) -> str:
         return ""
 
     def rows_of(rank: int, rows: list[int]) -> list[list[int]]:
-        mine = [r for i, r in enumerate(rows) if (i % 3 != 2) == (rank == 0)]
-        return singles(mine) or [[]]
+        rank_rows = [r for i, r in enumerate(rows) if (i % 3 != 2) == (rank == 0)]
+        return singles(rank_rows) or [[]]
 
     ranks = on_ranks(2, lambda rank, reduce: run(case.world, case.section, partial(rows_of, rank), reduce))
-    both = copy.copy(ranks[0])
-    both.gradients = ranks[0].gradients | ranks[1].gradients
-    return differences(one, both)
+    combined_outcome = copy.copy(ranks[0])
+    combined_outcome.gradients = ranks[0].gradients | ranks[1].gradients
+    return differences(one, combined_outcome)
 
 
 def permuted(case: Case, one: Outcome) -> str:
@@ -347,21 +347,21 @@ def duplicated_batch(case: Case, one: Outcome) -> str:
     assert ids is not None
     world.samples = replace(world.samples, group_ids=groups, sample_ids=torch.cat([ids[:n], ids[:n] + 10**7]))
     world.groups = 2 * case.world.groups
-    found = run(world, case.section, whole)
-    found.gradients = {row: 2 * g for row, g in found.gradients.items() if row < n}
-    return differences(one, found)
+    outcome = run(world, case.section, whole)
+    outcome.gradients = {row: 2 * g for row, g in outcome.gradients.items() if row < n}
+    return differences(one, outcome)
 
 
 def scaled_rewards(case: Case, one: Outcome) -> str:
     """Four times the rewards: four times the gradient, or the same where a deviation divides, but for its eps."""
     world = _take(case.world, range(len(case.world.samples)))
     world.samples = replace(world.samples, rewards=4 * world.samples.rewards)
-    found = run(world, case.section, whole)
+    outcome = run(world, case.section, whole)
     linear = name_of(case.algo["advantage"]) in LINEAR
     factor = 4.0 if linear else 1.0
-    found.loss /= factor
-    found.gradients = {row: g / factor for row, g in found.gradients.items()}
-    return differences(one, found, bound=BOUND if linear else BESIDE_EPS)
+    outcome.loss /= factor
+    outcome.gradients = {row: g / factor for row, g in outcome.gradients.items()}
+    return differences(one, outcome, bound=BOUND if linear else BESIDE_EPS)
 
 
 def split_samples(case: Case, one: Outcome) -> str:
@@ -438,12 +438,12 @@ def violations(number: int) -> list[str]:
     """What does not hold of this case, a line each."""
     case = drawn(number)
     try:
-        one = run(case.world, case.section, whole)
-        numbers = [one.loss, *(float(g.abs().max()) for g in one.gradients.values() if g.numel())]
+        outcome = run(case.world, case.section, whole)
+        numbers = [outcome.loss, *(float(g.abs().max()) for g in outcome.gradients.values() if g.numel())]
         if not all(map(math.isfinite, numbers)):
-            return [f"{case}: the loss {one.loss} or a gradient is not finite"]
-        return [f"{case}\n  {rule}: {found}" for rule, check_rule in RULES.items()
-                if applies(rule, case) and (found := check_rule(case, one))]  # fmt: skip
+            return [f"{case}: the loss {outcome.loss} or a gradient is not finite"]
+        return [f"{case}\n  {rule}: {difference}" for rule, check_rule in RULES.items()
+                if applies(rule, case) and (difference := check_rule(case, outcome))]  # fmt: skip
     except Exception as e:
         raise AssertionError(f"{case}: {type(e).__name__}: {e}") from e
 

@@ -260,7 +260,7 @@ COMPLETION_EDGES: Sequence[Mapping[str, Any]] = (
 def edge_requests() -> list[OddRequest]:
     """What the rules let through: right, or for the engine to refuse."""
     sampling = {"max_new_tokens": FEW}
-    found = [
+    requests = [
         _odd("/generate", name, value, {"input_ids": PROMPT}, sampling)
         for name, values in EDGES.items()
         for value in values
@@ -272,19 +272,19 @@ def edge_requests() -> list[OddRequest]:
     ):
         for change in changes:
             raw = json.dumps({**plain, **change}).encode()
-            found.append(OddRequest(path, ", ".join(change), str(change)[:60], raw))
-    return found
+            requests.append(OddRequest(path, ", ".join(change), str(change)[:60], raw))
+    return requests
 
 
 def odd_requests() -> list[OddRequest]:
     """The whole table."""
     sampling = {"max_new_tokens": FEW}
-    found = [
+    requests = [
         _odd("/generate", name, value, {"input_ids": PROMPT}, sampling)
         for name, values in SAMPLING.items()
         for value in values
     ]
-    found += [
+    requests += [
         _odd("/generate", name, value, {"input_ids": PROMPT, "sampling_params": sampling})
         for name, values in GENERATE.items()
         for value in values
@@ -293,8 +293,8 @@ def odd_requests() -> list[OddRequest]:
         ("/v1/chat/completions", CHAT, {"messages": QUESTION, "max_tokens": FEW}),
         ("/v1/completions", COMPLETIONS, {"prompt": "3+4=", "max_tokens": FEW}),
     ):
-        found += [_odd(path, name, value, plain) for name, values in table.items() for value in values]
-    return found
+        requests += [_odd(path, name, value, plain) for name, values in table.items() for value in values]
+    return requests
 
 
 def sampled(requests: Sequence[OddRequest], most: int) -> list[OddRequest]:
@@ -313,7 +313,7 @@ def random_requests(count: int, seed: int) -> list[OddRequest]:
         "/v1/chat/completions": (CHAT, {"messages": QUESTION, "max_tokens": FEW}),
         "/v1/completions": (COMPLETIONS, {"prompt": "3+4=", "max_tokens": FEW}),
     }
-    found = []
+    requests = []
     for number in range(count):
         path = rng.choice(sorted(tables))
         table, plain = tables[path]
@@ -330,8 +330,8 @@ def random_requests(count: int, seed: int) -> list[OddRequest]:
         raw = _json(body).encode()
         if number % 2:
             raw = _damaged(raw, rng)
-        found.append(OddRequest(path, f"random {number}", "", raw))
-    return found
+        requests.append(OddRequest(path, f"random {number}", "", raw))
+    return requests
 
 
 def _damaged(raw: bytes, rng: random.Random) -> bytes:

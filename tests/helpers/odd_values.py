@@ -45,20 +45,20 @@ ATOMS: st.SearchStrategy[Any] = st.one_of(st.none(), st.booleans(), NUMBERS, tex
 
 def values(depth: int = 3) -> st.SearchStrategy[Any]:
     """Any JSON value, as Python's json reads it."""
-    found = ATOMS
+    strategy = ATOMS
     for _ in range(depth):
-        found = st.one_of(
+        strategy = st.one_of(
             ATOMS,
-            st.lists(found, max_size=3),
-            st.dictionaries(texts(most=3), found, max_size=3),
+            st.lists(strategy, max_size=3),
+            st.dictionaries(texts(most=3), strategy, max_size=3),
         )
-    return found
+    return strategy
 
 
 def instead(right: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     """`right` with one or two of its values replaced by any other, or left out."""
-    gone = object()
+    sentinel = object()
     changed = st.dictionaries(
-        st.sampled_from(sorted(right)), st.one_of(values(2), st.just(gone)), min_size=1, max_size=2
+        st.sampled_from(sorted(right)), st.one_of(values(2), st.just(sentinel)), min_size=1, max_size=2
     )
-    return changed.map(lambda new: {k: v for k, v in (right | new).items() if v is not gone})
+    return changed.map(lambda new: {k: v for k, v in (right | new).items() if v is not sentinel})

@@ -78,15 +78,15 @@ def main(model: Path, folder: Path, fraction: float) -> None:
     sections = {"model": {"dtype": "bfloat16"}, "trainer": {"offload_optimizer": fraction}}
     config = cases.config_of(model, folder, **sections)
     trainer = Trainer(config)
-    seen: dict[str, Any] = {"halves": kinds(trainer), "steps": cases.steps(trainer, 2, cases.LR)}
+    results: dict[str, Any] = {"halves": kinds(trainer), "steps": cases.steps(trainer, 2, cases.LR)}
     cases.save(trainer, 2)
-    seen["unbroken"] = [*cases.steps(trainer, 2, cases.LR), cases.canary_logps(trainer)]
+    results["unbroken"] = [*cases.steps(trainer, 2, cases.LR), cases.canary_logps(trainer)]
     trainer.close()
     again = Trainer(config)
-    seen["loaded"] = again.load_checkpoint()
-    seen["resumed"] = [*cases.steps(again, 2, cases.LR), cases.canary_logps(again)]
+    results["loaded"] = again.load_checkpoint()
+    results["resumed"] = [*cases.steps(again, 2, cases.LR), cases.canary_logps(again)]
     again.close()
-    print(json.dumps(seen))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ class Receiver:
     def take(self, body: bytes) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-        told = ExportTraceServiceRequest()
-        told.ParseFromString(body)
-        for of_resource in told.resource_spans:
+        request = ExportTraceServiceRequest()
+        request.ParseFromString(body)
+        for of_resource in request.resource_spans:
             service = _values(of_resource.resource.attributes)["service.name"]
             for scope in of_resource.scope_spans:
                 self.spans += [_got(span, service) for span in scope.spans]

@@ -26,27 +26,27 @@ def sums(count: int) -> list[dict[str, str]]:
 
 def write_task(peer: str, folder: Path, count: int = 200) -> Path:
     """A config of the peer's task in `folder`, with its data. The reward's file stays where it is."""
-    rows, here = sums(count), FOLDER / peer
+    rows, peer_folder = sums(count), FOLDER / peer
     data: dict[str, Any]
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]
     if peer == "verl":
-        runpy.run_path(str(here / "sums.py"))["write"](rows, str(folder / "train.parquet"))
+        runpy.run_path(str(peer_folder / "sums.py"))["write"](rows, str(folder / "train.parquet"))
         data = {"source": "parquet", "params": {"path": str(folder / "train.parquet")}}
-        data |= {"reward": f"{here}/sums.py:compute_score"}
+        data |= {"reward": f"{peer_folder}/sums.py:compute_score"}
     elif peer == "slime":
         lines = [{"prompt": c, "label": r["answer"]} for c, r in zip(chats, rows, strict=True)]
         (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         data = {"source": "jsonl", "params": {"path": str(folder / "train.jsonl")}}
-        data |= {"reward": f"{here}/custom_rm.py:custom_rm"}
+        data |= {"reward": f"{peer_folder}/custom_rm.py:custom_rm"}
     elif peer == "trl":
         table = [{"prompt": c, "answer": r["answer"]} for c, r in zip(chats, rows, strict=True)]
         datasets.Dataset.from_list(table).save_to_disk(str(folder / "train"))
         data = {"source": "dataset", "params": {"name": str(folder / "train")}}
         functions = {"correctness_reward": 1.0, "format_reward": 0.2}
-        specs = [{"name": f"{here}/rewards.py:{f}", "weight": w} for f, w in functions.items()]
+        specs = [{"name": f"{peer_folder}/rewards.py:{f}", "weight": w} for f, w in functions.items()]
         data |= {"reward": specs}
     else:
-        params = {"load": f"{here}/sums_env.py:load_environment", "args": {"num_examples": count}}
+        params = {"load": f"{peer_folder}/sums_env.py:load_environment", "args": {"num_examples": count}}
         data = {"source": "environment", "params": params, "reward": "environment"}
     config = folder / f"{peer}.yaml"
     config.write_text(json.dumps({"base": "quickstart", "data": data, "eval": {"prompts": 4}}))

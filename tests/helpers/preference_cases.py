@@ -24,13 +24,13 @@ LOSSES: dict[str, dict[str, Any]] = {"dpo": {}, "kto": {}, "reward_model": {"cen
 
 def traces() -> list[Trace]:
     """Five pairs; each prompt's two answers have different lengths."""
-    made = cases.samples()
+    samples = cases.samples()
     return [
         Trace(
-            list(made[i // 2].prompt_ids), [int(t) for t in s.response_ids], pair=i // 2, liked=i % 2 == 0,
+            list(samples[i // 2].prompt_ids), [int(t) for t in s.response_ids], pair=i // 2, liked=i % 2 == 0,
             margin=0.1 * (i // 2),
         )
-        for i, s in enumerate(made)
+        for i, s in enumerate(samples)
     ]  # fmt: skip
 
 
@@ -44,21 +44,23 @@ def start(folder: Path, run: Path, name: str, **sections: Any) -> tuple[Trainer,
 def steps(folder: Path, run: Path, name: str, n: int = 3, **sections: Any) -> list[dict[str, Any]]:
     """What `n` steps tell, but for the padding."""
     trainer, loss = start(folder, run, name, **sections)
-    told = [preference_step(trainer, loss, traces(), LR) for _ in range(n)]
+    step_metrics = [preference_step(trainer, loss, traces(), LR) for _ in range(n)]
     if name == "reward_model":
         trainer.export_hf(run / f"exported-{trainer.config.parallel.world_size}")
     trainer.close()
-    return [{k: v for k, v in step.items() if k not in ("padding_share", "shared_share")} for step in told]
+    return [
+        {k: v for k, v in step.items() if k not in ("padding_share", "shared_share")} for step in step_metrics
+    ]
 
 
 def main(workplace: Path, layouts: list[str]) -> None:
-    seen = {}
+    results = {}
     for layout in layouts:
         for name in LOSSES:
             run = workplace / f"{layout}-{name}"
-            seen[f"{layout} {name}"] = steps(workplace / "model", run, name, **cases.sections(layout))
+            results[f"{layout} {name}"] = steps(workplace / "model", run, name, **cases.sections(layout))
     if dist.get_rank() == 0:
-        (workplace / "seen.json").write_text(json.dumps(seen))
+        (workplace / "seen.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

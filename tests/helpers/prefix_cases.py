@@ -90,9 +90,9 @@ def by_row(trainer: Trainer, batch: list[MicroBatch], values: list[Tensor]) -> d
     out = {}
     for micro, of_batch in zip(batch, values, strict=True):
         parts = of_batch.split(micro.sequence_lengths)
-        for row, place, part in zip(micro.rows.tolist(), micro.sequence_index, parts, strict=True):
+        for row, index, part in zip(micro.rows.tolist(), micro.sequence_index, parts, strict=True):
             if not micro.copy:
-                out[f"{row}.{place}"] = part.tolist()
+                out[f"{row}.{index}"] = part.tolist()
     return {row: part for of_rank in trainer.gather_dp(out) for row, part in of_rank.items()}
 
 
@@ -103,19 +103,19 @@ def seen(trainer: Trainer, shared: bool) -> dict[str, Any]:
     out: dict[str, Any] = {"logp": by_row(trainer, batch, [s.logp for s in scores])}
     if scores[0].entropy is not None:
         out["entropy"] = by_row(trainer, batch, [s.entropy for s in scores if s.entropy is not None])
-    before = [bias.clone() for bias in trainer._expert_biases]
+    biases_before = [bias.clone() for bias in trainer._expert_biases]
     trainer.passes.accumulate(batch, loss_of)
     finalize_model_grads(trainer.models, None)
     out["biases"] = [bias.tolist() for bias in trainer._expert_biases]
-    for bias, value in zip(trainer._expert_biases, before, strict=True):
+    for bias, value in zip(trainer._expert_biases, biases_before, strict=True):
         bias.copy_(value)
     trainer.optimizer.prepare_grads()
-    whole = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
-    groups = [g for each in whole if not each.is_stub_optimizer for g in each.optimizer.param_groups]
+    optimizers = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    groups = [g for each in optimizers if not each.is_stub_optimizer for g in each.optimizer.param_groups]
     out["gradients"] = [p.grad.clone() for g in groups for p in g["params"]]
-    done = trainer.passes.take_accumulated()
-    out["loss"] = float(done.sums["loss_sum"])
-    out["shared_share"] = done.shared_share
+    totals = trainer.passes.take_accumulated()
+    out["loss"] = float(totals.sums["loss_sum"])
+    out["shared_share"] = totals.shared_share
     out["routing"] = trainer._routing.metrics(trainer._device)
     trainer.optimizer.zero_grad()
     return out
@@ -129,24 +129,24 @@ def gaps(trainer: Trainer) -> dict[str, Any]:
 
 def compare(alone: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     """Return the largest differences of two results of `seen`."""
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for name in ("logp", "entropy"):
         if name in alone:
             assert alone[name].keys() == shared[name].keys()
-            found[name] = max(
+            differences[name] = max(
                 (torch.tensor(a) - torch.tensor(shared[name][row])).abs().max().item()
                 for row, a in alone[name].items()
             )
-    found["gradient"] = max(
+    differences["gradient"] = max(
         ((a - b).abs().max() / a.abs().max().clamp(min=1.0)).item()
         for a, b in zip(alone["gradients"], shared["gradients"], strict=True)
         if a.numel()
     )
-    found["largest gradient"] = max(float(a.abs().max()) for a in alone["gradients"] if a.numel())
-    found["loss"] = abs(alone["loss"] - shared["loss"]) / max(1.0, abs(alone["loss"]))
-    found["biases"] = alone["biases"] == shared["biases"]
-    found["routing"] = alone["routing"], shared["routing"]
-    return found | {"share": shared["shared_share"], "without": alone["shared_share"]}
+    differences["largest gradient"] = max(float(a.abs().max()) for a in alone["gradients"] if a.numel())
+    differences["loss"] = abs(alone["loss"] - shared["loss"]) / max(1.0, abs(alone["loss"]))
+    differences["biases"] = alone["biases"] == shared["biases"]
+    differences["routing"] = alone["routing"], shared["routing"]
+    return differences | {"share": shared["shared_share"], "without": alone["shared_share"]}
 
 
 def check(layout: str, gaps: dict[str, Any]) -> None:
@@ -161,9 +161,9 @@ def check_rounding(layout: str, gaps: dict[str, Any]) -> None:
     for name in ("logp", "entropy", "loss", "gradient"):
         assert gaps[name] < 1e-5, (layout, name, gaps)
     assert gaps["biases"], layout
-    alone, shared = gaps["routing"]
-    assert shared.keys() == alone.keys(), layout
-    assert all(math.isclose(shared[name], alone[name], rel_tol=1e-6) for name in alone), layout
+    unshared, shared = gaps["routing"]
+    assert shared.keys() == unshared.keys(), layout
+    assert all(math.isclose(shared[name], unshared[name], rel_tol=1e-6) for name in unshared), layout
 
 
 def trainer_of(workplace: Path, layout: str) -> Trainer:
@@ -183,10 +183,10 @@ MODELS: dict[str, dict[str, Any]] = {
 def main(workplace: Path, layouts: list[str]) -> None:
     for layout in layouts:
         trainer = trainer_of(workplace, layout)
-        found = trainer.gather_dp(gaps(trainer))
+        rank_gaps = trainer.gather_dp(gaps(trainer))
         if trainer.is_main:
             with (workplace / "gaps.jsonl").open("a") as file:
-                file.write(json.dumps([layout, found]) + "\n")
+                file.write(json.dumps([layout, rank_gaps]) + "\n")
         trainer.close()
 
 

@@ -74,8 +74,8 @@ class ServerProcess(ABC):
 
     def second_owner(self) -> None:
         """Start a second process on the same folder, which must be refused in words."""
-        done = subprocess.run(self.command(), cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and "in use" in done.stderr, done.stderr
+        process = subprocess.run(self.command(), cwd=ROOT, capture_output=True, text=True)
+        assert process.returncode == 2 and "in use" in process.stderr, process.stderr
 
     def strike(self, fault: str, rng: random.Random) -> None:
         """Begin a fault; `heal` ends it."""

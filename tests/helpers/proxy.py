@@ -72,14 +72,14 @@ class Proxy:
         except OSError:
             writer.transport.abort()
             return
-        both = {writer, onward_writer}
-        self._writers |= both
+        writers = {writer, onward_writer}
+        self._writers |= writers
         try:
             towards = self._pass(reader, onward_writer, lambda data: self._change(data))
             await asyncio.gather(towards, self._pass(onward_reader, writer, bytes))
         finally:
-            self._writers -= both
-            for w in both:
+            self._writers -= writers
+            for w in writers:
                 w.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -56,14 +56,14 @@ def published(folder: Path) -> dict[str, dict[str, Any]]:
 
 def shrink(raw: dict[str, Any]) -> dict[str, Any]:
     """The same with small sizes and without quantisation; every switch, kind and number of groups stays."""
-    made = copy.deepcopy(raw)
-    made.pop("quantization_config", None)
-    if isinstance(made.get("text_config"), dict):
-        made["text_config"] = _shrunk(made["text_config"])
-        if "vision_config" in made:
-            made["vision_config"] |= _TOWER
-        return made
-    return _shrunk(made)
+    config = copy.deepcopy(raw)
+    config.pop("quantization_config", None)
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = _shrunk(config["text_config"])
+        if "vision_config" in config:
+            config["vision_config"] |= _TOWER
+        return config
+    return _shrunk(config)
 
 
 def _shrunk(raw: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def verdict(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
     from rlsys.cli import preflight
     from rlsys.convert.config import HFConfig
 
-    said = io.StringIO()
+    stderr = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         words = [
@@ -128,7 +128,7 @@ def verdict(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
         try:
             with ExitStack() as stack:
                 stack.enter_context(redirect_stdout(io.StringIO()))
-                stack.enter_context(redirect_stderr(said))
+                stack.enter_context(redirect_stderr(stderr))
                 if not layers:
                     stack.enter_context(patch.object(preflight.trial, "check_build", lambda config: None))
                 code = cli.main(words)
@@ -136,10 +136,10 @@ def verdict(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
             code = int(e.code or 0)
         except Exception:  # noqa: BLE001 - what the table is about
             return "FAULT", traceback.format_exc()[-300:]
-        told = said.getvalue().replace(f"{folder}/", "").replace(folder, "MODEL")
+        message = stderr.getvalue().replace(f"{folder}/", "").replace(folder, "MODEL")
         if code:
-            one_line = code == 2 and told.count("\n") == 1
-            return ("refused" if one_line else "FAULT"), told.removeprefix("rlsys: error: ")
+            one_line = code == 2 and message.count("\n") == 1
+            return ("refused" if one_line else "FAULT"), message.removeprefix("rlsys: error: ")
         hf = HFConfig.read(Path(folder))
     experts = f", {hf.experts} experts, {hf.experts_per_token} a token" if hf.experts else ""
     return "read", f"{hf.family.architecture}, {hf.layers} layers of {hf.hidden_size}{experts}"
@@ -205,12 +205,14 @@ def round_trip(folder: Path, work: Path) -> str:
     hf_to_megatron(folder, work / "megatron", layout, lambda *_: None)
     megatron_to_hf(work / "megatron", work / "back", lambda *_: None)
     verify(folder, work / "back", lambda *_: None)
-    before, after = (
+    tensors_before, tensors_after = (
         {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
         for path in (folder, work / "back")
     )
-    same = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-    return "bit-equal" if same else "equal under other names"
+    is_equal = tensors_before.keys() == tensors_after.keys() and all(
+        torch.equal(tensors_before[n], tensors_after[n]) for n in tensors_before
+    )
+    return "bit-equal" if is_equal else "equal under other names"
 
 
 @contextmanager
@@ -233,8 +235,8 @@ def trainer_of(folder: Path, work: Path) -> Iterator[Any]:
 def gap_of(trainer: Any, expected: Any) -> float:
     import torch
 
-    found = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
-    return float((found - expected).abs().max())
+    logprobs = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
+    return float((logprobs - expected).abs().max())
 
 
 def _name_type(folder: Path) -> None:
@@ -243,8 +245,8 @@ def _name_type(folder: Path) -> None:
 
     file = folder / "config.json"
     raw = json.loads(file.read_text())
-    own = getattr(transformers, raw["architectures"][0]).config_class.model_type
-    file.write_text(json.dumps({**raw, "model_type": own}))
+    model_type = getattr(transformers, raw["architectures"][0]).config_class.model_type
+    file.write_text(json.dumps({**raw, "model_type": model_type}))
 
 
 def tried(raw: dict[str, Any], work: Path) -> list[str]:
@@ -256,18 +258,18 @@ def tried(raw: dict[str, Any], work: Path) -> list[str]:
     shutil.rmtree(work, ignore_errors=True)
     folder = work / "model"
     build(folder, shrink(raw))
-    found = [round_trip(folder, work)]
+    results = [round_trip(folder, work)]
     with trainer_of(folder, work) as trainer:
         expected = log_probs(folder)
-        found.append(f"{gap_of(trainer, expected):.1e}")
-        found.append(f"{rounding(folder, expected):.1e}")
-        made = trainer.update(trainer.passes.pack(cases.samples()), cases.policy_loss, cases.LR)
-        found.append(f"{made.grad_norm:.3g}")
+        results.append(f"{gap_of(trainer, expected):.1e}")
+        results.append(f"{rounding(folder, expected):.1e}")
+        update = trainer.update(trainer.passes.pack(cases.samples()), cases.policy_loss, cases.LR)
+        results.append(f"{update.grad_norm:.3g}")
         trainer.export_hf(work / "exported")
         _name_type(work / "exported")
-        found.append(f"{gap_of(trainer, log_probs(work / 'exported')):.1e}")
+        results.append(f"{gap_of(trainer, log_probs(work / 'exported')):.1e}")
     shutil.rmtree(work, ignore_errors=True)
-    return found
+    return results
 
 
 def convertible(raw: dict[str, Any]) -> bool:
@@ -314,22 +316,22 @@ def main() -> None:
         from rlsys.engine.cpu.platform import declare_torchvision_ops
 
         declare_torchvision_ops()
-    rows, counts, seen = [], Counter[str](), dict[str, str]()
+    rows, counts, first_names = [], Counter[str](), dict[str, str]()
     for name, raw in published(args.configs).items():
         if args.only and not any(word in name for word in args.only):
             continue
-        begun = time.monotonic()
+        start_time = time.monotonic()
         kind, words = verdict(raw, not args.no_layers)
         counts[kind] += 1
         row = [name, kind, words]
         if args.shrunk is not None:
             key = json.dumps(shrink(raw), sort_keys=True) if convertible(raw) else ""
-            more = [f"as {seen[key]}" if key in seen else "", *[""] * 4]
-            if key and key not in seen:
-                more, seen[key] = checked(raw, args.shrunk / "model"), name
-            row += more
+            trial_cells = [f"as {first_names[key]}" if key in first_names else "", *[""] * 4]
+            if key and key not in first_names:
+                trial_cells, first_names[key] = checked(raw, args.shrunk / "model"), name
+            row += trial_cells
         rows.append(row)
-        print(f"{time.monotonic() - begun:5.1f} s  {' | '.join(row)}"[:300], file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - start_time:5.1f} s  {' | '.join(row)}"[:300], file=sys.stderr, flush=True)
     head = ["config", "explain", "says"]
     if args.shrunk is not None:
         head += [

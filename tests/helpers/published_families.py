@@ -146,11 +146,11 @@ class Published:
         """CHAT, as its template takes it."""
         if not self.text_arguments:
             return CHAT
-        made: list[dict[str, Any]] = json.loads(json.dumps(CHAT))
-        for message in made:
+        messages: list[dict[str, Any]] = json.loads(json.dumps(CHAT))
+        for message in messages:
             for call in message.get("tool_calls", ()):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        return made
+        return messages
 
 
 _VOCAB_FILES = ("README.md", "LICENSE")
@@ -303,8 +303,8 @@ def write(folder: Path, one: Published) -> Path:
     folder.mkdir(parents=True)
     size = _write_tokenizer(folder, one)
     architecture = tiny.TINY[one.tiny].architecture
-    made = tiny.TINY[one.tiny]
-    tiny.write(folder, made, **{**made.served, "vocab_size": -(-size // 8) * 8})
+    tiny_family = tiny.TINY[one.tiny]
+    tiny.write(folder, tiny_family, **{**tiny_family.served, "vocab_size": -(-size // 8) * 8})
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")) if one.form == "fast" else None
     _write_config(folder, one, architecture, ids)
     for name in one.files:
@@ -386,18 +386,18 @@ def _write_config(folder: Path, one: Published, architecture: str, fast: Tokeniz
         raw["auto_map"] = {"AutoConfig": "configuration_published.PublishedConfig"}
     generation: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
     for fields, tokens in ((language, one.config), (generation, one.generation)):
-        found = [_id_of(folder, fast, token) for token in tokens]
-        if found:
-            fields["eos_token_id"] = found if len(found) > 1 else found[0]
+        token_ids = [_id_of(folder, fast, token) for token in tokens]
+        if token_ids:
+            fields["eos_token_id"] = token_ids if len(token_ids) > 1 else token_ids[0]
     (folder / "config.json").write_text(json.dumps(raw, indent=2))
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
 def _id_of(folder: Path, fast: Tokenizer | None, token: str) -> int:
     if fast is not None:
-        found = fast.token_to_id(token)
-        assert found is not None, token
-        return int(found)
+        token_id = fast.token_to_id(token)
+        assert token_id is not None, token
+        return int(token_id)
     from transformers import AutoTokenizer
 
     return int(AutoTokenizer.from_pretrained(folder, trust_remote_code=True).convert_tokens_to_ids(token))

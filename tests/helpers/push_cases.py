@@ -73,7 +73,7 @@ class Sent:
 
 def main(model: Path, folder: Path, urls: list[str]) -> None:
     config = config_of(model, folder)
-    trainer, sent = Trainer(config), Sent()
+    trainer, tcp_counter = Trainer(config), Sent()
     sync = GatheredPush(config, trainer.rank, push_plan(config, lay_out(config)))
     loop = asyncio.new_event_loop()
     router: list[Router] = []
@@ -87,7 +87,7 @@ def main(model: Path, folder: Path, urls: list[str]) -> None:
         return WeightUpdate(1, await begin_push(router[0], 1), CANARIES)
 
     ticket = trainer.on_main(lambda: loop.run_until_complete(begin()))
-    checksums, before = EngineChecksums(trainer.hf, 2), sent.now()
+    checksums, bytes_before = EngineChecksums(trainer.hf, 2), tcp_counter.now()
     given = 0
 
     def counted(tensors: Any) -> Any:
@@ -99,13 +99,13 @@ def main(model: Path, folder: Path, urls: list[str]) -> None:
     tensors = trainer.named_hf_tensors()
     handed = sync.push(counted(checksums.watch(tensors) if trainer.is_main else tensors), ticket)
     trainer.control.wait_for_all()
-    seen: dict[str, Any] = {"tcp": sent.now() - before, "memory": handed, "model": given}
+    report: dict[str, Any] = {"tcp": tcp_counter.now() - bytes_before, "memory": handed, "model": given}
     canaries = trainer.canaries(CANARIES)
     end = trainer.on_main(
         lambda: loop.run_until_complete(router[0].end_push(1, canaries, checksums.digests()))
     )
-    seen |= {"metrics": end, "expected": [len(rank) for rank in checksums.digests()]}
-    (folder / f"rank-{trainer.rank}.json").write_text(json.dumps(seen))
+    report |= {"metrics": end, "expected": [len(rank) for rank in checksums.digests()]}
+    (folder / f"rank-{trainer.rank}.json").write_text(json.dumps(report))
     trainer.close()
 
 

@@ -83,19 +83,19 @@ class Engine(BaseHTTPRequestHandler):
             code, answer = 200, {"success": True, "message": ""}
         except (ValueError, RuntimeError) as e:
             code, answer = 400, {"success": False, "message": str(e)}
-        said = json.dumps(answer).encode()
+        payload = json.dumps(answer).encode()
         self.send_response(code)
-        self.send_header("Content-Length", str(len(said)))
+        self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
-        self.wfile.write(said)
+        self.wfile.write(payload)
 
     def do_GET(self) -> None:
         """What it got, and the groups that it joined."""
-        said = json.dumps({"got": GOT, "joined": JOINED}).encode()
+        payload = json.dumps({"got": GOT, "joined": JOINED}).encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(said)))
+        self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
-        self.wfile.write(said)
+        self.wfile.write(payload)
 
     def log_message(self, *_: object) -> None: ...
 

@@ -55,18 +55,18 @@ def main(out: Path, layouts: list[str]) -> None:
         setattr(dist, name, unlogged(getattr(dist, name), lambda: rehearsals[-1].meter))
     for i, layout in enumerate(layouts):
         config = load_config(CONFIG, overrides(layout))
-        one = Rehearsal(config, node_of(config), None, lambda text: None)
-        rehearsals.append(one)
-        with installed({"always"}, one.setting(1.0)):
-            one.build()
-            one.step(MICRO_BATCHES)
-        seen = {
-            "held": one.meter.memory.nonzero,
-            "phases": [dataclasses.asdict(phase) for phase in one.meter.phases],
-            "collectives": [dataclasses.asdict(call) for call in one.meter.collectives.calls],
+        rehearsal = Rehearsal(config, node_of(config), None, lambda text: None)
+        rehearsals.append(rehearsal)
+        with installed({"always"}, rehearsal.setting(1.0)):
+            rehearsal.build()
+            rehearsal.step(MICRO_BATCHES)
+        report = {
+            "held": rehearsal.meter.memory.nonzero,
+            "phases": [dataclasses.asdict(phase) for phase in rehearsal.meter.phases],
+            "collectives": [dataclasses.asdict(call) for call in rehearsal.meter.collectives.calls],
         }
-        (out / f"{i}.{dist.get_rank()}.json").write_text(json.dumps(seen))
-        one.trainer.close()
+        (out / f"{i}.{dist.get_rank()}.json").write_text(json.dumps(report))
+        rehearsal.trainer.close()
 
 
 def profiled_peak() -> int:
@@ -76,9 +76,9 @@ def profiled_peak() -> int:
     shared = trainer.passes.pack.shared
     batch = [build(samples_for(config, trainer.hf.vocab_size, shared != "no"), shared)] * MICRO_BATCHES
     trainer.update(batch, stand_in_loss, 1e-6)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainer.update(batch, stand_in_loss, 1e-6)
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     return max(itertools.accumulate(sizes))
 

@@ -32,8 +32,8 @@ class Host:
 
     def said(self) -> dict[str, Any]:
         with urllib.request.urlopen(self.url, timeout=30) as answer:
-            found: dict[str, Any] = json.loads(answer.read())
-        return found
+            state: dict[str, Any] = json.loads(answer.read())
+        return state
 
     def begin(self, epoch: int) -> None:
         """As `begin_push` does."""
@@ -58,23 +58,23 @@ def hosts(count: int, waiting: Sequence[Path | None] = ()) -> Iterator[list[Host
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
-        found = []
+        host_list = []
         for process in processes:
             assert process.stdout is not None
-            found.append(Host(process, int(process.stdout.readline())))
-        yield found
+            host_list.append(Host(process, int(process.stdout.readline())))
+        yield host_list
 
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of the bytes of every tensor of the safetensors files."""
-    found = {}
+    tensor_digests = {}
     for path in sorted(folder.glob("*.safetensors")):
         data = path.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
-        for name, told in json.loads(data[8:start]).items():
-            first, end = told["data_offsets"]
-            found[name] = hashlib.sha256(data[start + first : start + end]).hexdigest()[:16]
-    return found
+        for name, tensor_info in json.loads(data[8:start]).items():
+            first, end = tensor_info["data_offsets"]
+            tensor_digests[name] = hashlib.sha256(data[start + first : start + end]).hexdigest()[:16]
+    return tensor_digests
 
 
 def main(folder: Path | None) -> None:
@@ -88,18 +88,18 @@ def main(folder: Path | None) -> None:
     from rlsys.engine.fence import Fence
     from rlsys.weights_relay.install import install
 
-    held: dict[str, Any] = {"loads": 0, "tensors": {}, "damaged": 0}
+    state: dict[str, Any] = {"loads": 0, "tensors": {}, "damaged": 0}
 
     async def load(request: Request) -> Response:
-        held["tensors"] = digests(Path((await request.json())["model_path"]))
-        held["loads"] += 1
+        state["tensors"] = digests(Path((await request.json())["model_path"]))
+        state["loads"] += 1
         return JSONResponse({"success": True})
 
     async def begin(_: Request) -> Response:
         return JSONResponse({"success": True})
 
     async def say(_: Request) -> Response:
-        return JSONResponse({**held, "damaged": relay.damaged})
+        return JSONResponse({**state, "damaged": relay.damaged})
 
     app = Starlette()
     app.add_route("/update_weights_from_disk", load, methods=["POST"])

@@ -95,9 +95,9 @@ class Rig:
 
     async def take(self, step: int) -> TrainBatch:
         """Ticks until there are enough groups. As a trainer has them that reads all tokens."""
-        taken = await self.until(self.manager.take(step))
-        assert taken is not None
-        return replace(taken, groups=loaded(self.folder, taken.groups))
+        batch = await self.until(self.manager.take(step))
+        assert batch is not None
+        return replace(batch, groups=loaded(self.folder, batch.groups))
 
     async def until(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(work)
@@ -150,17 +150,17 @@ async def rig(
     teacher: EngineTeacher | None = None,
 ) -> AsyncIterator[Rig]:
     """At the end: the ledger adds up, and every token that the router received is in it."""
-    made = Rig(config, length, reward, prompt_scores, judge, tokenizer, teacher)
-    before = sum(made.buffer.ledger().tokens.values())
+    instance = Rig(config, length, reward, prompt_scores, judge, tokenizer, teacher)
+    tokens_before = sum(instance.buffer.ledger().tokens.values())
     try:
-        yield made
-        await made.manager.close()
-        ledger = made.buffer.ledger()
+        yield instance
+        await instance.manager.close()
+        ledger = instance.buffer.ledger()
         check_ledger(ledger)
         sampled = sum(ledger.tokens.values()) - ledger.inherited_tokens + ledger.discarded_tokens
-        assert sampled == before + made.router.received
+        assert sampled == tokens_before + instance.router.received
     finally:
-        made.buffer.close()
+        instance.buffer.close()
 
 
 def ids(groups: list[SampleGroup]) -> list[int]:

@@ -28,7 +28,7 @@ def output_layers(trainer: Trainer) -> Iterator[OutputLayer]:
 
 def gaps(trainer: Trainer) -> dict[str, Any]:
     cases.stir(trainer)
-    whole = prefixes.seen(trainer, False)
+    reference = prefixes.seen(trainer, False)
     products = 0
     for layer in output_layers(trainer):
         layer._rows = ROWS
@@ -41,7 +41,7 @@ def gaps(trainer: Trainer) -> dict[str, Any]:
 
         vars(layer)["logits"] = counted
     rows = prefixes.seen(trainer, False)
-    return prefixes.compare(whole, rows) | {"products": products}
+    return prefixes.compare(reference, rows) | {"products": products}
 
 
 def main(workplace: Path, layouts: list[str]) -> None:

@@ -22,9 +22,9 @@ def check_secrets(run_dir: Path, processes: list[psutil.Process]) -> None:
     assert any(b"rlsys.engine.server" in line for line in lines)
     assert not any(secret.encode() in line for secret in secrets for line in lines)
     for file in (f for f in run_dir.rglob("*") if f.is_file()):
-        mine = file == config_path(run_dir, "engine-0")
-        assert mine or not any(secret.encode() in file.read_bytes() for secret in secrets), file
-        assert not mine or stat.S_IMODE(file.stat().st_mode) == 0o600
+        is_config = file == config_path(run_dir, "engine-0")
+        assert is_config or not any(secret.encode() in file.read_bytes() for secret in secrets), file
+        assert not is_config or stat.S_IMODE(file.stat().st_mode) == 0o600
     (url,) = {word.decode() for line in lines for word in line.split(b"\0") if _engine_of(line, word)}
     assert ask(url, "/model_info") == (401, None)
     assert ask(url, "/model_info", secrets[0])[0] == 200

@@ -56,9 +56,9 @@ def same_curve(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 
 def checked_ledger(run: Path) -> dict[str, Any]:
     """`rlsys ledger` says that it adds up; nothing lost, nothing trained twice."""
-    done = subprocess.run([*RLSYS, "ledger", str(run), "--json"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    ledger: dict[str, Any] = json.loads(done.stdout)
+    process = subprocess.run([*RLSYS, "ledger", str(run), "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    ledger: dict[str, Any] = json.loads(process.stdout)
     assert (ledger["lost"], ledger["trained_twice"]) == (0, 0)
     return ledger
 
@@ -72,5 +72,5 @@ def logs_of(run: Path) -> str:
 
 def train_locally(run: Path, *overrides: str) -> None:
     command = [*RLSYS, "train", "configs/quickstart.yaml", f"run.dir={run}", *TINY, *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr + logs_of(run)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr + logs_of(run)

@@ -33,8 +33,8 @@ def reward(config: Config) -> Callable[..., Any]:
     if main is not None and main.name == "rlsys.rollout.service":
         folder = config.run.dir / FOLDER
         folder.mkdir(exist_ok=True)
-        if left := [name for name in BOUNDARIES if not (folder / name).exists()]:
-            _arm(left[0], folder)
+        if remaining_names := [name for name in BOUNDARIES if not (folder / name).exists()]:
+            _arm(remaining_names[0], folder)
     score = reasoning_gym(config)
 
     async def in_this_process(prompt: Prompt, text: str) -> Any:
@@ -87,11 +87,11 @@ def _arm(name: str, folder: Path) -> None:
 
     @contextlib.contextmanager
     def boundary(self: Any) -> Iterator[None]:
-        now = takes > 1 and meant(self)
-        if now and side == "before":
+        is_due = takes > 1 and meant(self)
+        if is_due and side == "before":
             _die(folder / name)
         yield
-        if now:
+        if is_due:
             _die(folder / name)
 
     async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:

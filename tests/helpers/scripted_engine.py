@@ -309,8 +309,8 @@ class ScriptedEngine:
                 if not request.aborted and finish is None:
                     self.generated += len(request.made)  # its client went away: it stops by itself
                 generation.pop(request.rid, None)
-                for other in generation.values():
-                    other.changed.set()
+                for other_request in generation.values():
+                    other_request.changed.set()
 
     async def _turn(self, request: Request) -> bool:
         """Until its next token is due, or something happens to it. False: it pauses, and what is made is sent."""
@@ -365,9 +365,9 @@ class ScriptedEngine:
             ]
         if request.aborted and (request.preempted or not request.running):
             # As SGLang answers for a request in its queue: what was not sent is gone, the last token comes again.
-            made = request.made[: request.sent]
-            ids, probs = made[-1:], probs[: request.sent]
-            meta["completion_tokens"] = len(made)
+            sent_ids = request.made[: request.sent]
+            ids, probs = sent_ids[-1:], probs[: request.sent]
+            meta["completion_tokens"] = len(sent_ids)
         else:
             ids, probs = request.made[request.sent :], probs[request.sent :]
             meta |= {
@@ -381,10 +381,10 @@ class ScriptedEngine:
                 if request.routes_from is not None:
                     rows = range(request.routes_from, first + len(request.made) - 1)
                     chosen = np.array([experts(p) for p in rows], "<i4").reshape(-1, 2, 2)
-                    said = chosen.tobytes()
+                    route_bytes = chosen.tobytes()
                     if self.routes is not None and request.points and len(rows):
-                        said = self.routes.append(chosen, request.routes_from)
-                    meta["routed_experts"] = base64.b64encode(said).decode()
+                        route_bytes = self.routes.append(chosen, request.routes_from)
+                    meta["routed_experts"] = base64.b64encode(route_bytes).decode()
         meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(probs, request.made, strict=False)]
         return f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n".encode()
 

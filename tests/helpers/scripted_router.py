@@ -150,10 +150,10 @@ class ScriptedRouter:
         self.calls.append(f"end {version}")
         self.version = version
         self.stale_engines = []
-        left = self.left.pop(0) if self.left else 0
-        self.is_rolling = left > 0
+        pending_count = self.left.pop(0) if self.left else 0
+        self.is_rolling = pending_count > 0
         return {
-            "push_canary_mean": 1e-8, "push_canary_p999": 1e-7, "time_checksums": 0.0, "push_left": left,
+            "push_canary_mean": 1e-8, "push_canary_p999": 1e-7, "time_checksums": 0.0, "push_left": pending_count,
         }  # fmt: skip
 
     def next_members(self, at_most: int | None = None) -> list[str]:

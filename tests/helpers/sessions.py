@@ -102,8 +102,8 @@ def step_lines(run_dir: Path) -> int:
 
 
 def as_json(*args: str) -> tuple[int, dict[str, Any]]:
-    done = subprocess.run([*RLSYS, *args, "--json"], cwd=ROOT, capture_output=True, text=True)
-    return done.returncode, json.loads(done.stdout)
+    process = subprocess.run([*RLSYS, *args, "--json"], cwd=ROOT, capture_output=True, text=True)
+    return process.returncode, json.loads(process.stdout)
 
 
 def check_ledger(run_dir: Path) -> dict[str, Any]:

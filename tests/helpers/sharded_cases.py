@@ -68,10 +68,10 @@ class Held:
 
 def main(model: Path, folder: Path, urls: list[str]) -> None:
     config = config_of(model, folder)
-    trainer, sent, held = Trainer(config), Sent(), Held()
+    trainer, tcp_counter, tensor_watch = Trainer(config), Sent(), Held()
     real = sharded_push.quantise_for_engines
-    sharded_push.quantise_for_engines = lambda config, tensors: held.watch(real(config, tensors))
-    made = WeightPush(trainer, push_plan(config, lay_out(config)))
+    sharded_push.quantise_for_engines = lambda config, tensors: tensor_watch.watch(real(config, tensors))
+    weight_push = WeightPush(trainer, push_plan(config, lay_out(config)))
     loop = asyncio.new_event_loop()
     router: list[Router] = []
 
@@ -89,22 +89,26 @@ def main(model: Path, folder: Path, urls: list[str]) -> None:
     def finish(version: int, canaries: list[Canary], done: PushResult) -> dict[str, float]:
         return loop.run_until_complete(router[0].end_push(version, canaries, done.digests, done.excluded))
 
-    seen: dict[str, Any] = {"tcp": [], "metrics": []}
+    report: dict[str, Any] = {"tcp": [], "metrics": []}
     for version in range(1, PUSHES + 1):
         ticket = trainer.on_main(partial(start, version))
-        before = sent.now()
-        done = made.push(ticket)
-        seen["tcp"].append(sent.now() - before)
+        bytes_before = tcp_counter.now()
+        done = weight_push.push(ticket)
+        report["tcp"].append(tcp_counter.now() - bytes_before)
         canaries = trainer.canaries(CANARIES)
         end = trainer.on_main(partial(finish, version, canaries, done))
-        seen["metrics"].append(end)
+        report["metrics"].append(end)
         if trainer.is_main:
-            seen["expected"] = [len(rank) for rank in done.digests]
+            report["expected"] = [len(rank) for rank in done.digests]
         for _, parameter in trainer.named_parameters():
             parameter.data.mul_(1.01)  # the next push has other weights
-    made.close()
-    seen |= {"given": held.given, "most": held.most, "buckets": 2 * config.weights.bucket_mb * 2**20}
-    (folder / f"rank-{trainer.rank}.json").write_text(json.dumps(seen))
+    weight_push.close()
+    report |= {
+        "given": tensor_watch.given,
+        "most": tensor_watch.most,
+        "buckets": 2 * config.weights.bucket_mb * 2**20,
+    }
+    (folder / f"rank-{trainer.rank}.json").write_text(json.dumps(report))
     trainer.close()
 
 

@@ -53,30 +53,30 @@ class Session:
         trainer = Trainer(config)
         # Without a GPU all experts of a layer would have one sender.
         sharded_push.plan_senders = lambda config, hf, **_: plan_senders(config, hf, **planned)
-        made = WeightPush(trainer, PushPlan({}, group=True))
+        weight_push = WeightPush(trainer, PushPlan({}, group=True))
         for i, engines in enumerate(pushes):
             to = [EngineAddress(self.urls[e], 1, i - 1, index=e) for e in engines]
             for engine in to if trainer.is_main else ():
                 ask(engine.url, "/begin", {})
             trainer.control.wait_for_all()
-            done = made.push(WeightUpdate(i + 1, to, []))
+            result = weight_push.push(WeightUpdate(i + 1, to, []))
             expected = {n: sha(tensor) for n, tensor in trainer.named_hf_tensors()}
             if trainer.is_main:
-                self._note(name, expected, done.excluded, engines)
+                self._note(name, expected, result.excluded, engines)
             for _, parameter in trainer.named_parameters():
                 parameter.data.mul_(1.5)
-        made.close()
+        weight_push.close()
         trainer.close()
 
     def _note(
         self, name: str, expected: dict[str, str], left_out: dict[str, str], engines: list[int]
     ) -> None:
-        told = {e: ask(self.urls[e]) for e in engines if self.urls[e] not in left_out}
+        answers = {e: ask(self.urls[e]) for e in engines if self.urls[e] not in left_out}
         self.seen.append(
             {
                 "case": name, "expected": expected, "left_out": {self.urls.index(u): w for u, w in left_out.items()},
-                "got": {e: each["got"][-1] for e, each in told.items()},
-                "joined": len(told[engines[0]]["joined"]),
+                "got": {e: each["got"][-1] for e, each in answers.items()},
+                "joined": len(answers[engines[0]]["joined"]),
             }
         )  # fmt: skip
 

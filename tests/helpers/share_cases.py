@@ -77,8 +77,8 @@ def write_step(run: Path) -> tuple[TrainBatch, TrainBatch]:
     buffer.take(1, groups)
     light = buffer.read_step(1)[1]
     buffer.close()
-    whole = [replace(g, state=GroupState.TRAINED, train_step=1) for g in groups]
-    return TrainBatch(1, version, light, {}), TrainBatch(1, version, whole, {})
+    full_groups = [replace(g, state=GroupState.TRAINED, train_step=1) for g in groups]
+    return TrainBatch(1, version, light, {}), TrainBatch(1, version, full_groups, {})
 
 
 def equal(one: MicroBatch, other: MicroBatch) -> bool:
@@ -86,8 +86,8 @@ def equal(one: MicroBatch, other: MicroBatch) -> bool:
     for name in (f.name for f in fields(one)):
         a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, torch.Tensor):
-            same = a.dtype == b.dtype and torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
-            if not same or not torch.equal(a.isnan(), b.isnan()):
+            is_equal = a.dtype == b.dtype and torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+            if not is_equal or not torch.equal(a.isnan(), b.isnan()):
                 return False
         elif a != b:
             return False
@@ -100,20 +100,20 @@ def seen(trainer: Trainer, light: TrainBatch, whole: TrainBatch) -> dict[str, ob
     in_hand = [s for g in whole.groups for s in g.samples]
     rows = [i for i in range(len(samples)) if i % 5]
     batch, expected = pack_rows(light, rows, trainer), pack_rows(whole, rows, trainer)
-    mine = {row for micro in batch for row in micro.rows.tolist()}
+    own_rows = {row for micro in batch for row in micro.rows.tolist()}
     read = trainer.segments.bytes_read
-    scores, known = (
-        score_parked([LogProbRequest(s, 1) for s in which if s.index == 0], trainer)
-        for which in (samples, in_hand)
+    scores, expected_scores = (
+        score_parked([LogProbRequest(s, 1) for s in sample_list if s.index == 0], trainer)
+        for sample_list in (samples, in_hand)
     )
     return {
         "rank": dist.get_rank(),
         "dp": trainer.dp_rank,
         "same": len(batch) == len(expected) and all(map(equal, batch, expected)),
-        "same_scores": scores == known,
-        "rows": sorted(mine),
+        "same_scores": scores == expected_scores,
+        "rows": sorted(own_rows),
         "read": read,
-        "own": sum(piece.length for row in mine for piece in samples[row].pieces),
+        "own": sum(piece.length for row in own_rows for piece in samples[row].pieces),
         "read_for_scores": trainer.segments.bytes_read - read,
         "all": sum(piece.length for row in rows for piece in samples[row].pieces),
         "all_for_scores": sum(piece.length for s in samples if s.index == 0 for piece in s.pieces),
@@ -122,16 +122,16 @@ def seen(trainer: Trainer, light: TrainBatch, whole: TrainBatch) -> dict[str, ob
 
 def main(workplace: Path, layouts: list[str]) -> None:
     """What every rank has seen, into WORKPLACE/seen.jsonl."""
-    light, whole = (
+    light, full_batch = (
         decode((workplace / f"{name}.msgpack").read_bytes(), TrainBatch) for name in ("light", "whole")
     )
     for layout in layouts:
         config = cases.config_of(workplace / "model", workplace / "run", **cases.sections(layout))
         trainer = Trainer(config)
-        found = trainer.control.gather(seen(trainer, light, whole))
+        rank_reports = trainer.control.gather(seen(trainer, light, full_batch))
         if trainer.is_main:
             with (workplace / "seen.jsonl").open("a") as file:
-                file.write(json.dumps([layout, found]) + "\n")
+                file.write(json.dumps([layout, rank_reports]) + "\n")
         trainer.close()
 
 

@@ -103,9 +103,9 @@ def in_turns(taken: TrainBatch) -> TrainBatch:
     def played(sample: Sample) -> Sample:
         if sample.tokens < 6:
             return replace(sample, turn_rewards=[TurnReward(sample.reward or 0.0)])
-        told = sample.tokens // 2
+        midpoint = sample.tokens // 2
         marks = [TurnReward(float(sample.index % 2), sample.index % 3 > 0), TurnReward(sample.reward or 0.0)]
-        return replace(sample, observed=[TokenSpan(told, told + 1)], turn_rewards=marks)
+        return replace(sample, observed=[TokenSpan(midpoint, midpoint + 1)], turn_rewards=marks)
 
     return replace(taken, groups=[replace(g, samples=[played(s) for s in g.samples]) for g in taken.groups])
 
@@ -133,13 +133,13 @@ def forked(taken: TrainBatch) -> TrainBatch:
 
 
 def batch_of(recipe: str) -> TrainBatch:
-    taken = stale(recorded())
-    taken = taken if recipe == "gdpo" else single_rewards(taken)
+    batch = stale(recorded())
+    batch = batch if recipe == "gdpo" else single_rewards(batch)
     change = {
         "mc_grpo": odd, "lens": partly_transferred, "overlong_filter": cut_off, "branch_grpo": forked,
         **dict.fromkeys(("dart", "mapo", "ui_s1", "gae_turn_rewards"), in_turns),
     }.get(recipe)  # fmt: skip
-    return taken if change is None else change(taken)
+    return batch if change is None else change(batch)
 
 
 def trainer_of(run: Path, *overrides: str) -> Trainer:
@@ -165,7 +165,7 @@ def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) ->
     """Metrics of one step, with the recipe's plug-ins on the trainer that is there. Averages began with the
     reference, a version ago."""
     config = config_of(recipe, run, *SOONER.get(recipe or "", ()), *overrides)
-    taken, early = batch_of(recipe or ""), None
+    batch, early = batch_of(recipe or ""), None
     objective = Objective(config.algo)
     devices = {name: parameter.device for name, parameter in trainer.named_parameters()}
     for hook in objective.hooks:
@@ -173,20 +173,20 @@ def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) ->
         hook.after_version(trainer.named_parameters(), 1.0)
     if config.trainer.early_backward:
         early = EarlyPasses()
-        for groups in (taken.groups[:2], taken.groups[2:3]):
-            backward_early(trainer, objective, replace(taken, groups=groups), early)
-    metrics = train_step(trainer, objective, taken, early)
+        for groups in (batch.groups[:2], batch.groups[2:3]):
+            backward_early(trainer, objective, replace(batch, groups=groups), early)
+    metrics = train_step(trainer, objective, batch, early)
     return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k != "time_early"}
 
 
 def main(workplace: Path, layouts: list[str]) -> None:
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout in layouts:
         parallel = [f"parallel.{pair}" for pair in layout.split(",")]
         trainer = trainer_of(workplace / "run", *parallel)
-        seen[layout] = {recipe: outcome(trainer, recipe, workplace / "run") for recipe in RECIPES}
+        results[layout] = {recipe: outcome(trainer, recipe, workplace / "run") for recipe in RECIPES}
         if trainer.is_main:
-            (workplace / "seen.json").write_text(json.dumps(seen))
+            (workplace / "seen.json").write_text(json.dumps(results))
         trainer.close()
 
 

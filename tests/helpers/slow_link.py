@@ -50,12 +50,12 @@ class SlowLink:
     async def _slowly(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while data := await reader.read(_BLOCK):
-                now = time.monotonic()
-                self._free_at = max(now, self._free_at) + len(data) / self._rate
+                current_time = time.monotonic()
+                self._free_at = max(current_time, self._free_at) + len(data) / self._rate
                 self.passed += len(data)
                 if len(data) == _BLOCK and self._damage(self.passed):  # a full one ends in a body
                     data = data[:-1] + bytes([data[-1] ^ 1])
-                await asyncio.sleep(self._free_at - now)
+                await asyncio.sleep(self._free_at - current_time)
                 writer.write(data)
                 await writer.drain()
             writer.write_eof()

@@ -92,10 +92,10 @@ class SlurmCluster:
     def _free_port_range(n: int) -> int:
         """The first of `n` neighbouring ports below those that the system hands out."""
         for first in range(17000, 30000, 20):
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as stack:
                 try:
                     for i in range(n):
-                        held.enter_context(socket.socket()).bind(("127.0.0.1", first + i))
+                        stack.enter_context(socket.socket()).bind(("127.0.0.1", first + i))
                 except OSError:
                     continue
                 return first
@@ -118,9 +118,9 @@ class SlurmCluster:
 
     def run(self, *command: str) -> str:
         """Standard output of one of Slurm's commands; a client of a dead controller would hang for minutes."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
-        return done.stdout
+        process = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=200)
+        assert process.returncode == 0, f"{command}: {process.stderr}"
+        return process.stdout
 
     def wait(self, true: Callable[[], bool], what: str = "") -> None:
         deadline = time.monotonic() + PATIENCE
@@ -133,8 +133,8 @@ class SlurmCluster:
         return self.run("squeue", "--long") + "\n".join(logs)
 
     def job_state(self, job: str) -> str:
-        told = self.run("scontrol", "--oneliner", "show", "job", job)
-        return next(word.split("=")[1] for word in told.split() if word.startswith("JobState="))
+        output = self.run("scontrol", "--oneliner", "show", "job", job)
+        return next(word.split("=")[1] for word in output.split() if word.startswith("JobState="))
 
     def kill_node(self, name: str) -> None:
         """The node's daemon and everything that runs on it die at once."""

@@ -87,10 +87,10 @@ class Watch:
     @contextmanager
     def over(self, roots: Callable[[], Iterable[int]]) -> Iterator[None]:
         """`roots`: processes whose trees are looked at."""
-        done = threading.Event()
+        stop_event = threading.Event()
 
         def look() -> None:
-            while not done.wait(LOOK_SECONDS):
+            while not stop_event.wait(LOOK_SECONDS):
                 for root in roots():
                     self.seen |= listeners(root)
 
@@ -99,7 +99,7 @@ class Watch:
         try:
             yield
         finally:
-            done.set()
+            stop_event.set()
             thread.join()
 
 

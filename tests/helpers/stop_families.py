@@ -28,8 +28,8 @@ class Family:
     @property
     def stops(self) -> tuple[str, ...]:
         """All tokens that end a response."""
-        found = (self.eos, *self.config, *self.generation, *([self.turn_end] if self.turn_end else []))
-        return tuple(dict.fromkeys(found))
+        tokens = (self.eos, *self.config, *self.generation, *([self.turn_end] if self.turn_end else []))
+        return tuple(dict.fromkeys(tokens))
 
 
 FAMILIES = {

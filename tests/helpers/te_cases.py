@@ -25,20 +25,20 @@ def trained(which: str, workplace: Path, families: Sequence[str]) -> dict[str, A
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for family in families:
         model = workplace / family
         if not model.exists():
             cases.write_model(model, family)
         trainer = Trainer(cases.config_of(model, workplace / which / family))
-        before = cases.canary_logps(trainer)
+        logps_before = cases.canary_logps(trainer)
         steps = cases.steps(trainer, 2, cases.LR)
         cases.save(trainer, 2)
         third = cases.steps(trainer, 1, cases.LR)
-        seen[family] = {"before": before, "steps": [*steps, *third]}
-        seen[family]["after"] = cases.canary_logps(trainer)
+        results[family] = {"before": logps_before, "steps": [*steps, *third]}
+        results[family]["after"] = cases.canary_logps(trainer)
         trainer.close()
-    return seen
+    return results
 
 
 def loaded(whose: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
@@ -46,14 +46,14 @@ def loaded(whose: str, workplace: Path, families: Sequence[str]) -> dict[str, An
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for family in families:
         trainer = Trainer(cases.config_of(workplace / family, workplace / whose / family))
         assert trainer.load_checkpoint() == 2
         third = cases.steps(trainer, 1, cases.LR)
-        seen[family] = {"third": third, "after": cases.canary_logps(trainer)}
+        results[family] = {"third": third, "after": cases.canary_logps(trainer)}
         trainer.close()
-    return seen
+    return results
 
 
 def converted(workplace: Path, families: Sequence[str]) -> dict[str, bool]:
@@ -62,17 +62,19 @@ def converted(workplace: Path, families: Sequence[str]) -> dict[str, bool]:
 
     from rlsys.trainer.checkpoints import conversion
 
-    same = {}
+    is_equal = {}
     for family in families:
-        there, back = workplace / f"{family}-there", workplace / f"{family}-back"
-        conversion.hf_to_megatron(workplace / family, there, {}, lambda *_: None)
-        conversion.megatron_to_hf(there, back, lambda *_: None)
-        before, after = (
+        megatron_folder, back = workplace / f"{family}-there", workplace / f"{family}-back"
+        conversion.hf_to_megatron(workplace / family, megatron_folder, {}, lambda *_: None)
+        conversion.megatron_to_hf(megatron_folder, back, lambda *_: None)
+        tensors_before, tensors_after = (
             {k: t for f in folder.glob("*.safetensors") for k, t in load_file(f).items()}
             for folder in (workplace / family, back)
         )
-        same[family] = all(after[name].equal(tensor) for name, tensor in after.items()) and bool(before)
-    return same
+        is_equal[family] = all(
+            tensors_after[name].equal(tensor) for name, tensor in tensors_after.items()
+        ) and bool(tensors_before)
+    return is_equal
 
 
 def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
@@ -84,8 +86,8 @@ def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
     from tests.helpers import trainer_cases as cases
 
     cases.write_model(workplace / "model")
-    for name, made in (cases.MODELS | prefixes.MODELS).items():
-        cases.write_model(workplace / name, **made)
+    for name, model_kwargs in (cases.MODELS | prefixes.MODELS).items():
+        cases.write_model(workplace / name, **model_kwargs)
     calls: Counter[str] = Counter()
 
     def counted(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -96,7 +98,7 @@ def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
 
         return count
 
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout in layouts:
         with (
             mock.patch.object(PackedAttention, "forward", counted(PackedAttention.forward, "packed")),
@@ -105,11 +107,11 @@ def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
             ),
             closing(prefixes.trainer_of(workplace, layout)) as trainer,
         ):
-            seen[layout] = {"sharing": trainer.passes.pack.shared}
+            results[layout] = {"sharing": trainer.passes.pack.shared}
             if trainer.passes.pack.shared != "no":
                 calls.clear()
-                seen[layout] |= {"gaps": prefixes.gaps(trainer), "calls": dict(calls)}
-    return seen
+                results[layout] |= {"gaps": prefixes.gaps(trainer), "calls": dict(calls)}
+    return results
 
 
 def main(which: str, workplace: Path, families: Sequence[str]) -> None:
@@ -120,16 +122,16 @@ def main(which: str, workplace: Path, families: Sequence[str]) -> None:
         sys.path.insert(0, str(ROOT / "tests/te_stub"))
         megatron_patches.have_transformer_engine = lambda: True
     megatron_patches.apply()
-    seen: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if which == "prefixes":
-        seen = shared(workplace, families)
+        results = shared(workplace, families)
     elif which != "back":
-        seen["trained"] = trained(which, workplace, families)
+        results["trained"] = trained(which, workplace, families)
     if which in ("stub", "back"):
-        seen["loaded"] = loaded("plain" if which == "stub" else "stub", workplace, families)
+        results["loaded"] = loaded("plain" if which == "stub" else "stub", workplace, families)
     if which == "stub":
-        seen["converted"] = converted(workplace, families)
-    (workplace / f"{which}.json").write_text(json.dumps(seen))
+        results["converted"] = converted(workplace, families)
+    (workplace / f"{which}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ class Client:
         self._samplers: dict[str, Any] = {}
 
     def create(self, model: str, base: str, rank: int, seed: int) -> str:
-        made = self._service.create_lora_training_client(base, rank=rank, seed=seed).result()
-        self._models[model] = made
-        return str(made.model_id)
+        training_client = self._service.create_lora_training_client(base, rank=rank, seed=seed).result()
+        self._models[model] = training_client
+        return str(training_client.model_id)
 
     def load(self, model: str, path: str, optimizer: bool) -> str:
         make = self._service.create_training_client_from_state
@@ -35,15 +35,15 @@ class Client:
     def run(self, model: str, data: list[dict[str, Any]], loss: str, **more: Any) -> dict[str, Any]:
         """`only`: without a backward pass."""
         call = "forward" if more.pop("only", False) else "forward_backward"
-        done = getattr(self._models[model], call)(
+        result = getattr(self._models[model], call)(
             [_datum(d) for d in data], loss, more.get("config")
         ).result()
-        outputs = [each["logprobs"].tolist() for each in done.loss_fn_outputs]
-        return {"metrics": done.metrics, "logprobs": outputs}
+        outputs = [each["logprobs"].tolist() for each in result.loss_fn_outputs]
+        return {"metrics": result.metrics, "logprobs": outputs}
 
     def step(self, model: str, **adam: float) -> dict[str, float]:
-        done = self._models[model].optim_step(types.AdamParams(**adam)).result()
-        return dict(done.metrics)
+        result = self._models[model].optim_step(types.AdamParams(**adam)).result()
+        return dict(result.metrics)
 
     def train(self, model: str, data: list[dict[str, Any]], loss: str, lr: float) -> list[float]:
         """Both sent before one is waited for, as the client's documentation has it. Loss and gradient norm."""
@@ -57,8 +57,8 @@ class Client:
         def squares(_: Any, logprobs: list[Any]) -> Any:
             return sum((each**2).sum() for each in logprobs), {}
 
-        done = self._models[model].forward_backward_custom([_datum(d) for d in data], squares).result()
-        return dict(done.metrics)
+        result = self._models[model].forward_backward_custom([_datum(d) for d in data], squares).result()
+        return dict(result.metrics)
 
     def save(self, model: str, name: str, overwrite: bool = False) -> str:
         return str(self._models[model].save_state(name, overwrite=overwrite).result().path)
@@ -76,22 +76,24 @@ class Client:
         self._samplers[sampler] = self._service.create_sampling_client(**of).result()
 
     def sample(self, sampler: str, prompt: list[int], n: int = 1, **params: Any) -> list[dict[str, Any]]:
-        asked = types.SamplingParams(**params)
-        done = self._samplers[sampler].sample(types.ModelInput.from_ints(prompt), n, asked).result()
+        sampling_params = types.SamplingParams(**params)
+        response = (
+            self._samplers[sampler].sample(types.ModelInput.from_ints(prompt), n, sampling_params).result()
+        )
         return [
             {"ids": s.tokens, "logprobs": s.logprobs, "reason": s.stop_reason, "id": s.sequence_id}
-            for s in done.sequences
+            for s in response.sequences
         ]
 
     def logprobs(self, sampler: str, prompt: list[int]) -> list[float | None]:
-        found: list[float | None] = (
+        logprobs: list[float | None] = (
             self._samplers[sampler].compute_logprobs(types.ModelInput.from_ints(prompt)).result()
         )
-        return found
+        return logprobs
 
     def info(self, model: str) -> dict[str, Any]:
-        found: dict[str, Any] = self._models[model].get_info().model_dump()
-        return found
+        info: dict[str, Any] = self._models[model].get_info().model_dump()
+        return info
 
 
 def _datum(of: dict[str, Any]) -> Any:

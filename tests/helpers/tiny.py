@@ -157,18 +157,18 @@ def raw_config(tiny: Tiny) -> dict[str, Any]:
     """As in a folder's config.json, without what transformers adds."""
     kinds = ["sliding_attention", "full_attention"] * 2  # gpt-oss needs them told
     fields = {**BASE, **tiny.sizes, **tiny.served}
-    named = {"architectures": [tiny.architecture]}
+    architectures = {"architectures": [tiny.architecture]}
     if tiny.tower:
-        return {**named, "text_config": fields, "vision_config": tiny.tower}
-    return {**named, "layer_types": kinds, **fields}
+        return {**architectures, "text_config": fields, "vision_config": tiny.tower}
+    return {**architectures, "layer_types": kinds, **fields}
 
 
 def load(folder: Path) -> Any:
     """transformers' model of a folder, in float32."""
     import transformers
 
-    (named,) = json.loads((folder / "config.json").read_text())["architectures"]
-    kind = getattr(transformers, named)
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    kind = getattr(transformers, architecture)
     return kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
 
 
@@ -224,10 +224,10 @@ def _add_prediction(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
     hf = HFConfig.read(folder)
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
-    own = {name for entry in entries(hf) for name in entry.hf}
+    base_names = {name for entry in entries(hf) for name in entry.hf}
     for entry in entries(replace(hf, mtp=True)):
         for name, shape in entry.hf.items():
-            if name not in own:
+            if name not in base_names:
                 spread, middle = (0.1, 1.0) if "norm" in name else (0.2, 0.0)
                 tensors[name] = torch.randn(shape, generator=generator) * spread + middle
     tensors |= {copy: tensors[shared].clone() for copy, shared in shared_names(hf).items()}

@@ -39,22 +39,22 @@ def held_by_wandb(run: Path) -> Held:
 def held_by_mlflow(run: Path) -> Held:
     from mlflow import MlflowClient
 
-    place = run.parent / "trackers" / "mlflow"
-    if not place.exists():
+    tracking_folder = run.parent / "trackers" / "mlflow"
+    if not tracking_folder.exists():
         return {}
-    client = MlflowClient(tracking_uri=place.as_uri())
+    client = MlflowClient(tracking_uri=tracking_folder.as_uri())
     experiment = client.get_experiment_by_name("rlsys")
     runs = client.search_runs([experiment.experiment_id]) if experiment else []
     out: Held = {}
-    for one in runs[:1]:
+    for mlflow_run in runs[:1]:
         assert len(runs) == 1, "one run of ours is one of MLflow's"
-        for metric in client.get_run(one.info.run_id).data.metrics:
+        for metric in client.get_run(mlflow_run.info.run_id).data.metrics:
             kind, _, key = metric.partition("/")
-            for point in client.get_metric_history(one.info.run_id, metric):
+            for point in client.get_metric_history(mlflow_run.info.run_id, metric):
                 values = out.setdefault((kind, point.step), {})
                 assert key not in values, "written twice"
                 values[key] = point.value
-    return {at: {k: v for k, v in values.items() if k != "whole"} for at, values in out.items()}
+    return {kind_step: {k: v for k, v in values.items() if k != "whole"} for kind_step, values in out.items()}
 
 
 READERS: dict[str, Callable[[Path], Held]] = {"wandb": held_by_wandb, "mlflow": held_by_mlflow}

@@ -38,15 +38,15 @@ def write_model(folder: Path, architecture: str = "Qwen3MoeForCausalLM", **chang
 
 
 def config_of(folder: Path, run: Path, **sections: dict[str, Any]) -> Config:
-    made: dict[str, dict[str, Any]] = {
+    raw_config: dict[str, dict[str, Any]] = {
         "model": {"path": folder},
         "run": {"dir": run},
         "trainer": {"token_budget": BUDGET, "lr": 1e-3, "weight_decay": 0.01},
         "rollout": {"max_response_tokens": 64},
     }
     for name, values in sections.items():
-        made[name] = {**made.get(name, {}), **values}
-    return Config.model_validate(made)
+        raw_config[name] = {**raw_config.get(name, {}), **values}
+    return Config.model_validate(raw_config)
 
 
 @contextmanager
@@ -113,8 +113,10 @@ def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Te
 
 def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
     """[loss, gradient norm, metric, figures of routing and prediction] of `n` optimizer steps on the same samples."""
-    made = with_routes(samples())  # looked at where trainer.replay = engine
-    batch = trainer.passes.pack(with_support(made) if trainer.config.rollout.top_k else made)
+    routed_samples = with_routes(samples())  # looked at where trainer.replay = engine
+    batch = trainer.passes.pack(
+        with_support(routed_samples) if trainer.config.rollout.top_k else routed_samples
+    )
     out = []
     for _ in range(n):
         result = trainer.update(batch, policy_loss, lr)
@@ -136,8 +138,8 @@ def canary_logps(trainer: Trainer) -> list[float]:
 
 
 def weight_sums(trainer: Trainer) -> dict[str, float]:
-    both = chain(trainer.named_hf_tensors(), trainer.named_factors())
-    return {name: float(t.double().abs().sum()) for name, t in both}
+    named_tensors = chain(trainer.named_hf_tensors(), trainer.named_factors())
+    return {name: float(t.double().abs().sum()) for name, t in named_tensors}
 
 
 LR = 1e-4  # of the layouts; small, so that rounding is not amplified by Adam's first steps
@@ -222,8 +224,8 @@ def stir(trainer: Trainer) -> None:
 
 def three_steps(trainer: Trainer) -> dict[str, Any]:
     stir(trainer)
-    seen: dict[str, Any] = {"before": canary_logps(trainer), "steps": steps(trainer, 3, LR)}
-    return seen | {"after": canary_logps(trainer), "sums": weight_sums(trainer)}
+    results: dict[str, Any] = {"before": canary_logps(trainer), "steps": steps(trainer, 3, LR)}
+    return results | {"after": canary_logps(trainer), "sums": weight_sums(trainer)}
 
 
 def main(workplace: Path, layouts: list[str]) -> None:
@@ -237,14 +239,14 @@ def main(workplace: Path, layouts: list[str]) -> None:
         start = time.monotonic()
         run = workplace / (saved if "save" in layout or "resume" in layout else f"run-{kind(layout)}")
         trainer = Trainer(config_of(workplace / model_of(layout), run, **sections(layout)))
-        seen = three_steps(trainer)
+        results = three_steps(trainer)
         if "save" in layout:
             save(trainer, 3)
-        seen |= {"loaded": trainer.load_checkpoint(), "fourth": steps(trainer, 1, LR)}
-        seen["seconds"] = time.monotonic() - start
+        results |= {"loaded": trainer.load_checkpoint(), "fourth": steps(trainer, 1, LR)}
+        results["seconds"] = time.monotonic() - start
         if trainer.is_main:
             with (workplace / "seen.jsonl").open("a") as file:
-                file.write(json.dumps([layout, seen]) + "\n")
+                file.write(json.dumps([layout, results]) + "\n")
         trainer.close()
 
 

@@ -17,16 +17,16 @@ def main(model: Path, run: Path) -> None:
     cases.save(trainer, 1)
     print(repr(cases.weight_sums(trainer)), flush=True)
     cases.steps(trainer, 1)
-    written, forever = threading.Event(), threading.Event()
+    write_event, forever = threading.Event(), threading.Event()
 
     def stop_here(file: Path) -> str:
-        written.set()
+        write_event.set()
         forever.wait()
         return ""
 
     manifest.sha256 = stop_here  # called by the writing thread after its first file
     trainer.save_checkpoint(2)
-    written.wait()
+    write_event.wait()
     print("writing", flush=True)
     forever.wait()
 

@@ -42,8 +42,8 @@ class Repairing(Planner):
     def decide(self, group: SampleGroup) -> Decision:
         if len(group.samples) > 4:
             return Accept()
-        at = min(3, group.samples[0].tokens - 1)
-        return AddSamples(2, prefixes=(Prefix(0, at, (98, 99)),) * 2)
+        prefix_length = min(3, group.samples[0].tokens - 1)
+        return AddSamples(2, prefixes=(Prefix(0, prefix_length, (98, 99)),) * 2)
 
 
 def token_names(stems: Sequence[int], forks: Sequence[int], lengths: Sequence[int]) -> list[list[str]]:
@@ -74,16 +74,19 @@ def depth_wise_advantages(rewards: Sequence[float], texts: Sequence[Sequence[str
         return frozenset(j for j in everybody if list(texts[j][: t + 1]) == prefix)
 
     nodes = [[sharing(i, t) for t in range(len(texts[i]))] for i in everybody]
-    depths = [[sum(own[k] != own[k - 1] for k in range(1, t + 1)) for t in range(len(own))] for own in nodes]
-    means = {node: fmean(rewards[m] for m in node) for own in nodes for node in own}
+    depths = [
+        [sum(path_nodes[k] != path_nodes[k - 1] for k in range(1, t + 1)) for t in range(len(path_nodes))]
+        for path_nodes in nodes
+    ]
+    means = {node: fmean(rewards[m] for m in node) for path_nodes in nodes for node in path_nodes}
     at_depth: dict[int, set[frozenset[int]]] = {}
-    for own, levels in zip(nodes, depths, strict=True):
-        for node, depth in zip(own, levels, strict=True):
+    for path_nodes, levels in zip(nodes, depths, strict=True):
+        for node, depth in zip(path_nodes, levels, strict=True):
             at_depth.setdefault(depth, set()).add(node)
     out = []
-    for own, levels in zip(nodes, depths, strict=True):
+    for path_nodes, levels in zip(nodes, depths, strict=True):
         values = []
-        for node, depth in zip(own, levels, strict=True):
+        for node, depth in zip(path_nodes, levels, strict=True):
             peers = [means[peer] for peer in at_depth[depth]]
             spread = stdev(peers) if len(peers) > 1 else 0.0
             advantage = 0.0 if spread < 1e-6 else (means[node] - fmean(peers)) / (spread + 1e-8)

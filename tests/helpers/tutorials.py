@@ -36,7 +36,7 @@ def run_page(page: Path, folder: Path) -> str:
     """What its commands print, in `folder`. AssertionError with the last words of the first that fails."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": python_path(ROOT), "COLUMNS": "120"}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-euo", "pipefail"],
         input=script_of(page),
         cwd=folder,
@@ -44,5 +44,5 @@ def run_page(page: Path, folder: Path) -> str:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, f"{page.name}: {done.stdout[-1500:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    assert process.returncode == 0, f"{page.name}: {process.stdout[-1500:]}\n{process.stderr[-3000:]}"
+    return process.stdout

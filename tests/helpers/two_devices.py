@@ -203,10 +203,10 @@ class _Operations(TorchDispatchMode):
         read = self._reads(name, args, gpu)
         out = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        made = [t for t in outputs if not any(_same_storage(t, x) for x in inputs)]
-        for tensor in made:
+        new_tensors = [t for t in outputs if not any(_same_storage(t, x) for x in inputs)]
+        for tensor in new_tensors:
             self._locate(tensor, name, inputs, bool(gpu), kwargs.get("device"))
-        self._count(func, name, inputs, made, gpu, read)
+        self._count(func, name, inputs, new_tensors, gpu, read)
         return out
 
     def _check(self, name: str, args: Any, inputs: list[Tensor], gpu: list[Tensor]) -> None:
@@ -290,10 +290,10 @@ class _Calls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if name == "__get__" and first is not None:
-            asked = getattr(getattr(func, "__self__", None), "__name__", "")
-            if asked in ("device", "is_cuda", "is_cpu"):
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if attribute in ("device", "is_cuda", "is_cpu"):
                 gpu = on_gpu(first)
-                return {"device": GPU if gpu else HOST, "is_cuda": gpu, "is_cpu": not gpu}[asked]
+                return {"device": GPU if gpu else HOST, "is_cuda": gpu, "is_cpu": not gpu}[attribute]
         if first is not None:
             if name == "cpu":
                 return self._to_host(first) if on_gpu(first) else first

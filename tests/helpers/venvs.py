@@ -21,7 +21,7 @@ def venv(name: str, *packages: str) -> Path:
         if not (folder / "complete").exists():
             subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
             pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", "--no-compile"]
-            done = subprocess.run([*pip, *packages], capture_output=True, text=True)
-            assert done.returncode == 0, f"{packages} do not install: {done.stderr[-2000:]}"
+            process = subprocess.run([*pip, *packages], capture_output=True, text=True)
+            assert process.returncode == 0, f"{packages} do not install: {process.stderr[-2000:]}"
             (folder / "complete").touch()
     return folder / "bin/python"

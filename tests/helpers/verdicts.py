@@ -52,8 +52,8 @@ class Direct:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Any]:
         async def reward(prompt: Prompt, text: str) -> Any:
-            found = cast(Any, self._score)(prompt, text)
-            return parse_reward(await found if inspect.isawaitable(found) else found)
+            result = cast(Any, self._score)(prompt, text)
+            return parse_reward(await result if inspect.isawaitable(result) else result)
 
         yield reward
 

@@ -229,16 +229,16 @@ class Wires:
         self._slow[frozenset((one, other))] = seconds, until
 
     def due(self, client: Process, server: Process) -> float:
-        now = asyncio.get_running_loop().time()
+        current_time = asyncio.get_running_loop().time()
         seconds, until = self._slow.get(frozenset((client.name, server.name)), (0.0, 0.0))
-        return now + LATENCY + (seconds if now < until else 0.0)
+        return current_time + LATENCY + (seconds if current_time < until else 0.0)
 
     async def connect(self, client: Process, server: Process | None) -> Connection:
         """By the client. Raises Refused. A server that is stopped is connected to, as its kernel sees to it."""
-        now = asyncio.get_running_loop().time()
-        await asyncio.sleep(LATENCY if server is None else self.due(client, server) - now)
-        now = asyncio.get_running_loop().time()
-        if server is None or server.dead or now < self._cut[frozenset((client.name, server.name))]:
+        current_time = asyncio.get_running_loop().time()
+        await asyncio.sleep(LATENCY if server is None else self.due(client, server) - current_time)
+        current_time = asyncio.get_running_loop().time()
+        if server is None or server.dead or current_time < self._cut[frozenset((client.name, server.name))]:
             raise Refused(111, "connection refused")
         self._live = [c for c in self._live if not c.closed]
         self._live.append(connection := Connection(self, client, server))

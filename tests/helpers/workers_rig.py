@@ -47,8 +47,10 @@ class Run:
         )
         n = config.rollout.workers
         command = [sys.executable, "-m", "tests.helpers.worker_stage", str(file)]
-        own = engines[: config.engine.count]
-        self.workers = remote_workers(config, [[*command, *(e.url for e in own[i::n])] for i in range(n)])
+        launch_engines = engines[: config.engine.count]
+        self.workers = remote_workers(
+            config, [[*command, *(e.url for e in launch_engines[i::n])] for i in range(n)]
+        )
         self.processes: Sequence[Any] = self.workers.workers
         self._planning = planning
         self.pushes: Counter[str] = Counter()
@@ -64,8 +66,8 @@ class Run:
 
     async def push(self) -> None:
         """In rounds, where the config says so."""
-        left = True
-        while left:
+        pending = True
+        while pending:
             ticket = await self.manager.begin_push()
             for address in ticket.engines:
                 self.pushes[address.url] += 1
@@ -74,12 +76,12 @@ class Run:
                     engine.load(ticket.weight_version)
             self.rounds.append([address.url for address in ticket.engines])
             canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
-            left = bool((await self.manager.end_push(ticket, canaries))["push_left"])
+            pending = bool((await self.manager.end_push(ticket, canaries))["push_left"])
 
     async def take(self, step: int) -> TrainBatch:
-        while (taken := await self.manager.take(step)) is None:
+        while (batch := await self.manager.take(step)) is None:
             await self.push()
-        return taken
+        return batch
 
     def pids(self) -> list[int]:
         return [w.pid for w in self.processes]
@@ -102,24 +104,24 @@ async def run(
         engine={"count": engines, "return_routes": True},
         **(sections or {}),
     )
-    made = [
+    scripted_engines = [
         ScriptedEngine(
             f"http://e{i}:1", ends_at=lambda s: 3 + s % 50, segments=folder / FOLDER if i % 2 else None
         )
         for i in range(engines + joiners)
     ]
     (folder / FOLDER).mkdir(exist_ok=True)
-    async with served(*made):
-        one = Run(config, made)
+    async with served(*scripted_engines):
+        run_instance = Run(config, scripted_engines)
         try:
-            await one.begin()
-            yield one
-            pids = one.pids()
-            await one.manager.close()
-            check_ledger(one.buffer.ledger())
+            await run_instance.begin()
+            yield run_instance
+            pids = run_instance.pids()
+            await run_instance.manager.close()
+            check_ledger(run_instance.buffer.ledger())
         finally:
-            await one.workers.close()
-            one.buffer.close()
+            await run_instance.workers.close()
+            run_instance.buffer.close()
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 

@@ -17,11 +17,11 @@ def ask(policy, messages, **more):
         "POST", f"{url.path}/chat/completions", json.dumps({"messages": messages, **more}), headers
     )
     answer = connection.getresponse()
-    said = answer.read()
+    response_body = answer.read()
     connection.close()
     if answer.status != 200:
-        raise RuntimeError(f"{answer.status} {json.loads(said)['error']['message']}")
-    return said if more.get("stream") else json.loads(said)["choices"][0]["message"]
+        raise RuntimeError(f"{answer.status} {json.loads(response_body)['error']['message']}")
+    return response_body if more.get("stream") else json.loads(response_body)["choices"][0]["message"]
 
 
 def user(text):
@@ -36,12 +36,12 @@ def note(row, text):
 def talk(row, policies):
     """Two turns of each, with the other one's words between them."""
     note(row, "begun")
-    mine, theirs = [user(row["question"])], []
+    first_messages, second_messages = [user(row["question"])], []
     for _ in range(2):
-        mine.append(ask(policies["first"], mine))
-        theirs.append(user(mine[-1]["content"]))
-        theirs.append(ask(policies["second"], theirs))
-        mine.append(user(theirs[-1]["content"]))
+        first_messages.append(ask(policies["first"], first_messages))
+        second_messages.append(user(first_messages[-1]["content"]))
+        second_messages.append(ask(policies["second"], second_messages))
+        first_messages.append(user(second_messages[-1]["content"]))
     note(row, "ended")
     return {"first": row.get("worth", 0.25), "second": 0.75}
 

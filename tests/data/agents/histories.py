@@ -8,6 +8,6 @@ from tests.data.agents.plain import ask
 def begins_anew(task):
     first = [{"role": "user", "content": task["question"]}]
     with ThreadPoolExecutor(2) as pool:
-        said, _ = pool.map(ask, [first, [{"role": "user", "content": f"{task['question']}+0"}]])
-    if f"<answer>{task['answer']}</answer>" not in said["content"]:
+        reply, _ = pool.map(ask, [first, [{"role": "user", "content": f"{task['question']}+0"}]])
+    if f"<answer>{task['answer']}</answer>" not in reply["content"]:
         ask([*first, {"role": "user", "content": "again"}])

@@ -19,11 +19,11 @@ def ask(messages, headers=(), **more):
     body = json.dumps({"model": "any", "messages": messages, **more})
     connection.request("POST", f"{url.path}/chat/completions", body, headers)
     answer = connection.getresponse()
-    said = json.loads(answer.read())
+    completion = json.loads(answer.read())
     connection.close()
     if answer.status != 200:
-        raise RuntimeError(f"{answer.status} {said['error']['message']}")
-    return said["choices"][0]["message"]
+        raise RuntimeError(f"{answer.status} {completion['error']['message']}")
+    return completion["choices"][0]["message"]
 
 
 def worth(task):
@@ -51,9 +51,9 @@ def sums(task):
     """It works out what the model wants to know, and tells it."""
     messages = question(task)
     while True:
-        said = ask(messages)
-        messages.append(said)
-        call = said["content"].partition("<python>")[2].partition("</python>")[0]
+        reply = ask(messages)
+        messages.append(reply)
+        call = reply["content"].partition("<python>")[2].partition("</python>")[0]
         if not call:
             return
         messages.append({"role": "user", "content": str(sum(map(int, call.split("+"))))})
@@ -117,8 +117,10 @@ def asks_others(task):
     messages = question(task)
     messages.append(ask(messages, max_tokens=12))
     with ThreadPoolExecutor(2) as pool:
-        told = list(pool.map(lambda i: ask([{"role": "user", "content": f"{i}?"}], max_tokens=16), range(2)))
-    messages.append({"role": "user", "content": " ".join(t["content"] for t in told)})
+        replies = list(
+            pool.map(lambda i: ask([{"role": "user", "content": f"{i}?"}], max_tokens=16), range(2))
+        )
+    messages.append({"role": "user", "content": " ".join(t["content"] for t in replies)})
     ask(messages, max_tokens=12)
 
 

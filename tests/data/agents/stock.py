@@ -27,11 +27,11 @@ def with_tools(task):
     client = OpenAI()
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": task["question"]}]
     while True:
-        said = client.chat.completions.create(model="policy", messages=messages, tools=[ADD]).choices[0]
-        if said.finish_reason != "tool_calls":
+        choice = client.chat.completions.create(model="policy", messages=messages, tools=[ADD]).choices[0]
+        if choice.finish_reason != "tool_calls":
             return
-        messages.append(said.message)
-        for call in said.message.tool_calls:
+        messages.append(choice.message)
+        for call in choice.message.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": add(call)})
 
 
@@ -40,14 +40,14 @@ def streamed(task):
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": task["question"]}]
     while True:
         with client.chat.completions.stream(model="policy", messages=messages, tools=[ADD]) as stream:
-            said = stream.get_final_completion().choices[0]
-        if said.finish_reason != "tool_calls":
+            choice = stream.get_final_completion().choices[0]
+        if choice.finish_reason != "tool_calls":
             return
-        messages.append({"role": "assistant", "content": said.message.content, "tool_calls": [
+        messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": [
             {"id": c.id, "type": "function", "function": {"name": "add", "arguments": c.function.arguments}}
-            for c in said.message.tool_calls
+            for c in choice.message.tool_calls
         ]})  # fmt: skip
-        for call in said.message.tool_calls:
+        for call in choice.message.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": add(call)})
 
 
@@ -55,13 +55,13 @@ async def with_tools_async(task):
     client = AsyncOpenAI()
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": task["question"]}]
     while True:
-        said = (await client.chat.completions.create(model="m", messages=messages, tools=[ADD])).choices[0]
-        if said.finish_reason != "tool_calls":
+        choice = (await client.chat.completions.create(model="m", messages=messages, tools=[ADD])).choices[0]
+        if choice.finish_reason != "tool_calls":
             return
-        messages.append(said.message.model_dump())
-        calls = said.message.tool_calls
-        for call, found in zip(calls, await asyncio.gather(*(later(c) for c in calls)), strict=True):
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+        messages.append(choice.message.model_dump())
+        calls = choice.message.tool_calls
+        for call, tool_result in zip(calls, await asyncio.gather(*(later(c) for c in calls)), strict=True):
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": tool_result})
 
 
 async def later(call):
@@ -74,12 +74,14 @@ def parallel(task):
     async def run():
         client = AsyncOpenAI()
         first = [{"role": "user", "content": task["question"]}]
-        said = (await client.chat.completions.create(model="m", messages=first)).choices[0].message
+        reply = (await client.chat.completions.create(model="m", messages=first)).choices[0].message
         asides = [[{"role": "user", "content": text}] for text in ("a", "b")]
-        found = await asyncio.gather(*(client.chat.completions.create(model="m", messages=m) for m in asides))
-        told = " ".join(sorted(f.choices[0].message.content for f in found))
+        completions = await asyncio.gather(
+            *(client.chat.completions.create(model="m", messages=m) for m in asides)
+        )
+        aside_text = " ".join(sorted(f.choices[0].message.content for f in completions))
         await client.chat.completions.create(
-            model="m", messages=[*first, said.model_dump(), {"role": "user", "content": told}]
+            model="m", messages=[*first, reply.model_dump(), {"role": "user", "content": aside_text}]
         )
 
     asyncio.run(run())
@@ -104,13 +106,13 @@ def _anthropics(task, create):
     client = Anthropic()
     messages = [{"role": "user", "content": task["question"]}]
     while True:
-        said = create(client, model="m", max_tokens=500, system="add", messages=messages, tools=[TOOL])
-        if said.stop_reason != "tool_use":
+        response = create(client, model="m", max_tokens=500, system="add", messages=messages, tools=[TOOL])
+        if response.stop_reason != "tool_use":
             return
-        messages.append({"role": "assistant", "content": said.content})
+        messages.append({"role": "assistant", "content": response.content})
         results = [
             {"type": "tool_result", "tool_use_id": b.id, "content": str(sum(b.input["terms"]))}
-            for b in said.content
+            for b in response.content
             if b.type == "tool_use"
         ]
         messages.append({"role": "user", "content": results})
@@ -132,11 +134,13 @@ def _by_responses(task, create):
     client, tool = OpenAI(), {"type": "function", **ADD["function"]}
     items = [{"role": "user", "content": task["question"]}]
     while True:
-        said = create(client, model="m", instructions="add", input=items, tools=[tool])
-        items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in said.output]
-        calls = [item for item in said.output if item.type == "function_call"]
+        response = create(client, model="m", instructions="add", input=items, tools=[tool])
+        items += [
+            item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output
+        ]
+        calls = [item for item in response.output if item.type == "function_call"]
         if not calls:
             return
         for c in calls:
-            found = str(sum(json.loads(c.arguments)["terms"]))
-            items.append({"type": "function_call_output", "call_id": c.call_id, "output": found})
+            tool_output = str(sum(json.loads(c.arguments)["terms"]))
+            items.append({"type": "function_call_output", "call_id": c.call_id, "output": tool_output})

@@ -11,8 +11,8 @@ def solve(task):
     messages = [{"role": "user", "content": task["question"]}]
     with RemoteEpisode.for_agent(task) as episode:
         while True:
-            said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
-            step = episode.step(said.content)
+            message = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+            step = episode.step(message.content)
             if step["done"]:
                 return
-            messages += [said, *step["messages"]]
+            messages += [message, *step["messages"]]

@@ -40,8 +40,8 @@ class Sum:
         self.at += 1
         right = action.text.strip() == str(sum(self.terms[: self.at]))
         done = self.at == len(self.terms)
-        said = f"{os.getpid()}" if self.task.get("fickle") else "" if done else self.terms[self.at]
-        return Step(as_messages(said), float(right), done)
+        observation = f"{os.getpid()}" if self.task.get("fickle") else "" if done else self.terms[self.at]
+        return Step(as_messages(observation), float(right), done)
 
     def close(self):
         pass

@@ -67,8 +67,8 @@ def load_environment():
     class Guess(vf.MultiTurnEnv):
         @vf.stop
         async def found(self, state):
-            said = [m for t in state["trajectory"] for m in t["completion"]]
-            return bool(said) and said[-1].content.strip() == state["answer"]
+            replies = [m for t in state["trajectory"] for m in t["completion"]]
+            return bool(replies) and replies[-1].content.strip() == state["answer"]
 
         async def env_response(self, messages, state, **kwargs):
             lower = int(messages[-1].content) < int(state["answer"])

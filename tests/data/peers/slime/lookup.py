@@ -24,11 +24,11 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
         if meta["finish_reason"]["type"] == "abort":
             sample.status = Sample.Status.ABORTED
             return sample
-        found = meta["output_token_logprobs"]
+        token_logprobs = meta["output_token_logprobs"]
         sample.append_response_tokens(
             args,
-            tokens=[entry[1] for entry in found],
-            log_probs=[entry[0] for entry in found],
+            tokens=[entry[1] for entry in token_logprobs],
+            log_probs=[entry[0] for entry in token_logprobs],
             trainable=True,
             meta_info=meta,
             text=output["text"],
@@ -36,7 +36,9 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
         if meta["finish_reason"]["type"] == "length" or not output["text"].endswith("</python>"):
             break
         await asyncio.sleep(0)
-        asked = output["text"].rpartition("<python>")[2].removesuffix("</python>")
-        said = state.tokenizer(f"{look_up(asked)}<assistant>", add_special_tokens=False)["input_ids"]
-        sample.append_response_tokens(args, tokens=said, trainable=False)
+        expression = output["text"].rpartition("<python>")[2].removesuffix("</python>")
+        observation_ids = state.tokenizer(f"{look_up(expression)}<assistant>", add_special_tokens=False)[
+            "input_ids"
+        ]
+        sample.append_response_tokens(args, tokens=observation_ids, trainable=False)
     return sample

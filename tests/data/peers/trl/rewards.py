@@ -5,8 +5,8 @@ import re
 
 def correctness_reward(prompts, completions, answer, **kwargs):
     contents = [completion[0]["content"] for completion in completions]
-    found = [re.findall(r"<answer>(.*?)</answer>", content) for content in contents]
-    return [2.0 if f and f[-1].strip() == a else 0.0 for f, a in zip(found, answer, strict=True)]
+    answers = [re.findall(r"<answer>(.*?)</answer>", content) for content in contents]
+    return [2.0 if f and f[-1].strip() == a else 0.0 for f, a in zip(answers, answer, strict=True)]
 
 
 def format_reward(completions, **kwargs):

@@ -27,6 +27,6 @@ def write(rows, path):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if data_source != "sums":
         raise NotImplementedError(f"Reward function is not implemented for {data_source=}")
-    found = re.findall(r"<answer>(.*?)</answer>", solution_str)
-    right = bool(found) and found[-1].strip() == ground_truth
-    return {"score": 1.0 if right else -1.0, "acc": right, "answered": bool(found)}
+    answers = re.findall(r"<answer>(.*?)</answer>", solution_str)
+    right = bool(answers) and answers[-1].strip() == ground_truth
+    return {"score": 1.0 if right else -1.0, "acc": right, "answered": bool(answers)}
