@@ -89,7 +89,7 @@ TABLE: list[tuple[str, str]] = [
     (rows_of("ours.jsonl", reward="math"), STARTS),
     (
         "rollout.top_p=0.9",
-        "rollout: top_p = 0.9 needs top_k: the trainer must know which tokens an engine kept",
+        "rollout: top_p = 0.9 needs top_k: the trainer must know which ids an engine kept",
     ),
     ("rollout.stop=['END']", STARTS),
     ("rollout.stop=['</answer>']", STARTS),

@@ -275,7 +275,7 @@ def test_an_engine_on_another_machine_than_the_trainer_gets_its_weights(method: 
 
 
 def test_ports_beyond_the_last_are_refused() -> None:
-    with pytest.raises(UserError, match=r"port = 65534: 4 engines reach port 65537"):
+    with pytest.raises(UserError, match=r"port = 65534: 4 engines use ports up to 65537"):
         chosen("engine.port=65534", "engine.count=4")
 
 

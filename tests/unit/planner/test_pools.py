@@ -57,7 +57,7 @@ def test_the_resolved_config_can_be_loaded_again(tmp_path: Path) -> None:
             "count = 2, but the pools have 2 + 1 = 3",
         ),
         ("{pools: [{name: a, count: 1}, {name: a, count: 1}]}", "two have the name a"),
-        ("{pools: [{name: joined, count: 1}]}", "name = joined is that of engines that join"),
+        ("{pools: [{name: joined, count: 1}]}", "name = joined is reserved for engines that join"),
         ("{pools: [{name: Fast, count: 1}]}", "engine.pools"),
         ("{pools: [{name: a, count: 0}]}", "engine.pools"),
         ("{pools: [{name: a}]}", "count"),
