@@ -98,7 +98,7 @@ def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
         )
     if config.trainer.lora is not None:
         raise UserError(
-            "trainer.lora trains nothing but adapters: sft.loss = reward_model trains a value layer; use one"
+            "trainer.lora trains only adapters: sft.loss = reward_model trains a value layer; use one"
         )
     return RewardTrainer(config)
 

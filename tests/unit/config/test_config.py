@@ -41,7 +41,9 @@ def test_epochs_become_steps(heldout: str, steps: int, tmp_path: Path) -> None:
     rows.write_text('{"prompt": "a"}\n' * 100)
     trainer = load_config(config).trainer
     assert (trainer.steps, trainer.epochs) == (2 * (steps // 2), None)
-    with pytest.raises(ConfigError, match=r"trainer.epochs = 2 needs data.params.path and data.source = jsonl or parquet"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.epochs = 2 needs data.params.path and data.source = jsonl or parquet"
+    ):
         load_config(config, ["data.source=chain_sum_tail"])
 
 

@@ -33,7 +33,7 @@ def config_of(model: Path, **sections: dict[str, Any]) -> Config:
 @pytest.mark.parametrize(
     ("trainer", "told"),
     [
-        ({"lora": {"rank": 4}}, "trainer.lora trains nothing but adapters"),
+        ({"lora": {"rank": 4}}, "trainer.lora trains only adapters"),
         ({"balance_loss": 0.1}, "would count padding"),
         ({"early_backward": True}, "trainer.early_backward = true processes a part"),
         ({"mtp_loss": 0.0, "mtp_trunk": True}, "needs a trainer.mtp_loss above 0"),

@@ -405,7 +405,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
         (["rollout.workers=2", "engine.count=2"], r"but rollout.workers = 2: .* expected 1"),
         (["rollout.temperature=0.8"], r"but rollout.temperature = 0.8: .* use 1"),
         (["rollout.top_k=20"], r"but rollout.top_k = 20: .* use null"),
-        (["algo.teacher.top_k=null"], r"but algo.teacher.top_k = null: .* give a number"),
+        (["algo.teacher.top_k=null"], r"but algo.teacher.top_k = null: .* use a number"),
         (
             ["algo.teacher.by_source={code: configs/models/quickstart-moe}"],
             r"but algo.teacher.by_source names",
