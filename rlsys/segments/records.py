@@ -286,8 +286,7 @@ class SegmentReader:
             )
         if mismatched := [r.tokens for r in teacher if (r.start, r.tokens) != (0, sample.tokens)]:
             raise RunError(
-                f"sample {sample.sample_id}: teacher log-probs of {mismatched[0]} tokens, but it has "
-                f"{sample.tokens}"
+                f"sample {sample.sample_id}: teacher log-probs of {mismatched[0]} tokens; expected {sample.tokens}"
             )
         behaviour = np.full(max((r.start + r.tokens for r in scores), default=0), np.nan, np.float32)
         for record in scores:

@@ -17,7 +17,7 @@ class Aoi(Planner):
     `data.judge` reads the problem and some of the failed responses, and writes the error and a hint. The additional
     samples are generated from the problem followed by this guidance, and trained on the plain prompt, so that the
     policy learns to solve it without guidance. If the judge does not respond in time, the group is not changed. This
-    follows the abstract only: one policy, and one guidance per group instead of a pool.
+    is a reading of the abstract: one policy, and one guidance per group instead of a pool.
     """
 
     paper: ClassVar[str] = "AOI: turning failed trajectories into training signals (arXiv 2603.03378)"

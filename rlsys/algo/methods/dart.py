@@ -56,8 +56,8 @@ class UnsureTurns(Selector):
     """Train only the turns in which the policy was least certain: in each group those with the largest mean entropy.
 
     The entropy is the trainer's at the start of the step, averaged over the turn's trained tokens. A response without
-    tool calls is one turn. Denominators count all turns. This follows the abstract only: it states that the method
-    trains on steps of high entropy, but not on which share.
+    tool calls is one turn. Denominators count all turns. This is a reading of the abstract, which does not
+    state the share of turns.
     """
 
     paper: ClassVar[str] = "DART: decoupled agentic RL training for GUI agents (arXiv 2509.23866)"

@@ -27,8 +27,8 @@ class MinPro(CorrectionPlugin):
     """Weight each token by the smallest ratio among the tokens before it, instead of by their product.
 
     w_t = min_{j < t} exp(logp_j - mu_j) over the sample, including its earlier sequences; 1 for its first token; the
-    token's own ratio is in the loss. This follows the abstract only, which does not state whether j = t is included
-    and what is clipped: see `inclusive` and `cap`.
+    token's own ratio is in the loss. This is a reading of the abstract, which does not state whether j = t is
+    included and what is clipped: see `inclusive` and `cap`.
     """
 
     paper: ClassVar[str] = "A Step Back: prefix importance ratio (MinPRO)"

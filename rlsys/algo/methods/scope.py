@@ -17,7 +17,7 @@ class Scope(Planner):
     Such a sample starts with a failed response up to its first wrong step, followed by the correct step, from which
     the model continues. `data.process_judge` finds the wrong step and writes the correct one. The tokens before it
     keep the log-probs of the failed response; those of the correct step are not trained. The reward function scores
-    the whole response, and the sample is in the group like any other. This follows the abstract only, which states
+    the whole response, and the sample is in the group like any other. This is a reading of the abstract, which states
     neither a threshold nor a loss on the inserted step.
     """
 

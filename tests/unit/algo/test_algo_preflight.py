@@ -30,15 +30,15 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         (["algo.advantage=gpro"], "algo.advantage = 'gpro': unknown advantage; did you mean grpo?"),
         (["algo.loss=[{name: clip, low: 1}]"], r"algo.loss\[0\].low: unknown key"),
         (["algo.loss=[tis]"], "tis is of kind correction"),
-        (["algo.group_reward=fapo"], "needs verdicts, .*: data.judge names none"),
+        (["algo.group_reward=fapo"], "needs verdicts, .*: data.judge is not set"),
         (
             ["algo.planners=[lens]"],
-            r"algo.planners\[0\] \(Lens\) needs prompt_scores, .*: engine.reference names",
+            r"algo.planners\[0\] \(Lens\) needs prompt_scores, .*: engine.reference is not set",
         ),
         (["algo.selectors=[grpo_roc]"], "needs tool_penalty, .*: rollout.generator = single_turn calls no"),
         (
             ["algo.anchor=behaviour", "launch.placement=disaggregated"],
-            "algo.anchor = 'behaviour' needs behaviour, .*: launch.placement = 'disaggregated' has changed",
+            "algo.anchor = 'behaviour' needs behaviour, .*: with launch.placement = 'disaggregated' the weights have changed",
         ),
         (
             ["algo.anchor=behaviour", "router.interruption=retract"],
@@ -46,11 +46,11 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ),
         (
             ["algo.anchor=behaviour", "trainer.replay=trainer"],
-            "algo.anchor = 'behaviour' needs behaviour, .*: trainer.replay = 'trainer' trains a token with the experts",
+            "algo.anchor = 'behaviour' needs behaviour, .*: trainer.replay = 'trainer' trains a token with",
         ),
         (
             ["algo.anchor=old", "algo.loss=[bapo]"],
-            r"algo.loss\[0\] \(Bapo\) makes bounds for exp\(logp - anchor\), which is 1 for every token",
+            r"algo.loss\[0\] \(Bapo\) bounds exp\(logp - anchor\), which is 1 for every token",
         ),
         (
             ["trainer.early_backward=true"],
@@ -66,12 +66,12 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             "algo.epochs = 2: a second pass needs the step's samples again; use 1",
         ),
         ([*EARLY, "parallel.overlap=true"], "parallel.overlap = true reduces .* use false"),
-        ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 weighs .* use balance_rate"),
+        ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 needs .* use balance_rate"),
         ([*EARLY, "rollout.staleness_policy=wait"], "rollout.staleness_policy = wait chooses .* use drop"),
         ([*EARLY, "rollout.repeat=runs/other"], "rollout.repeat = runs/other: the record determines"),
         (
             ["algo.reducer={name: token_mean, over: active}", "algo.advantage=mssr", "rollout.group_size=1"],
-            r"algo.reducer.over = 'active' counts .* algo.advantage \(Mssr\) gives each token its own advantage: use all",
+            r"algo.reducer.over = 'active' counts .* algo.advantage \(Mssr\) gives each token its own advantage",
         ),
         (
             ["algo.planners=[lens]", "algo.corrections=[lens]", "engine.reference=own"],
@@ -147,7 +147,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ),
         (
             ["algo.hooks=[{name: brorl, samples: 128}]"],
-            r"algo.hooks\[0\] \(BatchScaling\).samples = 128 equals the samples of an update \(16 groups of 8 over 1 mini",
+            r"algo.hooks\[0\] \(BatchScaling\).samples = 128 equals the samples of an update",
         ),
         (
             ["algo.planners=[{name: dars, largest: 4}]"],
@@ -161,11 +161,11 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         (["data.judge=engines"], "data.judge = 'engines' is unused: algo.group_reward is not set"),
         (
             ["algo.shaping=[{name: overlong, cap: 500}]"],
-            r"algo.shaping\[0\] \(Overlong\): cap = 500 less buffer = 64 is not below .*_tokens = 256",
+            r"algo.shaping\[0\] \(Overlong\): cap = 500 minus buffer = 64: expected less than .*_tokens = 256",
         ),
         (
             ["algo.shaping=[{name: overlong, cap: 320}]"],
-            r"algo.shaping\[0\] \(Overlong\): cap = 320 less buffer = 64 is not below .*_tokens = 256",
+            r"algo.shaping\[0\] \(Overlong\): cap = 320 minus buffer = 64: expected less than .*_tokens = 256",
         ),
         (
             ["algo.corrections=[{name: icepop, low: 1.5, high: 1.5}]"],
@@ -212,7 +212,7 @@ def test_a_method_that_counts_successes_says_so_of_a_reward_that_may_be_any_numb
     assert notes(load_config(CONFIGS / "quickstart.yaml", [method, "data.reward=math"])) == []
     doubled = load_config(CONFIGS / "quickstart.yaml", [method, "data.reward=[{name: math, weight: 2}]"])
     assert notes(doubled) == [
-        "algo.loss[1] (PositiveNll) counts a reward above its parameter correct = 0.25 as a success; see that this "
+        "algo.loss[1] (PositiveNll) counts a reward above its parameter correct = 0.25 as a success; check that this "
         "fits data.reward = math"
     ]
 
@@ -255,7 +255,7 @@ def test_the_recipe_of_brorl_has_more_samples_than_its_learning_rate_was_chosen_
         (["algo.anchor=old", "algo.loss=[reinforce]"], ["algo.anchor = 'old' is unused: no term of"]),
         (
             ["trainer.replay=trainer"],
-            ["trainer.replay = 'trainer' with algo.minibatches = 1: the same weights"],
+            ["trainer.replay = 'trainer' with algo.minibatches = 1: the scoring pass"],
         ),
     ],
     ids=str,
@@ -280,7 +280,7 @@ def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) 
         (
             ["algo.anchor=behaviour", "algo.loss=[m2po,kl]"],
             [
-                "what was interrupted, before the weights change that sampled it",
+                "the interrupted tokens, before the weights that sampled them change",
                 "the whole step, since M2PO needs current before the loss",
                 "the whole step with the reference's weights",
             ],

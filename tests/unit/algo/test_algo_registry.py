@@ -233,7 +233,7 @@ def test_list_and_show() -> None:
     shown = render_show("vcpo")
     assert "hook: vcpo" in shown and "advantage: vcpo" in shown and "rho0 (" in shown
     assert "a reading of the abstract" in render_show("minpro")
-    with pytest.raises(UserError, match=r"no algorithm 'grpoo'; did you mean grpo\?"):
+    with pytest.raises(UserError, match=r"unknown algorithm 'grpoo'; did you mean grpo\?"):
         render_show("grpoo")
 
 

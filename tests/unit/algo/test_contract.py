@@ -78,8 +78,14 @@ def test_a_class_tells_its_kind_and_a_function_does_not(module: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["tis", "--kind", "corection"], "--kind corection: unknown kind of plug-in; did you mean correction?"),
-        (["tis", "--kind", "xyz"], "--kind xyz: unknown kind of plug-in; known: prompt, planner, group_reward"),
+        (
+            ["tis", "--kind", "corection"],
+            "--kind corection: unknown kind of plug-in; did you mean correction?",
+        ),
+        (
+            ["tis", "--kind", "xyz"],
+            "--kind xyz: unknown kind of plug-in; known: prompt, planner, group_reward",
+        ),
         (["tis", "--kind", ""], "--kind : unknown kind of plug-in; known:"),
         (["vcpo"], "vcpo is the name of several plug-ins: select one with --kind, one of advantage, hook"),
         (["lens"], "select one with --kind, one of planner, selector, correction"),

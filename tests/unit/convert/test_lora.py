@@ -134,7 +134,9 @@ def test_what_cannot_be_with_adapters_is_one_line(override: str, told: str) -> N
 
 def test_values_are_refused() -> None:
     made = config("algo.advantage=gae", "algo.loss=[clip, value]")
-    with pytest.raises(UserError, match=r"trainer.lora trains only adapters, and values need a separate layer"):
+    with pytest.raises(
+        UserError, match=r"trainer.lora trains only adapters, and values need a separate layer"
+    ):
         check(made)
 
 

@@ -50,9 +50,9 @@ def test_bytes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("kept", "drawn", "why"),
     [
-        ([[1, 2]], [3], "not once among"),
+        ([[1, 2]], [3], "not exactly once in the row"),
         ([[1, 2, 2]], [1], "twice"),
-        ([[1, 1]], [1], "not once among"),
+        ([[1, 1]], [1], "not exactly once in the row"),
         ([[1, -4]], [1], "below 0"),
         ([[1]], [1, 2], "1 rows of kept ids for 2 tokens"),
     ],
