@@ -105,8 +105,8 @@ def test_a_sharded_push_tells_its_senders() -> None:
     text = plain(describe_memory(made, published("DeepSeek-V3")))
     assert "a weight push        1,342 GB to each engine, about 4.2 s at 10 GB/s a link (sharded)" in text
     assert (
-        "its senders          256 of 256 trainer ranks; a rank sends 5.35 GB on average, at most 5.95, what goes to "
-        "engines counted once; an engine rank's link takes 41.9: 0.84 s or more at 50 GB/s a link"
+        "its senders          256 of 256 trainer ranks; a rank sends 5.35 GB on average, at most 5.95 GB, with data "
+        "for engines counted once; an engine rank's link receives 41.9 GB: 0.84 s or more at 50 GB/s a link"
     ) in text
     assert "its senders" not in plain(describe_memory(config(), QUICKSTART))
 
@@ -310,7 +310,7 @@ def test_a_pool_gets_what_weights_and_a_colocated_trainer_leave() -> None:
         update={"launch": colocated.launch.model_copy(update={"gpu_memory_gb": 60.0})}
     )
     assert budget(small, size).pool_tokens == 0
-    assert "has room for 0 tokens" in memory_problems(small, published("Qwen3-30B-A3B"), 60.0)[-1]
+    assert "holds 0 tokens" in memory_problems(small, published("Qwen3-30B-A3B"), 60.0)[-1]
     fixed = load_config(
         ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml", ["engine.max_total_tokens=10000"]
     )

@@ -86,7 +86,7 @@ def test_each_engine_gets_gpus_for_its_size() -> None:
 
 def test_pools_that_do_not_fit_are_named_with_their_sizes() -> None:
     made = config(WIDE, SMALL, launch={"gpus_per_node": 3})
-    with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*no GPUs are left for engine 2"):
+    with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*no GPUs are free for engine 2"):
         lay_out(made)
 
 
