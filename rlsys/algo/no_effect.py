@@ -66,8 +66,7 @@ def lines(config: Config, plugins: Mapping[str, Sequence[Any]]) -> list[str]:
     if config.trainer.replay == "trainer" and algo.minibatches * algo.epochs == 1:
         messages.append(
             "trainer.replay = 'trainer' with algo.minibatches = 1: the scoring pass has no effect, because the "
-            "training "
-            "pass chooses the same experts; use engine, off or more minibatches"
+            "training pass chooses the same experts; use engine, off or more minibatches"
         )
     return messages + _contradictions(config, plugins) + _exact_tokens(plugins)
 
@@ -118,8 +117,7 @@ def _contradictions(config: Config, plugins: Mapping[str, Sequence[Any]]) -> lis
         if names:
             messages.append(
                 f"no term of algo.loss ({_names(plugins['loss'])}) trains on rewards, so {names} has no effect; "
-                "remove "
-                "it"
+                "remove it"
             )
     if algo.critic is not None and algo.critic.warmup_steps >= config.trainer.steps:
         messages.append(
@@ -176,8 +174,7 @@ def reward_scale_notes(config: Config, plugins: Mapping[str, Sequence[Any]]) -> 
             if isinstance(correct := getattr(plugin, "correct", None), float):
                 messages.append(
                     f"{label} counts a reward above its parameter correct = {correct:g} as a success; check that "
-                    "this "
-                    f"fits data.reward = {config.data.reward_name}"
+                    f"this fits data.reward = {config.data.reward_name}"
                 )
             if isinstance(plugin, MaxRL):
                 messages.append(

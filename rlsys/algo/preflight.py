@@ -229,8 +229,8 @@ def _check_terms(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> None
         )
     if needs_values and not trained:
         raise UserError(
-            f"algo.advantage ({type(advantage).__name__}) needs a critic, but algo.loss ({names}) trains none; "
-            "add value"
+            f"algo.advantage ({type(advantage).__name__}) needs a critic, but algo.loss ({names}) trains none; add "
+            "value"
         )
 
 
@@ -257,8 +257,8 @@ def _check_average(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
         )
     if averaging and not is_needed:
         raise UserError(
-            f"algo.hooks ({averaging[0]}) averages the weights, but algo.anchor = {anchor!r} does not use "
-            "them; use ewma"
+            f"algo.hooks ({averaging[0]}) averages the weights, but algo.anchor = {anchor!r} does not use them; use "
+            "ewma"
         )
     if len(averaging) > 1:
         raise UserError(f"algo.hooks ({', '.join(averaging)}) average the weights more than once; name one")
@@ -361,8 +361,8 @@ def _check_judge(config: Config) -> None:
     is_needed |= any(spec.name == "reasoning_answer_consistency" for spec in config.data.reward)
     if config.data.judge is not None and config.algo.group_reward is None and not is_needed:
         raise UserError(
-            f"data.judge = {config.data.judge!r} is unused: algo.group_reward is not set; use fapo, the planner aoi, "
-            "or data.judge = null"
+            f"data.judge = {config.data.judge!r} is unused: algo.group_reward is not set; use fapo, the planner "
+            "aoi, or data.judge = null"
         )
 
 
@@ -373,8 +373,7 @@ def _check_overlong(config: Config, plugins: Mapping[str, Sequence[Any]]) -> Non
         if isinstance(shaping, Overlong) and shaping.cap - shaping.buffer >= longest:
             raise UserError(
                 f"algo.shaping[{i}] (Overlong): cap = {shaping.cap} minus buffer = {shaping.buffer}: expected less "
-                "than "
-                f"rollout.max_response_tokens = {longest}; otherwise no response is penalised"
+                f"than rollout.max_response_tokens = {longest}; otherwise no response is penalised"
             )
 
 

@@ -177,15 +177,13 @@ class Config(Section):
             if self.launch.placement == "colocated" or writers < 2 or r.max_staleness < 1:
                 raise ValueError(
                     f"weights.rolling = {rolling} lets engines generate with older weights: expected "
-                    "launch.placement = "
-                    "disaggregated, at least 2 engines with role = rollout, and rollout.max_staleness >= 1, "
-                    f"found {self.launch.placement}, {writers} and {r.max_staleness}"
+                    "launch.placement = disaggregated, at least 2 engines with role = rollout, and "
+                    f"rollout.max_staleness >= 1, found {self.launch.placement}, {writers} and {r.max_staleness}"
                 )
             if r.repeat is not None:
                 raise ValueError(
-                    f"weights.rolling = {rolling} with rollout.repeat = {r.repeat}: a run's record does not "
-                    "contain the "
-                    "weights of each engine; unset one of them"
+                    f"weights.rolling = {rolling} with rollout.repeat = {r.repeat}: a run's record does not contain "
+                    "the weights of each engine; unset one of them"
                 )
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(
@@ -205,8 +203,7 @@ class Config(Section):
         if r.workers > self.engine.count:
             raise ValueError(
                 f"rollout.workers = {r.workers}: expected at most engine.count = {self.engine.count}, since each "
-                "worker "
-                "needs an engine"
+                "worker needs an engine"
             )
         if self.engine.explorers and (conflict := self._not_with_explorers()):
             raise ValueError(f"engine.pools: role = explore {conflict}")
@@ -218,8 +215,7 @@ class Config(Section):
         if r.repeat is not None and r.generator in TREES:
             raise ValueError(
                 f"rollout.repeat = {r.repeat} with rollout.generator = {r.generator}: a run's record does not "
-                "contain "
-                "where branches started and ended; change one of them"
+                "contain where branches started and ended; change one of them"
             )
         return self
 
@@ -249,8 +245,7 @@ class Config(Section):
         if r.min_p and self.engine.deterministic:
             raise ValueError(
                 f"rollout.min_p = {r.min_p:g} with engine.deterministic = true: SGLang's seeded sampling does not "
-                "support "
-                "min_p; use engine.deterministic = false, or top_k and top_p"
+                "support min_p; use engine.deterministic = false, or top_k and top_p"
             )
         if r.top_k is not None and any(spec.name == "lens" for spec in self.algo.planners):
             raise ValueError(
@@ -291,8 +286,7 @@ class Config(Section):
         if t.offload_optimizer and t.optimizer == "muon":
             raise ValueError(
                 f"trainer.offload_optimizer = {t.offload_optimizer} with trainer.optimizer = muon: only AdamW runs "
-                "in "
-                "host memory; use adamw, or offload_optimizer = 0"
+                "in host memory; use adamw, or offload_optimizer = 0"
             )
         if t.lora is not None and (conflict := self._not_with_lora()):
             raise ValueError(f"trainer.lora trains only adapters: {conflict}")
@@ -362,14 +356,12 @@ class Config(Section):
         if t.early_backward:
             return (
                 "the loss is a mean over all tokens of a step, but trainer.early_backward = true processes a part; "
-                "use "
-                "false"
+                "use false"
             )
         if t.balance_loss:
             return (
                 f"trainer.balance_loss = {t.balance_loss:g} would count padding in the prediction layer's router; "
-                "use 0, "
-                "or balance_rate"
+                "use 0, or balance_rate"
             )
         if t.offload_optimizer:
             return (
@@ -391,8 +383,7 @@ class Config(Section):
             interruption = self.router.interruption
             return (
                 f"router.interruption = {interruption} keeps samples in flight, so engines cannot replace their "
-                "adapter; "
-                "use abort"
+                "adapter; use abort"
             )
         if self.launch.release_memory:
             return "launch.release_memory = true would drop the weights of model.path; use auto, or false"

@@ -413,8 +413,7 @@ def _check_divisions(
             field,
             1,
             "at least 2, or norm_topk_prob = false: the normalised weight of one expert is always 1, so the router "
-            "would "
-            "not learn, and megatron-core does not compute it",
+            "would not learn, and megatron-core does not compute it",
         )
     groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
     if experts % groups:

@@ -99,8 +99,8 @@ def check_files(folder: Path) -> None:
         is_blob = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
         if not (target.is_relative_to(root) or is_blob or file.suffix in WEIGHT_SUFFIXES):
             raise UserError(
-                f"{file}: a link to {target}, outside of the model folder; expected a file: copy it if it belongs to "
-                "the model"
+                f"{file}: a link to {target}, outside of the model folder; expected a file: copy it if it belongs "
+                "to the model"
             )
 
 

@@ -106,8 +106,7 @@ class Tokenizer:
                 return text, number
         raise UserError(
             f"{self.path}: expected an eos_token in tokenizer_config.json or special_tokens_map.json, or an "
-            "eos_token_id "
-            "in config.json that tokenizer.json contains"
+            "eos_token_id in config.json that tokenizer.json contains"
         )
 
     @classmethod

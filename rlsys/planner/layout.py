@@ -97,8 +97,7 @@ def _on_gpus(config: Config) -> Layout:
     if world > total:
         raise UserError(
             f"parallel needs {world} trainer ranks: expected at least as many GPUs, found launch.nodes * "
-            "gpus_per_node "
-            f"= {total}"
+            f"gpus_per_node = {total}"
         )
     at = world if launch.placement == "disaggregated" else 0
     engines = []
@@ -109,9 +108,8 @@ def _on_gpus(config: Config) -> Layout:
         if at > total:
             suffix = f" and {world} trainer ranks" if launch.placement == "disaggregated" else ""
             raise UserError(
-                f"engine.count = {config.engine.count} engines of {_sizes(config)}{suffix} do not fit "
-                f"launch.nodes * gpus_per_node = {launch.nodes} * {per_node} GPUs: no GPUs are free for "
-                f"engine {index}"
+                f"engine.count = {config.engine.count} engines of {_sizes(config)}{suffix} do not fit launch.nodes "
+                f"* gpus_per_node = {launch.nodes} * {per_node} GPUs: no GPUs are free for engine {index}"
             )
         engines.append(_shares(start, tp, per_node))
     return Layout(_shares(0, world, per_node), engines)

@@ -559,8 +559,7 @@ def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     if not problems and b.pool_tokens < config.rollout.max_response_tokens:
         problems.append(
             f"in addition to weights and trainer the KV pool of an engine holds {b.pool_tokens} tokens, but a "
-            "response "
-            f"has up to rollout.max_response_tokens = {config.rollout.max_response_tokens}"
+            f"response has up to rollout.max_response_tokens = {config.rollout.max_response_tokens}"
         )
     return problems
 

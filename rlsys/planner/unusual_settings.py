@@ -35,8 +35,8 @@ def slow_bfloat16(config: Config) -> list[str]:
     if config.model.dtype != "bfloat16" or cpu_multiplies_bfloat16():
         return []
     return [
-        "model.dtype = bfloat16: this CPU has no instructions for it (AVX-512 BF16, AMX), so a step takes "
-        "longer than in float32"
+        "model.dtype = bfloat16: this CPU has no instructions for it (AVX-512 BF16, AMX), so a step takes longer "
+        "than in float32"
     ]
 
 

@@ -88,8 +88,7 @@ def describe_senders(plan: SendersPlan, config: Config) -> str:
     return (
         f"{len(plan.schedules)} of {len(plan.total_bytes)} trainer ranks; a rank sends {_gb(plan.mean)} GB on "
         f"average, at most {_gb(max(plan.total_bytes))} GB, with data for engines counted once; an engine rank's "
-        "link "
-        f"receives {_gb(of_link)} GB: {short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
+        f"link receives {_gb(of_link)} GB: {short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
     )
 
 

@@ -281,8 +281,8 @@ class SegmentReader:
         tokens, scores, masks, teacher = ([r for r in records if r.kind is kind] for kind in kinds)
         if (stored_tokens := sum(r.tokens for r in tokens)) != sample.tokens:
             raise RunError(
-                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {stored_tokens} "
-                "in its segments"
+                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {stored_tokens} in its "
+                "segments"
             )
         if mismatched := [r.tokens for r in teacher if (r.start, r.tokens) != (0, sample.tokens)]:
             raise RunError(

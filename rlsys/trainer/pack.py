@@ -71,8 +71,7 @@ class TrainSample:
             counts_text = ", ".join(f"{count} {name}" for name, count in per_token.items())
             raise ValueError(
                 f"{len(self.prompt_ids)} prompt ids, {n} response ids, {counts_text}: expected a prompt and a "
-                "response "
-                "that are not empty, and one value per response token"
+                "response that are not empty, and one value per response token"
             )
 
     @classmethod

@@ -19,8 +19,7 @@ def purified(
     if not len(prompt_ids) == len(scores) == len(protect):
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens, but {len(scores)} scores and {len(protect)} protection flags; "
-            "expected "
-            "one of each per token"
+            "expected one of each per token"
         )
     free = [i for i, is_protected in enumerate(protect) if not is_protected]
     worst = set(sorted(free, key=lambda i: (-scores[i], i))[: math.ceil(share * len(prompt_ids))])

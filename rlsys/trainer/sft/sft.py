@@ -91,8 +91,7 @@ def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
     if config.trainer.mtp_loss:
         raise UserError(
             f"trainer.mtp_loss = {config.trainer.mtp_loss:g} with sft.loss = reward_model: a reward model predicts "
-            "no "
-            "tokens; expected 0"
+            "no tokens; expected 0"
         )
     if config.trainer.lora is not None:
         raise UserError(
