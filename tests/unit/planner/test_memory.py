@@ -147,7 +147,7 @@ def test_engines_that_rest_leave_room_for_the_trainer() -> None:
     bf16 = ["model.dtype=bfloat16", "parallel.ep=8", "engine.tp=2", "engine.max_running_requests=256"]
     bf16 += ["launch.gpus_per_node=8", "engine.count=4"]
     odd = problems_of(config(*bf16), published("Qwen3-30B-A3B"), 140.0)
-    assert any("of 140; see launch.release_memory" in line for line in odd)
+    assert any("it has 140 GB; see launch.release_memory" in line for line in odd)
     turns = problems_of(config(*bf16, "launch.release_memory=true"), published("Qwen3-30B-A3B"), 140.0)
     assert not any("trainer and engine on one GPU" in line for line in turns)
 
